@@ -436,6 +436,8 @@ KINDS = {
     "dilated": small.replace(attention="dilated(4, 3)"),
     "blocks": encoder.replace(attention="blocks(32, 3, 4, 0, 1)"),
     "blocks-repeated": encoder.replace(attention="blocks(16, 3, 1, 1, counted=blocks, repeat=2, full=40)"),
+    "global": encoder.replace(attention="global(12)"),
+    "global, none given": encoder.replace(attention="global(12, given)"),
 }
 
 

@@ -16,6 +16,7 @@ PUBLISHED = {
     "bert-base": 109_514_298,
     "bert-large": 335_174_458,
     "distilbert": 66_985_530,
+    "longformer-base": 148_711_257,
     "llama-1b-like": 1_100_048_384,
     "llama-3-8b": 8_030_261_248,
     "llama-3-70b": 70_553_706_496,
@@ -49,6 +50,11 @@ REFERENCES = {
     "gpt2-medium": ("GPT2Config", "GPT2LMHeadModel", {"n_embd": 1024, "n_layer": 24, "n_head": 16}),
     "bert-base": ("BertConfig", "BertForMaskedLM", {}),
     "distilbert": ("DistilBertConfig", "DistilBertForMaskedLM", {}),
+    "longformer-base": (
+        "LongformerConfig",
+        "LongformerForMaskedLM",
+        {"vocab_size": 50_265, "max_position_embeddings": 4098, "type_vocab_size": 1},
+    ),
     "t5-small": ("T5Config", "T5ForConditionalGeneration", {}),
     "bart-base": (
         "BartConfig",

@@ -22,11 +22,19 @@ TEXTS = [str(kind().shortened(3)) for kind in KINDS.values()] + [
     "blocks(2, 1, 1, counted=blocks, repeat=2)",
     "blocks(2, 3, 1, 1, counted=blocks, repeat=3, full=7)",
     "blocks(1, 3, 2, 1, repeat=1, full=20)",
+    "global(2, sinks=1)",
     "linear(relu)",
     "linear(favor, 20, seed=3)",
 ]
 MIXED = [("full", "linear"), ("window(3, sinks=1)", "gated-delta"), ("blocks(2, 1, 1)", "dilated(2, 2)")]
-LONG = ["window(20)", "window(20, sinks=3)", "dilated(8, 3, sinks=2)", "blocks(32, 3, 5)", "blocks(24, 3)"]
+LONG = [
+    "window(20)",
+    "global(20)",
+    "window(20, sinks=3)",
+    "dilated(8, 3, sinks=2)",
+    "blocks(32, 3, 5)",
+    "blocks(24, 3)",
+]
 BLOCKS = [
     "blocks(32, 3, 5, 7, 1)",
     "blocks(32, 1, 4, 0, 2)",
@@ -34,13 +42,13 @@ BLOCKS = [
 ]
 
 
-HALVES = ("gated-delta", "low-rank")  # one is for decoders, one for encoders
+HALVES = ("gated-delta", "low-rank", "global")  # the first is for decoders, the others for encoders
 
 
 def model_of(attention, **choices) -> ch.Transformer | None:
     """The model, or None where the config refuses the kind in this family."""
     texts = [attention] if isinstance(attention, str) else attention
-    refused = {"encoder": ("gated-delta",), "decoder": ("low-rank",)}.get(choices["family"], HALVES)
+    refused = {"encoder": ("gated-delta",), "decoder": HALVES[1:]}.get(choices["family"], HALVES)
     kinds = [read_kind(text) for text in texts]
     ends = choices["family"] != "encoder" and any(
         getattr(kind, name, 0) for kind in kinds for name in ("last", "full")

@@ -71,7 +71,8 @@ KINDS: dict[str, tuple[Any, list[tuple[str, str | None]]]] = {
     "bytes": (
         byte_pairs(),
         [
-            *[("roberta", None), ("gpt2", None), ("bart", "BartTokenizerFast"), ("phi", "GPT2Tokenizer")],
+            *[("roberta", None), ("longformer", None), ("gpt2", None)],
+            *[("bart", "BartTokenizerFast"), ("phi", "GPT2Tokenizer")],
             *[("qwen3", "Qwen2Tokenizer"), ("qwen2", "GPT2Tokenizer"), ("gpt_neox", "GPTNeoXTokenizerFast")],
             *[("llama", "LlamaTokenizer"), ("mistral", "LlamaTokenizerFast"), ("olmo2", "GPT2Tokenizer")],
         ],

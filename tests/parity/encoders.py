@@ -35,14 +35,34 @@ def text_inputs(model: Any, side: str) -> tuple[dict[str, Tensor], dict[str, Ten
     config = model.config
     ids, mask = batch(config, side=side)
     ids[~mask] = config.pad_token_id
+    if config.model_type == "longformer" and "QuestionAnswering" in type(model).__name__:
+        ids = with_separators(ids, mask, config.sep_token_id)
     theirs = {"input_ids": ids, "attention_mask": mask.long()}
     ours = {"ids": ids, "mask": mask}
-    if config.model_type != "roberta":  # which finds out by itself, from the padding id
+    if config.model_type not in (
+        "roberta",
+        "longformer",
+    ):  # which find out by themselves, from the padding id
         theirs["position_ids"] = positions_of(mask)
     if getattr(config, "type_vocab_size", 0):
         types = (ids + positions_of(mask)) % config.type_vocab_size
         theirs["token_type_ids"], ours["types"] = types, types
+    if config.model_type == "longformer" and "For" not in type(model).__name__.removesuffix("MaskedLM"):
+        ours["global_mask"] = ids % 5 == 0  # another number in each row, padding perhaps among them
+        theirs["global_attention_mask"] = ours["global_mask"].long()
+    if config.model_type == "longformer" and "Sequence" in type(model).__name__ and side == "left":
+        # The reference makes its first slot global, which is padding here: name the first token.
+        theirs["global_attention_mask"] = ((positions_of(mask) == 0) & mask).long()
     return theirs, ours
+
+
+def with_separators(ids: Tensor, mask: Tensor, separator: int) -> Tensor:
+    """Return the ids with three separators in each row: a question, two between, and one at the end."""
+    ids = torch.where(ids == separator, separator + 1, ids)
+    for row, real in zip(ids, mask):
+        slots = real.nonzero()[:, 0]
+        row[slots[[len(slots) // 3, len(slots) // 3 + 1, -1]]] = separator
+    return ids
 
 
 def check_text_encoder(

@@ -88,6 +88,7 @@ NEXT = {
 VIT = {**TEXT, "image_size": 28, "patch_size": 4, "num_labels": 5}
 LABELS = {"num_labels": 3}
 BLOCKS = {"block_size": 4, "num_random_blocks": 1}
+LONGFORMER = {"attention_window": [8, 4, 8], "max_position_embeddings": 130}
 
 
 class Subject(NamedTuple):
@@ -145,6 +146,10 @@ SUBJECTS = {
     "RoBERTa tagger": Subject("RobertaConfig", "RobertaForTokenClassification", {**TEXT, **LABELS}),
     "DistilBERT": Subject("DistilBertConfig", "DistilBertForMaskedLM", DISTIL),
     "DistilBERT spans": Subject("DistilBertConfig", "DistilBertForQuestionAnswering", DISTIL),
+    "Longformer": Subject("LongformerConfig", "LongformerForMaskedLM", {**TEXT, **LONGFORMER}),
+    "Longformer classifier": Subject(
+        "LongformerConfig", "LongformerForSequenceClassification", {**TEXT, **LONGFORMER, **LABELS}
+    ),
     "ALBERT": Subject("AlbertConfig", "AlbertForMaskedLM", {**TEXT, "embedding_size": 16}),
     "BigBird": Subject("BigBirdConfig", "BigBirdForMaskedLM", {**TEXT, **BLOCKS}),
     "BigBird classifier": Subject(
@@ -180,6 +185,8 @@ EXTRA: dict[str, list[Any]] = {
     "num_experts": [2],
     "n_embed": [16],
     "is_encoder_decoder": [False, True],
+    "attention_window": [16, [8, 8, 8], [4, 8], 7, 0],
+    "attention_dilation": [[1, 1, 1], [1, 2, 1]],
     "is_causal": [False, True, None],
     "is_decoder": [True],
     "add_cross_attention": [True],

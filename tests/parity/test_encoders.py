@@ -100,6 +100,18 @@ OPTIONS = {
             "layer_norm_eps": 1e-5,
         },
     },
+    "Longformer": {
+        "plain": {**SMALL, "attention_window": 8},
+        "windows by layer, untied": {
+            **SMALL,
+            "attention_window": [4, 8, 16],
+            "tie_word_embeddings": False,
+            "type_vocab_size": 1,
+            "hidden_act": "relu",
+            "pad_token_id": 2,
+            "sep_token_id": 5,
+        },
+    },
 }
 CASES = [(name, head, label) for name, options in OPTIONS.items() for head in HEADS for label in options]
 
@@ -118,7 +130,7 @@ def test_text_encoder(name, head, label, tmp_path):
 
 
 @pytest.mark.ledger("L1")
-@pytest.mark.parametrize("name", ["Bert", "Roberta", "Albert"])
+@pytest.mark.parametrize("name", ["Bert", "Roberta", "Albert", "Longformer"])
 def test_base_model_without_its_pooler(name, tmp_path):
     torch.manual_seed(0)
     config = getattr(transformers, f"{name}Config")(**OPTIONS[name]["plain"])
@@ -205,6 +217,11 @@ def test_unmatched_and_missing_tensors_are_named(name, tmp_path):
         ("Bert", {"architectures": ["BertForPreTraining"]}, "BertForPreTraining"),
         ("Albert", {"inner_group_num": 2}, "inner_group_num"),
         ("Roberta", {"hidden_act": "mish"}, "hidden_act"),
+        ("Longformer", {"attention_dilation": [1, 2, 1]}, "attention_dilation .1, 2, 1.: only 1"),
+        ("Longformer", {"attention_window": 7}, "attention_window 7: give an even number"),
+        ("Longformer", {"attention_window": [8, 8]}, "for each of the 3 layers"),
+        ("Longformer", {"autoregressive": True}, "autoregressive"),
+        ("Longformer", {"architectures": ["LongformerForMultipleChoice"]}, "MultipleChoice"),
     ],
 )
 def test_what_is_not_supported_is_named(name, changes, complaint, tmp_path):

@@ -22,6 +22,7 @@ FIELDS = {
     "SmolLM3 windows": ("layer_types", "use_sliding_window", "sliding_window"),
     "DistilBERT": ("num_hidden_layers",),
     "BigBird": ("attention_type", "block_size", "num_random_blocks", "use_bias"),
+    "Longformer": ("attention_window", "attention_dilation"),
     "T5": ("dense_act_fn", "is_gated_act", "is_encoder_decoder"),
     "BART": ("num_attention_heads", "scale_embedding"),
 }

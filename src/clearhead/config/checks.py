@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from clearhead import errors
 from clearhead.config.ends import Rules, embedding_rules, head_rules
 from clearhead.config.fields import BIASES, Fields, StackSpec
-from clearhead.config.kinds import Blocks, GatedDeltaKind, Kind, LowRank
+from clearhead.config.kinds import Blocks, GatedDeltaKind, GlobalKind, Kind
 from clearhead.errors import ConfigError, nearest
 from clearhead.typed import check_least, check_values
 
@@ -160,15 +160,20 @@ def _mixture(stack: StackSpec) -> Rules:
 
 def _kind(config: Fields, stack: StackSpec, layer: int, kind: Kind) -> Rules:
     """Check a kind of attention against what else the config asks of its layer."""
-    said, first = (
-        f'attention "{kind}" of layer {layer}',
-        stack.kinds[stack.block_of.index(stack.block_of[layer])],
-    )
+    said = f'attention "{kind}" of layer {layer}'
+    first = stack.kinds[stack.block_of.index(stack.block_of[layer])]
     rules: Rules = [
         (
-            not (kind.chooses and first.chooses) and kind != first,
+            not (kind.shares and first.shares) and kind != first,
             f'{said} shares its weights with a layer of "{first}" by layer_groups: give both the same kind',
-        )
+        ),
+        (kind.both_sides and stack.causal, f"{said} reads later tokens too: it is for encoders"),
+        (
+            isinstance(kind, GlobalKind)
+            and kind.tokens == "question"
+            and (config.input != "tokens" or kind.separator >= config.vocab_size),
+            f"{said} needs ids with a separator below vocab_size {config.vocab_size}: set separator",
+        ),
     ]
     if isinstance(kind, Blocks):
         unknown = ", and a decoder does not know where its text ends: leave it out"
@@ -190,10 +195,6 @@ def _kind(config: Fields, stack: StackSpec, layer: int, kind: Kind) -> Rules:
         ),
         (config.attention_softcap is not None, f"{said} has no scores for attention_softcap: leave one out"),
         (config.attention_sink, f"{said} has no softmax for attention_sink: leave one out"),
-        (
-            isinstance(kind, LowRank) and stack.causal,
-            f"{said} mixes all tokens of a row, also later ones: it is for encoders",
-        ),
         (
             isinstance(kind, GatedDeltaKind) and not stack.causal,
             f"{said} reads from left to right: it is for decoders",

@@ -5,6 +5,7 @@
     dilated(64, 4)           64 keys on each side, every fourth one
     strided(32)              keys nearer than 32, and every 32nd
     blocks(64, 3, 64, 0, 3)  blocks of 64: 3 around the query's own, 64 global tokens, 3 blocks at random
+    global(257)              keys nearer than 257, and global tokens: the first, or those that a call names
     linear(elu)              a feature map in place of the softmax: elu, relu, or favor (Performer)
     low-rank(64)             64 mixtures of all keys (Linformer)
     gated-delta              a memory that forgets and corrects itself (Gated DeltaNet)
@@ -20,6 +21,7 @@ from typing import ClassVar, Literal, Self, get_args, get_type_hints
 from clearhead.errors import ConfigError, nearest, refuse
 
 FeatureMap = Literal["elu", "relu", "favor"]
+GlobalTokens = Literal["first", "question", "given"]
 
 
 @dataclass(frozen=True)
@@ -28,11 +30,18 @@ class Kind:
 
     name: ClassVar[str]
     chooses: ClassVar[bool] = True  # among keys, by a mask; else it has a formula of its own
+    shares: ClassVar[bool] = True  # its weights are those of ordinary attention
+    both_sides: ClassVar[bool] = False  # it needs later tokens too: it is for encoders
 
     @property
     def reach(self) -> int | None:
         """Number of latest tokens among which are all the keys of a query, but for sinks; None: all."""
         return None
+
+    @property
+    def nearby(self) -> int | None:
+        """The same but for global tokens too."""
+        return self.reach
 
     @property
     def kept_first(self) -> int:
@@ -142,11 +151,38 @@ class Blocks(Kind):
 
 
 @dataclass(frozen=True)
+class GlobalKind(Kind):
+    """Keys nearer than `size`, and global tokens, which see all and are seen by all (Longformer).
+
+    Global tokens attend through projections of their own. Which tokens are global is said by each call, as
+    `global_mask`; `tokens` says it where a call does not.
+    """
+
+    name = "global"
+    shares = False
+    both_sides = True
+    size: int = 257
+    tokens: GlobalTokens = "first"  # the first; those before the first separator; none
+    separator: int = 2  # question: the id that ends it; a row without one has no global tokens
+    sinks: int = 0
+
+    def sees_all(self, length: int) -> bool:
+        """Return whether the window is as wide as the row."""
+        return length <= self.size
+
+    @property
+    def nearby(self) -> int | None:
+        """The window."""
+        return self.size
+
+
+@dataclass(frozen=True)
 class LinearKind(Kind):
     """A feature map in place of the softmax, so that keys add up to a state."""
 
     name = "linear"
     chooses = False
+    shares = False
     features: FeatureMap = "elu"
     count: int = 0  # favor: random features; 0: d_head · log(d_head), rounded up
     seed: int = 0  # favor: of these features
@@ -158,6 +194,8 @@ class LowRank(Kind):
 
     name = "low-rank"
     chooses = False
+    shares = False
+    both_sides = True
     rank: int = 64
 
 
@@ -167,6 +205,7 @@ class GatedDeltaKind(Kind):
 
     name = "gated-delta"
     chooses = False
+    shares = False
     key_heads: int = 0  # 0: n_kv_heads
     value_heads: int = 0  # 0: n_heads
     d_key: int = 0  # of a head; 0: d_head
@@ -176,7 +215,7 @@ class GatedDeltaKind(Kind):
 
 KINDS: dict[str, type[Kind]] = {
     kind.name: kind
-    for kind in (Full, Windowed, Dilated, Strided, Blocks, LinearKind, LowRank, GatedDeltaKind)
+    for kind in (Full, Windowed, Dilated, Strided, Blocks, GlobalKind, LinearKind, LowRank, GatedDeltaKind)
 }
 FULL = Full()
 AT_LEAST = {"size": 1, "step": 1, "window": 1, "rank": 1, "kernel": 2}  # of a number; the others may be 0

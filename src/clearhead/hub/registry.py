@@ -7,7 +7,19 @@ from typing import Any
 
 from clearhead.config import ModelConfig
 from clearhead.errors import CheckpointError, nearest
-from clearhead.hub import bart, bert, big_bird, gpt, gpt_oss, llama, llama_relatives, qwen_next, t5, vit
+from clearhead.hub import (
+    bart,
+    bert,
+    big_bird,
+    gpt,
+    gpt_oss,
+    llama,
+    llama_relatives,
+    longformer,
+    qwen_next,
+    t5,
+    vit,
+)
 from clearhead.hub.architecture import Architecture
 
 # In the order in which `nearest_to` tries them: of several that are exact, the best known comes first.
@@ -18,6 +30,7 @@ KNOWN = (
     *(gpt.GPT_NEOX, gpt.FALCON, llama_relatives.PHI, llama_relatives.PHI3, llama_relatives.OLMO2),
     *(llama_relatives.STABLELM, llama_relatives.GRANITE, llama_relatives.SMOLLM3, gpt_oss.GPT_OSS),
     *(bert.BERT, bert.ROBERTA, bert.DISTILBERT, bert.ALBERT, big_bird.BIG_BIRD, vit.VIT),
+    longformer.LONGFORMER,
     *(t5.T5, bart.BART, bart.MBART, bart.M2M100, bart.MARIAN, t5.MT5),
 )
 ARCHITECTURES: dict[str, Architecture] = {architecture.model_type: architecture for architecture in KNOWN}

@@ -70,7 +70,7 @@ class Attention(nn.Module):
             q = tap.step("q_rotated", positions.rotate(q, view.rotary, self.layout))
             k = tap.step("k_rotated", positions.rotate(k, view.rotary, self.layout))
         q, k, v = tap("q", q), tap("k", k), tap("v", v)
-        z = self.attend(q, k, v, view, None if known else cache, tap)  # B H T E
+        z = self.attend(q, k, v, view, None if known else cache, tap, x)  # B H T E
         if self.gate is not None:
             gate = tap.step("gate", self.gate(x)).view(B, T, self.n_heads, -1).transpose(1, 2)
             z = tap.step("mixed", z) * gate.sigmoid()
@@ -78,9 +78,9 @@ class Attention(nn.Module):
         return tap("out", self.out(tap.step("concat", z)))
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, view: masks.View, cache: LayerKeys | None, tap: Tap
+        self, q: Tensor, k: Tensor, v: Tensor, view: masks.View, cache: LayerKeys | None, tap: Tap, x: Tensor
     ) -> Tensor:
-        """Attend with queries [B, H, T, E] to keys and values [B, K, S, E], and to those in the cache."""
+        """Attend with queries [B, H, T, E], made of x [B, T, D], to keys and values [B, K, S, E]."""
         if cache is not None:
             k, v = cache.update(k, v)
         kernel, dropout = self.kernel, self.dropout if self.training else 0.0
@@ -151,14 +151,14 @@ def attention_steps(
             heads * width,
             spec.qkv_bias,
             kept=kept,
-            joined=own and sees.chooses,
+            joined=own and sees.shares,
         )
         if projection != "v" and spec.qk_norm != "none":
             groups = 1 if spec.qk_norm == "full" else heads
             yield norm_step(f"{name}.{projection}_norm", spec.norm, run, rows, heads * E // groups, groups)
     # Values are a view of the joined product and keep all of it: q and k too, as they were before rotation.
     changed = spec.positions == "rope" if spec.qk_norm == "none" else run.half
-    pinned = B * T * (H + K) * E * run.size if own and changed and fused and sees.chooses else 0
+    pinned = B * T * (H + K) * E * run.size if own and changed and fused and sees.shares else 0
     # Partly rotated queries are concatenated. The answer takes on their layout and, ungated, is copied again.
     partly = fused and own and spec.positions == "rope" and spec.d_rotary < E and not spec.attention_gate
     copies = 1 + partly

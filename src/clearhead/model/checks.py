@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from clearhead.config import StackSpec
+from clearhead.config.kinds import GlobalKind
 from clearhead.errors import InputError, refuse
 from clearhead.model.cache import Cache
 from clearhead.model.masks import Tokens
@@ -25,6 +26,7 @@ def check_call(
     documents: Tensor | None,
     prefix: Tensor | None,
     bias: Tensor | None,
+    global_mask: Tensor | None,
 ) -> None:
     """Check the inputs of one forward pass to the stack that feeds the head."""
     check_tokens(spec, ids, mask, positions, documents, "ids")
@@ -38,6 +40,14 @@ def check_call(
         check_prefix(prefix, batch, length, cache, spec.causal)
     if bias is not None:
         check_bias(bias, spec, batch, length, cache)
+    kinds = [kind for kind in spec.kinds if isinstance(kind, GlobalKind)]
+    refuse(
+        global_mask is not None and not kinds,
+        "global_mask was given and no layer has global tokens: leave it out, or choose attention global(...)",
+    )
+    check_mask(global_mask, (batch, length), "global_mask")
+    asked = documents is not None and global_mask is None and any(kind.tokens == "question" for kind in kinds)
+    refuse(asked, "packed documents have a question each: give global_mask, or unpack them")
     if cache is None:
         return
     refuse(
@@ -70,20 +80,19 @@ def check_tokens(
         spec.input == "patches" and mask is not None,
         "a mask was given for an image: all of its patches are real, so leave it out",
     )
-    if mask is not None:
-        named, wanted = "mask" if name == "ids" else f"{name}_mask", (batch, x.shape[1])
-        refuse(
-            mask.dtype != torch.bool,
-            f"{named} is {mask.dtype}: it must be boolean, True for a real token; "
-            "mask.bool() converts 0 and 1",
-        )
-        refuse(
-            mask.shape != wanted,
-            f"{named} has shape {tuple(mask.shape)}: it must match its tokens, {wanted}",
-        )
+    check_mask(mask, (batch, x.shape[1]), "mask" if name == "ids" else f"{name}_mask")
     table = spec.max_positions if spec.bounded else None
     check_integers(positions, batch, length, "positions", table, "max_positions")
     check_integers(documents, batch, length, "documents", None, "")
+
+
+def check_mask(mask: Tensor | None, wanted: tuple[int, int], name: str) -> None:
+    """Check a boolean for each token, if any."""
+    if mask is None:
+        return
+    way_out = "it must be boolean, True for a real token (or a global one); mask.bool() converts 0 and 1"
+    refuse(mask.dtype != torch.bool, f"{name} is {mask.dtype}: {way_out}")
+    refuse(mask.shape != wanted, f"{name} has shape {tuple(mask.shape)}: it must match its tokens, {wanted}")
 
 
 def check_stack_input(x: Tensor | None, spec: StackSpec, name: str) -> None:

@@ -31,6 +31,7 @@ class Tokens:
     documents: Tensor | None  # B|1 T: tokens of different documents do not see each other; None: one document
     plain: bool  # all real, one document, order and positions both 0, 1, 2, ... from some start
     totals: Tensor | None = None  # B|1 T: tokens of its document, where a kind of attention asks for that
+    globals: Tensor | None = None  # B|1 T: which see all and are seen by all, where a kind has such tokens
     until: Tensor | None = None  # B|1 T: queries of this order and later do not see it; None: all may
 
     @property
@@ -59,19 +60,9 @@ class Tokens:
             real=None if self.real is None else change(self.real),
             documents=None if self.documents is None else change(self.documents),
             totals=None if self.totals is None else change(self.totals),
+            globals=None if self.globals is None else change(self.globals),
             until=None if self.until is None else change(self.until),
         )
-
-    def counted(self) -> Self:
-        """Return these tokens with `totals`: one more than the last position of each token's document."""
-        last = torch.where(self.real_mask(), self.positions, -1)
-        if self.documents is None:
-            return replace(self, totals=(last.amax(1, keepdim=True) + 1).expand_as(last))
-        starts = torch.ones_like(self.documents)
-        starts[:, 1:] = self.documents[:, 1:] != self.documents[:, :-1]
-        run = (starts.cumsum(1) - 1).expand_as(last)  # number of each document in its row
-        ends = torch.full_like(last, -1).scatter_reduce(1, run, last, "amax")
-        return replace(self, totals=ends.gather(1, run) + 1)
 
     def of_rows(self, rows: Tensor) -> Self:
         """Return the tokens of some rows; where all rows are alike, nothing changes."""
@@ -173,7 +164,7 @@ class View:
     causal: bool = False  # the mask is exactly "key slot <= query slot", and `mask` is None
     bias: Tensor | None = None  # B|1 H|1 T S, added to the scores
     rotary: Rotary | None = None
-    tokens: Tokens | None = None  # the queries, for kinds of attention with a formula of their own
+    tokens: Tokens | None = None  # the queries, for kinds of attention that ask for more than a mask
     blocks: BlockPlan | None = None  # stands for mask and bias, which `dense` spells out
     dense: Callable[[], "View"] | None = None
 
@@ -218,7 +209,10 @@ def compose(
         refuse(prefix is not None, "prefix came with a cache that forgets it: use Cache()")
         allowed.append(queries.order[:, :, None] < keys.until[:, None, :])
     if kind != FULL:
-        allowed.append(chosen(kind, queries.positions, keys.positions, queries.totals, causal))
+        seen = chosen(kind, queries.positions, keys.positions, queries.totals, causal)
+        if queries.globals is not None and keys.globals is not None:
+            seen = seen | queries.globals[:, :, None] | keys.globals[:, None, :]
+        allowed.append(seen)
     if not allowed:
         return None, False
     mask = functools.reduce(torch.logical_and, allowed)

@@ -22,13 +22,13 @@ import torch.nn.functional as nnf
 from torch import Tensor, nn
 
 from clearhead.config import StackSpec
-from clearhead.config.kinds import FULL, Blocks, Kind
+from clearhead.config.kinds import FULL, Kind
 from clearhead.model import masks, norms
 from clearhead.model.attention import Attention, attention_steps
 from clearhead.model.cache import Cache, CrossKeys, LayerKeys
 from clearhead.model.feedforward import Experts, FeedForward, expert_steps, feedforward_steps
 from clearhead.model.fronts import Embedding, embedding_steps
-from clearhead.model.kinds.blocks import plan_blocks, with_counts
+from clearhead.model.kinds.blocks import plan_blocks, tokens_for, with_counts
 from clearhead.model.kinds.layers import attention_for, kind_steps
 from clearhead.model.masks import Tokens
 from clearhead.model.positions import POSITIONS
@@ -175,6 +175,7 @@ class Stack(nn.Module):
         prefix: Tensor | None = None,
         bias: Tensor | None = None,
         input_mask: Tensor | None = None,
+        global_mask: Tensor | None = None,
         tap: Tap = SILENT,
     ) -> Tensor:
         """Map the inputs, described by `tokens`, to hidden states [B, T, D]."""
@@ -185,7 +186,7 @@ class Stack(nn.Module):
         x = tap("embedding", self.embedding(inputs, types, place, input_mask, tap.part("embedding")))  # B T D
         if cache is not None:
             cache.begin(tokens)
-        views = self._views(tokens, cache, prefix, bias, x.dtype, tap)
+        views = self._views(tokens, cache, prefix, bias, x.dtype, tap, inputs, global_mask)
         cross_view = masks.View(mask=masks.compose(tokens, memory.tokens)[0]) if memory is not None else None
         for layer, (block, kind) in enumerate(zip(self.layers(), self.spec.kinds)):
             x = block(
@@ -208,7 +209,9 @@ class Stack(nn.Module):
         prefix: Tensor | None,
         bias: Tensor | None,
         dtype: torch.dtype,
-        tap: Tap = SILENT,
+        tap: Tap,
+        ids: Tensor,
+        global_mask: Tensor | None,
     ) -> dict[Kind, masks.View]:
         """Return the view of attention for each kind; layers of the same kind share it."""
         scheme, at, causal = self.positions, tap.part("positions"), self.spec.causal
@@ -221,10 +224,8 @@ class Stack(nn.Module):
             if not kind.chooses:
                 views[kind] = masks.View(rotary=rotary, tokens=tokens)
                 continue
-            keys = tokens if cache is None else cache.visible(kind)
-            queries = tokens
-            if isinstance(kind, Blocks) and not causal:
-                queries = keys = tokens.counted()
+            queries = tokens_for(kind, tokens, causal, ids, global_mask)
+            keys = queries if cache is None else cache.visible(kind)
 
             def biased(queries: Tokens, keys: Tokens, kind: Kind = kind, tap: Tap = SILENT) -> Tensor | None:
                 total = scheme.bias(queries.positions, keys.positions, dtype, tap.part("positions"))
@@ -245,7 +246,7 @@ class Stack(nn.Module):
             if prefix is None and bias is None and not tap.traced:
                 plan = plan_blocks(queries, keys, kind, causal, biased)
             view = dense() if plan is None else masks.View(blocks=plan, dense=dense)
-            views[kind] = replace(view, rotary=rotary)
+            views[kind] = replace(view, rotary=rotary, tokens=queries)
         return views
 
     @property

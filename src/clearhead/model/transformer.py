@@ -81,6 +81,7 @@ class Transformer(nn.Module):
         source_documents: Tensor | None = None,
         prefix: Tensor | None = None,
         bias: Tensor | None = None,
+        global_mask: Tensor | None = None,
         logits: Literal["all", "last", "none"] = "all",
     ) -> Output:
         """Run the model.
@@ -98,11 +99,12 @@ class Transformer(nn.Module):
             source_documents: [B, S] the same for `source`.
             prefix: [B] how many leading tokens of each row every token may see (prefix language model).
             bias: [B|1, H|1, T, S] added to the self-attention scores of the stack that feeds the head.
+            global_mask: [B, T] boolean, True = global token, for layers of attention global(...).
             logits: for which positions the head is run; "none" gives None in place of logits.
         """
         tap, memory, spec = tap_for(self), None, self.main.spec
         if not torch.compiler.is_compiling():
-            checks.check_call(spec, ids, mask, positions, cache, types, documents, prefix, bias)
+            checks.check_call(spec, ids, mask, positions, cache, types, documents, prefix, bias, global_mask)
             refuse(
                 logits not in ("all", "last", "none"),
                 f'logits "{logits}" is not known: choose all, last or none',
@@ -114,7 +116,7 @@ class Transformer(nn.Module):
         else:
             refuse(source is not None, "source is for a model with an encoder and a decoder: give ids alone")
         tokens, input_mask = _tokens(spec, ids, mask, positions, documents, cache, "ids")
-        hidden = self.main(ids, tokens, memory, cache, types, prefix, bias, input_mask, tap)
+        hidden = self.main(ids, tokens, memory, cache, types, prefix, bias, input_mask, global_mask, tap)
         answer, states, real = None, hidden, tokens.real
         if logits == "last" and isinstance(self.head, heads.LanguageHead):
             states, real = heads.pool(hidden, real, "last")[:, None], None

@@ -219,12 +219,15 @@ def _their_class(m: Model) -> Any:
 def _difference(inputs: Inputs, their_model: Any) -> float:
     """Return the largest difference, absolute, as parity is published."""
     main, source = inputs.main, inputs.given.get("source")
-    out = inputs.model(main, source=source)
     if source is not None:
+        out = inputs.model(main, source=source)
         theirs = their_model(input_ids=source, decoder_input_ids=main)
     else:
         types = {"token_type_ids": torch.zeros_like(main)} if inputs.model.config.n_types else {}
-        theirs = their_model(**{"pixel_values" if inputs.kind == "patches" else "input_ids": main}, **types)
+        marked = inputs.given.get("global_mask")
+        named = types if marked is None else {**types, "global_attention_mask": marked.long()}
+        out = inputs.model(main, global_mask=marked)
+        theirs = their_model(**{"pixel_values" if inputs.kind == "patches" else "input_ids": main}, **named)
     if "logits" in theirs:
         return _largest(out.logits, theirs.logits)
     if "prediction_logits" in theirs:

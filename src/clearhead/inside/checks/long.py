@@ -38,7 +38,7 @@ def thresholds(config: ModelConfig) -> list[int]:
     """Return the lengths at which a model of this config does something else, in ascending order."""
     scaling = config.rope_scaling
     found = {
-        *(kind.reach for spec in config.stacks for kind in spec.kinds),
+        *(kind.nearby for spec in config.stacks for kind in spec.kinds),
         *(kind.full for spec in config.stacks for kind in spec.kinds if isinstance(kind, Blocks)),
         config.relative_max_distance if config.positions == "relative" else None,
         config.max_positions if config.bounded else None,

@@ -35,6 +35,7 @@ class PlainRow:
     real: list[bool]  # which tokens are no padding
     positions: list[int]
     order: list[int]  # how many real tokens stand before each
+    marked: list[bool] | None  # which tokens the call makes global
     lengths: list[int]  # of the longest row, as far as it was known when each token was read
 
     @cached_property
@@ -87,6 +88,7 @@ class PlainInputs:
         positions: Tensor | None = None,
         types: Tensor | None = None,
         lengths: Tensor | None = None,
+        global_mask: Tensor | None = None,
     ) -> PlainRow:
         """Return one row of a batch; `lengths` [T] is how long it was as each of its tokens was read."""
         config, B = self.config, x.shape[0]
@@ -107,6 +109,7 @@ class PlainInputs:
             real=real,
             positions=places,
             order=order,
+            marked=None if global_mask is None else global_mask[number].tolist(),
             lengths=[longest] * len(places) if lengths is None else lengths.tolist(),
         )
 

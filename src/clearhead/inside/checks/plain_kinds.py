@@ -14,6 +14,7 @@ from clearhead.config.kinds import (
     Dilated,
     Full,
     GatedDeltaKind,
+    GlobalKind,
     Kind,
     LinearKind,
     Strided,
@@ -31,7 +32,7 @@ def sees(kind: Kind, q: int, k: int, length: int, causal: bool) -> bool:
     match kind:
         case Full():
             found = True
-        case Windowed():
+        case Windowed() | GlobalKind():
             found = distance < kind.size
         case Dilated():
             found = distance in range(0, kind.size * kind.step, kind.step)
@@ -64,6 +65,21 @@ def times(kind: Blocks, q: int, k: int, length: int) -> int:
         return 1
     first = kind.first * (kind.size if kind.counted == "blocks" else 1)
     return 1 + kind.repeat if k < first else 1
+
+
+def global_tokens_of(kind: GlobalKind, row: PlainRow) -> list[bool]:
+    """Return which tokens of a row see all and are seen by all."""
+    real = [t for t, is_real in enumerate(row.real) if is_real]
+    if row.marked is not None:
+        chosen = [t for t in real if row.marked[t]]
+    elif kind.tokens == "first":
+        chosen = [t for t in real if row.positions[t] == 0]
+    elif kind.tokens == "question":
+        ends = [t for t in real if row.x[t] == kind.separator]
+        chosen = [t for t in real if ends and t < ends[0]]
+    else:
+        chosen = []
+    return [t in chosen for t in range(len(row.real))]
 
 
 def _drawn(seed: int, block: int, number: int) -> int:

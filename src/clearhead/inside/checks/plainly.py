@@ -15,9 +15,17 @@ import torch
 from torch import Tensor
 
 from clearhead.config import BIASES, ModelConfig
-from clearhead.config.kinds import FULL, Blocks, GatedDeltaKind, Kind, LinearKind, LowRank
+from clearhead.config.kinds import FULL, Blocks, GatedDeltaKind, GlobalKind, Kind, LinearKind, LowRank
 from clearhead.inside.checks.plain_inputs import ACTIVATIONS, PlainInputs, PlainRow, bucket, pairs, slope
-from clearhead.inside.checks.plain_kinds import delta_rule, features, mixtures, sees, times, weighed
+from clearhead.inside.checks.plain_kinds import (
+    delta_rule,
+    features,
+    global_tokens_of,
+    mixtures,
+    sees,
+    times,
+    weighed,
+)
 
 AT_ONCE = 8192  # rows of the output table that are widened to float64 at a time
 
@@ -31,6 +39,7 @@ def plainly(
     source_mask: Tensor | None = None,
     positions: Tensor | None = None,
     types: Tensor | None = None,
+    global_mask: Tensor | None = None,
     loudness: float = 1.0,
 ) -> Tensor:
     """Return what `model(ids, ...).logits` must be, in float64 on the CPU, from the same arguments.
@@ -39,7 +48,7 @@ def plainly(
     `embedding` does.
     """
     plain = Plain(config, weights, loudness)
-    given = (ids, mask, source, source_mask, positions, types)
+    given = (ids, mask, source, source_mask, positions, types, None, global_mask)
     return torch.stack([plain.head(*plain.read(number, *given)) for number in range(ids.shape[0])])
 
 
@@ -59,13 +68,14 @@ class Plain(PlainInputs):
         positions: Tensor | None = None,
         types: Tensor | None = None,
         lengths: Tensor | None = None,
+        global_mask: Tensor | None = None,
     ) -> tuple[Tensor, PlainRow]:
         """Return the last states [T, D] of one row of a batch, and the row."""
         memory = None
         if source is not None:
             heard = self.row(number, self.config.stacks[0], source, source_mask)
             memory = self.stack(heard), heard
-        row = self.row(number, self.config.main, ids, mask, positions, types, lengths)
+        row = self.row(number, self.config.main, ids, mask, positions, types, lengths, global_mask)
         return self.stack(row, memory), row
 
     # Blocks -------------------------------------------------------------------------------------------------
@@ -113,13 +123,24 @@ class Plain(PlainInputs):
 
     def attention(self, name: str, layer: int, row: PlainRow, memory: Memory, x: Tensor) -> Tensor:
         """Attend from each query [T, D] to the keys that it may see, of `memory` or of x itself -> [T, D]."""
-        config, plan, cross = self.config, row.plan, memory is not None
-        read, keys = memory or (x, row)
-        kind = FULL if cross else plan.kinds[layer]
+        kind = FULL if memory is not None else row.plan.kinds[layer]
         if isinstance(kind, GatedDeltaKind):
             return delta_rule(self, name, row, kind, x)
-        window = kind.reach
-        q, k, v = self.linear(f"{name}.q", x), self.linear(f"{name}.k", read), self.linear(f"{name}.v", read)
+        z = self.attended(name, layer, row, memory, x, kind)
+        if isinstance(kind, GlobalKind):  # global queries see all, by projections of their own
+            whole = self.attended(name, layer, row, memory, x, FULL, "_global")
+            z = torch.where(torch.tensor(global_tokens_of(kind, row))[:, None], whole, z)
+        if self.config.attention_gate:
+            z = z / (1 + (-self.linear(f"{name}.gate", x)).exp())
+        return self.linear(f"{name}.out", z)
+
+    def attended(
+        self, name: str, layer: int, row: PlainRow, memory: Memory, x: Tensor, kind: Kind, which: str = ""
+    ) -> Tensor:
+        """Return what the heads find, side by side: [T, D] -> [T, H·V]; `which` names the projections."""
+        config, plan, cross = self.config, row.plan, memory is not None
+        (read, keys), window = memory or (x, row), kind.reach
+        q, k, v = (self.linear(f"{name}.{one}{which}", x if one == "q" else read) for one in "qkv")
         if config.qk_norm == "full":
             q, k = self.norm(f"{name}.q_norm", q), self.norm(f"{name}.k_norm", k)
         seen, z = self.seen(row, keys, plan.causal and not cross, kind if kind.chooses else FULL), []
@@ -154,9 +175,7 @@ class Plain(PlainInputs):
                     * (keys_sum - torch.logaddexp(keys_sum, self.weight(f"{name}.sink")[number])).exp()
                 )
             z.append(weights @ one_v)
-        if config.attention_gate:
-            z = [torch.cat(z, dim=-1) / (1 + (-self.linear(f"{name}.gate", x)).exp())]
-        return self.linear(f"{name}.out", torch.cat(z, dim=-1))
+        return torch.cat(z, dim=-1)
 
     def seen(self, queries: PlainRow, keys: PlainRow, causal: bool, kind: Kind) -> Tensor:
         """Return which key each query may see: [T, S]."""
@@ -166,7 +185,10 @@ class Plain(PlainInputs):
             return torch.tensor(keys.real) & past
         chosen = functools.cache(lambda q, k: sees(kind, q, k, keys.length, causal))
         table = [[chosen(q, k) for k in keys.positions] for q in queries.positions]
-        return torch.tensor(keys.real) & past & torch.tensor(table)
+        found = torch.tensor(table)
+        if isinstance(kind, GlobalKind):
+            found = found | torch.tensor(global_tokens_of(kind, keys))
+        return torch.tensor(keys.real) & past & found
 
     def log_times(self, queries: PlainRow, keys: PlainRow, kind: Blocks) -> Tensor:
         """Return the logarithm of how often each key stands in the softmax of each query: [T, S]."""

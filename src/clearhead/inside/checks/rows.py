@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from clearhead.config.kinds import GlobalKind
 from clearhead.inside.results import Result
 from clearhead.model.dtypes import precise
 from clearhead.model.transformer import Output, Transformer
@@ -98,6 +99,9 @@ class Inputs:
         self.given = {"ids": self.main}
         if plan.n_types:
             self.given["types"] = draw("tokens", plan.n_types, self.length)
+        marking = {kind.tokens for kind in plan.kinds if isinstance(kind, GlobalKind)}
+        if marking & {"given", "question"}:  # random ids have no question
+            self.given["global_mask"] = draw("tokens", 4, self.length) == 0
         self.source_kind = ""
         if model.encoder is not None and model.decoder is not None:
             front, length = model.encoder.spec, max(self.length - 2, 1)
@@ -142,8 +146,8 @@ class Inputs:
         """
         given = dict(self.given)
         given["ids"], given["mask"], slots = _padded(self.main, self.other, side)
-        if "types" in given:
-            given["types"], _, _ = _padded(given["types"], given["types"].flip(1), side)
+        for name in {"types", "global_mask"} & given.keys():
+            given[name], _, _ = _padded(given[name], given[name].flip(1), side)
         if self.source_kind in ("tokens", "vectors"):
             given["source"], given["source_mask"], _ = _padded(given["source"], self.other_source, side)
         return given, slots

@@ -86,7 +86,8 @@ def some_batch(model: Transformer, seed: int) -> Batch:
     else:
         kinds = config.vocab_size if config.head in ("lm", "mlm") else config.n_classes
         targets = draw(kinds, rows, length).masked_fill(~mask, IGNORE)
-    return Batch(targets=targets, mask=mask, **inputs.given)
+    given = {name: x for name, x in inputs.given.items() if name != "global_mask"}  # a batch has none
+    return Batch(targets=targets, mask=mask, **given)
 
 
 def part_of(batch: Batch, rows: slice) -> Batch:

@@ -37,6 +37,7 @@ from clearhead.api import Model
 from clearhead.errors import refuse
 from clearhead.hub.encodings import framed
 from clearhead.inside import inputs, names, results
+from clearhead.model.kinds.blocks import tokens_for
 from clearhead.model.masks import compose, tokens_from
 
 NARROW = ("previous", "next", "itself", "first", "separator", "same", "rare", "position")
@@ -72,7 +73,9 @@ def samples(prepared: inputs.Prepared) -> Iterator[AttentionSample]:
                 names.spec_of(prepared.m.config, name.kind),
                 tokens_from(1, len(keys), allowed.device),
             )
-            mask, causal = compose(tokens, tokens, causal=spec.causal, kind=spec.kinds[name.layer])
+            kind = spec.kinds[name.layer]
+            tokens = tokens_for(kind, tokens, spec.causal, prepared.main, None)
+            mask, causal = compose(tokens, tokens, causal=spec.causal, kind=kind)
             whole = allowed.tril() if causal else allowed
             allowed = whole if mask is None else mask[0, 0]
         yield AttentionSample(name, results.on_cpu(seen[f"{name.part}.pattern"][0]), allowed, queries, keys)

@@ -151,6 +151,16 @@ WORDS = {
     "attention.v": Words(
         "value", "B S K·{Ev}", "x · Wv{qkv_bias}", "What each token hands over when it is found."
     ),
+    "attention.q_global": Words(
+        *("global query", "B T H·E", "x · Wq'{qkv_bias}"),
+        "What global tokens look for: those that see all others.",
+    ),
+    "attention.k_global": Words(
+        *("global key", "B S K·E", "x · Wk'{qkv_bias}"), "What each token offers to be found by global ones."
+    ),
+    "attention.v_global": Words(
+        *("global value", "B S K·{Ev}", "x · Wv'{qkv_bias}"), "What each token hands over to global ones."
+    ),
     "attention.q_heads": Words(
         *("split heads, q", "B H T E", "B T H·E → B H T E"),
         "Each head looks for something else, with its own share of the columns.",

@@ -10,16 +10,17 @@ queries, M blocks of keys that each of them meets, G global queries of a row.
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
-from clearhead.config.kinds import Blocks, Dilated, Kind, Windowed
+from clearhead.config.kinds import Blocks, Dilated, GlobalKind, Kind, Windowed
 from clearhead.model import masks
 from clearhead.model.attend import fused
-from clearhead.model.kinds.choices import between_ends, log_counts, random_blocks
+from clearhead.model.kinds.choices import between_ends, global_tokens, log_counts, random_blocks
 from clearhead.model.taps import SILENT, Tap
 
 SMALLEST, LARGEST = 32, 256  # tokens of a block
@@ -34,13 +35,35 @@ Bias = Callable[[masks.Tokens, masks.Tokens], Tensor | None]  # queries, keys ->
 def block_size(kind: Kind) -> int | None:
     """Return how many tokens a block should have for this kind; None: blocks do not pay."""
     match kind:
-        case Windowed() | Dilated():
-            half = (kind.reach or 1) // 2
+        case Windowed() | Dilated() | GlobalKind():
+            half = (kind.nearby or 1) // 2
             return min(LARGEST, max(SMALLEST, 1 << max(0, half - 1).bit_length()))
         case Blocks(size):
             return size
         case _:
             return None
+
+
+def tokens_for(
+    kind: Kind, tokens: masks.Tokens, causal: bool, ids: Tensor, global_mask: Tensor | None
+) -> masks.Tokens:
+    """Return the tokens with what a kind asks of them: their number, or which of them are global."""
+    if isinstance(kind, GlobalKind):
+        found = global_tokens(kind, ids, tokens.positions, tokens.real_mask(), global_mask)
+        return tokens if found is None else replace(tokens, globals=found)
+    return counted(tokens) if isinstance(kind, Blocks) and not causal else tokens
+
+
+def counted(tokens: masks.Tokens) -> masks.Tokens:
+    """Return the tokens with `totals`: one more than the last position of each token's document."""
+    last = torch.where(tokens.real_mask(), tokens.positions, -1)
+    if tokens.documents is None:
+        return replace(tokens, totals=(last.amax(1, keepdim=True) + 1).expand_as(last))
+    starts = torch.ones_like(tokens.documents)
+    starts[:, 1:] = tokens.documents[:, 1:] != tokens.documents[:, :-1]
+    run = (starts.cumsum(1) - 1).expand_as(last)  # number of each document in its row
+    ends = torch.full_like(last, -1).scatter_reduce(1, run, last, "amax")
+    return replace(tokens, totals=ends.gather(1, run) + 1)
 
 
 def plan_blocks(
@@ -60,7 +83,8 @@ def plan_blocks(
 def _planned(
     size: int, queries: masks.Tokens, keys: masks.Tokens, kind: Kind, causal: bool, bias: Bias
 ) -> masks.BlockPlan | None:
-    rows = max(queries.order.shape[0], keys.order.shape[0])
+    alike = (queries.order, keys.order, *(() if queries.globals is None else (queries.globals,)))
+    rows = max(x.shape[0] for x in alike)
     padded_q, padded_k = (_padded(tokens, size, rows) for tokens in (queries, keys))
     met = _meeting(padded_q, padded_k, kind, causal, size)  # B N blocks of keys
     N, count = met.shape[1], int(met.sum(2).amax())
@@ -80,7 +104,7 @@ def _planned(
         mask.view(rows, N, size, -1) & there,
         None if found is None else found.view(rows, N, *found.shape[1:]),
     )
-    return _with_globals(plan, queries, keys, kind, causal, bias) if isinstance(kind, Blocks) else plan
+    return _with_globals(plan, queries, keys, kind, causal, bias)
 
 
 @functools.lru_cache(maxsize=256)
@@ -93,11 +117,10 @@ def plain_blocks(kind: Kind, length: int, causal: bool) -> tuple[int, int, int] 
     if size is None or length < 4 * size:
         return None
     tokens = masks.tokens_from(1, length, torch.device("cpu"))
-    if isinstance(kind, Blocks) and not causal:
-        tokens = tokens.counted()
-    padded = _padded(tokens, size, 1)
+    padded = _padded(tokens_for(kind, tokens, causal, tokens.order, None), size, 1)
     count = int(_meeting(padded, padded, kind, causal, size).sum(2).amax())
-    globals_ = int(_seeing_all(tokens, kind).sum()) if isinstance(kind, Blocks) else 0
+    seeing_all = _seeing_all(tokens, kind)
+    globals_ = 0 if seeing_all is None else int(seeing_all.sum())
     return None if count == 0 or count * size * WORTH > length else (size, count, globals_)
 
 
@@ -107,7 +130,8 @@ def _padded(tokens: masks.Tokens, size: int, rows: int) -> masks.Tokens:
     order, positions, real, documents = (nnf.pad(x.expand(rows, -1), (0, missing)) for x in tokens.tensors())
     totals = None if tokens.totals is None else nnf.pad(tokens.totals.expand(rows, -1), (0, missing))
     packed = None if tokens.documents is None else documents
-    return masks.Tokens(order, positions, real, packed, plain=False, totals=totals)
+    marked = None if tokens.globals is None else nnf.pad(tokens.globals.expand(rows, -1), (0, missing))
+    return masks.Tokens(order, positions, real, packed, plain=False, totals=totals, globals=marked)
 
 
 def _meeting(queries: masks.Tokens, keys: masks.Tokens, kind: Kind, causal: bool, size: int) -> Tensor:
@@ -127,10 +151,12 @@ def _meeting(queries: masks.Tokens, keys: masks.Tokens, kind: Kind, causal: bool
         met = _meeting_blocks(queries, keys, kind, causal, size)
     else:
         q_low, q_high, k_low, k_high = both(lambda tokens: tokens.positions + tokens.document_ids() * APART)
-        reach = kind.reach or 1
+        reach = kind.nearby or 1
         met = (k_high > q_low - reach) & (k_low < q_high + reach)
     q_low, q_high, k_low, k_high = both(lambda tokens: tokens.positions)
     met = met | (k_low < kind.kept_first)
+    if keys.globals is not None:
+        met = met | keys.globals.view(met.shape[0], 1, -1, size).any(-1)
     met = met & (q_high > -NEVER) & (k_high > -NEVER)  # neither is padding alone
     if causal:
         _, last, first, _ = both(lambda tokens: tokens.order)
@@ -182,8 +208,10 @@ def _meeting_blocks(
     return met
 
 
-def _seeing_all(queries: masks.Tokens, kind: Blocks) -> Tensor:
-    """Return which queries are global: [B|1, T]."""
+def _seeing_all(queries: masks.Tokens, kind: Kind) -> Tensor | None:
+    """Return which queries are global: [B|1, T]; None: none of them."""
+    if not isinstance(kind, Blocks):
+        return queries.globals
     start, end = between_ends(kind, queries.totals)
     everywhere = queries.positions < start
     if end is not None:
@@ -192,16 +220,18 @@ def _seeing_all(queries: masks.Tokens, kind: Blocks) -> Tensor:
 
 
 def _with_globals(
-    plan: masks.BlockPlan, queries: masks.Tokens, keys: masks.Tokens, kind: Blocks, causal: bool, bias: Bias
+    plan: masks.BlockPlan, queries: masks.Tokens, keys: masks.Tokens, kind: Kind, causal: bool, bias: Bias
 ) -> masks.BlockPlan:
     """Add the queries that see everything to a plan."""
     everywhere = _seeing_all(queries, kind)
+    if everywhere is None:
+        return plan
     count = int(everywhere.sum(1).amax())
     if count == 0:
         return plan
     slots = everywhere.to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, :count]  # B G
     picked = queries.map(lambda x: x.expand(slots.shape[0], -1).gather(1, slots))
-    picked = masks.Tokens(*picked.tensors(), plain=False, totals=picked.totals)
+    picked = replace(picked, plain=False)
     mask, _ = masks.compose(picked, keys, causal=causal, kind=kind)
     return masks.BlockPlan(plan.size, plan.index, plan.mask, plan.bias, slots, mask, bias(picked, keys))
 

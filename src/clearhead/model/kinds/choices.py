@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from clearhead.config.kinds import Blocks, Dilated, Kind, Strided, Windowed
+from clearhead.config.kinds import Blocks, Dilated, GlobalKind, Kind, Strided, Windowed
 
 
 def chosen(kind: Kind, queries: Tensor, keys: Tensor, totals: Tensor | None, causal: bool) -> Tensor:
@@ -19,7 +19,7 @@ def chosen(kind: Kind, queries: Tensor, keys: Tensor, totals: Tensor | None, cau
     q, k = queries[:, :, None], keys[:, None, :]
     distance = (q - k).abs()
     match kind:
-        case Windowed(size, sinks):
+        case Windowed(size, sinks) | GlobalKind(size, sinks=sinks):
             found = distance < size
         case Dilated(size, step, sinks):
             found = (distance < size * step) & (distance % step == 0)
@@ -63,6 +63,25 @@ def log_counts(
         between = between & (queries < end) & (totals > kind.full)
     counted = (between[:, :, None] & (keys < start)[:, None])[:, None]
     return torch.where(counted, math.log1p(kind.repeat), 0.0).to(dtype)
+
+
+def global_tokens(
+    kind: GlobalKind, ids: Tensor, positions: Tensor, real: Tensor, given: Tensor | None
+) -> Tensor | None:
+    """Return which real tokens see all and are seen by all: those `given`, else as the kind says: [B|1, T].
+
+    None: no token. Shapes: ids, positions, real and given are [B|1, T].
+    """
+    if given is not None:
+        return given & real
+    match kind.tokens:
+        case "first":
+            return (positions == 0) & real
+        case "question":
+            separators = ((ids == kind.separator) & real).cumsum(1)
+            return (separators == 0) & (separators[:, -1:] > 0) & real
+        case _:
+            return None
 
 
 def random_blocks(kind: Blocks, queries: Tensor, totals: Tensor | None, causal: bool) -> list[Tensor]:
