@@ -153,6 +153,7 @@ class Steps:
         self.made: dict[tuple[int, int, int], CompiledStep] = {}
         reasons = {
             "its experts are chosen on the host": model.config.n_experts > 0,
+            "its layers take some tokens alone": min(model.config.main.capacities) < 1,
             "its angles depend on the longest row in the batch": turns_by_length(model),
         }
         self.unfit = next(

@@ -260,7 +260,8 @@ def tap_names(model: object) -> list[str]:
             own = [tap for tap in ATTENTION_TAPS if kind.chooses or tap not in ("scores", "pattern")]
             taps = {"attention": own, **({"cross": ATTENTION_TAPS} if stack.cross else {})}
             attention = [f"{part}.{tap}" for part, some in taps.items() for tap in some]
-            block = ["resid_pre", *attention, *after, "resid_post"]
+            routed = ["router", "passed"] if stack.capacities[layer] < 1 else []
+            block = ["resid_pre", *routed, *attention, *after, "resid_post"]
             blocks += [f"blocks.{layer}.{name}" for name in block]
         names += [f"{stack.prefix}{name}" for name in ("embedding", *blocks, "hidden")]
     return [*names, "logits"]

@@ -211,13 +211,16 @@ def _switched(inputs: LongInputs) -> float:
 
 @torch.no_grad()
 def shallow(lively: Transformer, config: ModelConfig) -> Transformer:
-    """Return a copy with the last layer, and with the first of each kind: of each window, rotated or not.
+    """Return a copy with the last layer, and with the first of each kind: window, rotation, capacity.
 
     It shares its weights with the lively copy; its windows are those of `config`.
     """
     made = copy.deepcopy(lively, {id(weight): weight for weight in lively.parameters()})
     deepest = max(config.stacks, key=lambda spec: spec.n_layers)
-    kinds = [(kind, layer in config.rope_skips) for layer, kind in enumerate(deepest.kinds)]
+    kinds = [
+        (kind, layer in config.rope_skips, deepest.capacities[layer])
+        for layer, kind in enumerate(deepest.kinds)
+    ]
     kept = sorted({deepest.n_layers - 1, *(kinds.index(kind) for kind in kinds)})
     stacks = [stack for stack in (made.encoder, made.decoder) if stack is not None]
     counts = [sum(layer < spec.n_layers for layer in kept) for spec in config.stacks]
@@ -233,6 +236,7 @@ def shallow(lively: Transformer, config: ModelConfig) -> Transformer:
         layer_groups=None,
         window=None,
         attention=tuple(str(deepest.kinds[layer]) for layer in kept),
+        depth_capacity=tuple(deepest.capacities[layer] for layer in kept),
         rope_skips=tuple(number for number, layer in enumerate(kept) if layer in config.rope_skips),
         pruned_heads={name: heads for name, heads in pruned.items() if heads},
     )
