@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor, nn
 
-from clearhead.config import StackSpec
+from clearhead.config import BIASES, StackSpec
 from clearhead.config.kinds import FULL, Kind
 from clearhead.errors import InputError, refuse
 from clearhead.model import masks
@@ -145,7 +145,7 @@ class Router(nn.Module):
             N, index = T, torch.arange(T, device=x.device).expand(B, T)
         else:
             N = places(self.share, T) if fixed else int(passed.sum(1).max())
-            index = passed.int().argsort(dim=1, descending=True, stable=True)[:, :N]  # B N
+            index = passed.int().argsort(dim=1, descending=True, stable=True)[:, :N].contiguous()  # B N
         if not N:
             return tap("resid_post", x)
         some = tokens.map(lambda part: part.expand(B, T).gather(1, index))
@@ -161,16 +161,17 @@ class Router(nn.Module):
             inner = inner.spelled_out()
             allowed = masks.spelled_out(inner.mask, inner.causal, some, some)
             inner = replace(inner, mask=allowed & real[:, None, :, None], causal=False)
-        columns = index[..., None].expand(-1, -1, D)
-        read = x.gather(1, columns)  # B N D
+        rows = (index + T * torch.arange(B, device=x.device)[:, None]).flatten()  # B·N
+        read = x.reshape(B * T, D).index_select(0, rows).view(B, N, D)
         kept = None if cache is None else cache.layer(0, self.kind)
         within = WithinRouter(tap.listeners, tap.prefix) if isinstance(tap, LiveTap) else tap
         answer = compute(read, inner, keys=kept, tap=within)
         if cache is not None:
             cache.advance()
-        gate = scores.gather(1, index)[..., None]
+        gate = scores.flatten().index_select(0, rows).view(B, N, 1)
         added = torch.where(real[..., None], gate * (answer - read), 0.0).to(x.dtype)
-        return tap("resid_post", tap.step("mixed", x.scatter_add(1, columns, added)))
+        mixed = x.scatter_add(1, index[..., None].expand(-1, -1, D), added)
+        return tap("resid_post", tap.step("mixed", mixed))
 
     @property
     def by_rank(self) -> bool:
@@ -215,7 +216,13 @@ def router_loss(model: nn.Module) -> Tensor:
 def router_steps(spec: StackSpec, run: Pass, name: str, layer: int, tokens: int) -> Iterator[Step]:
     """Yield the steps of the router of a layer on rows of `tokens`."""
     B, D, chosen = run.batch, spec.d_model, places(spec.capacities[layer], tokens)
-    yield linear_step(f"{name}.router.score", "feedforward", B * tokens, D, 1, bias=False)
-    # Places and flags of the chosen, their scores, and what the layer has added to each.
+    yield linear_step(
+        f"{name}.router.score", "feedforward", B * tokens, D, 1, bias=False, kept=B * tokens * D * run.size
+    )
+    # Places, flags and scores of the chosen, and what the layer adds to each. Rows have angles and masks of
+    # their own.
     each = 2 * INDEX + 1 + run.wide + D * run.wide
-    yield Step(f"{name}.mixed", "feedforward", kept=B * chosen * each)
+    turned = 2 * spec.d_rotary * 4 if spec.positions == "rope" and layer not in spec.rope_skips else 0
+    heads = spec.n_heads if spec.positions in BIASES else 1 if spec.kinds[layer] != FULL else 0
+    masks_kept = (B - 1) * heads * chosen**2 * run.size
+    yield Step(f"{name}.mixed", "feedforward", kept=B * chosen * (each + turned) + masks_kept)
