@@ -194,7 +194,8 @@ def decode_compiled(
         warn_uncompiled(steps.unfit)
     if request.compile and streams(model, request, prompts):
         warn_uncompiled("a text that streams turns its first keys anew for each token")
-    if cache is None and not (slides(model, request, prompts) or streams(model, request, prompts)):
+    moving = slides(model, request, prompts) or streams(model, request, prompts)
+    if cache is None and not moving and request.early_exit is None:
         sizes = (len(prompts.ids), prompts.longest + most, 0 if source is None else source.shape[1])
         step = steps.find(*sizes, may_make=bool(request.compile) or most >= WORTH)
     if step is None:

@@ -31,6 +31,7 @@ import torch.nn.functional as nnf
 from torch import Tensor, nn
 
 from clearhead.errors import refuse
+from clearhead.generate.exits import stop_at
 from clearhead.inside import inputs, names, results
 from clearhead.inside.choices import Choices, choices_of, find_column
 from clearhead.inside.frozen import exact, freeze, read_back, read_span
@@ -108,8 +109,7 @@ def lens(
 def stopped_at(model: Transformer, state: Tensor) -> Tensor:
     """Return the logits of a model that stops at this state of the residual stream, [B, T, D]."""
     with torch.no_grad(), evaluating(model):
-        logits: Tensor = model.head(state if model.main.norm is None else model.main.norm(state), None)
-        return logits
+        return stop_at(model, state)
 
 
 def _true(prepared: inputs.Prepared, choices: Choices) -> Tensor:
