@@ -46,7 +46,7 @@ class ExitStep:
         self.layer = 0  # how many have been run
         self.left = torch.zeros(len(chosen), dtype=torch.bool, device=chosen.device)  # B
         self.used = torch.full_like(chosen, self.n_layers)  # B: layers of each token
-        self.all_left = False
+        self.some_left = self.all_left = False
         logits: Tensor = self.leaving(chosen[:, None], cache=cache, logits="last").logits[:, -1]
         return logits
 
@@ -55,9 +55,10 @@ class ExitStep:
         self.layer += 1
         if self.first <= self.layer < self.n_layers:
             certain = wide(stop_at(self.model, x)[:, -1]).softmax(-1).amax(-1) > self.threshold
-            self.used = torch.where(certain & ~self.left, self.layer, self.used)
-            self.left = self.left | certain
-            self.all_left = bool(self.left.all())
+            if bool(certain.any()):
+                self.used = torch.where(certain & ~self.left, self.layer, self.used)
+                self.left = self.left | certain
+                self.some_left, self.all_left = True, bool(self.left.all())
         return x
 
 
@@ -86,7 +87,7 @@ class LeavingBlock(nn.Module):
             remember(self.block, x, view, keys)
             return x
         y = self.block(x, view, memory, cross_view, keys, cross_keys, tap)
-        return self.step.ask(torch.where(self.step.left[:, None, None], x, y))
+        return self.step.ask(torch.where(self.step.left[:, None, None], x, y) if self.step.some_left else y)
 
 
 def remember(block: Block, x: Tensor, view: masks.View, keys: LayerKeys) -> None:

@@ -135,9 +135,7 @@ class Request(Sampling):
     draft_tokens: int = 4  # how many tokens a draft model guesses at a time
     compile: bool | None = None  # compile the step of a token; None: on a GPU, where that pays
     early_exit: float | None = None  # skip the layers left once the best token is more probable than this
-    exit_from: int | None = (
-        None  # of early_exit: ask first after so many layers; default: half
-    )
+    exit_from: int | None = None  # of early_exit: ask first after so many layers; default: half
 
     def __post_init__(self) -> None:
         refuse(
