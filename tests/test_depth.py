@@ -239,7 +239,7 @@ def test_low_rank_updates_and_saving(tmp_path):
 
 @pytest.mark.ledger("D8", "I1")
 def test_the_suite_and_the_costs_know_routers():
-    model = routed(positions="rope")
+    model = routed(positions="rope", n_layers=2)
     assert [row.name for row in ch.check(model) if not row.passed] == []
     plain, half = (cost(config(n_layers=4, depth_capacity=share), 32) for share in (1.0, 0.125))
     layers = [sum(step.forward for step in half.within(f"blocks.{layer}")) for layer in range(4)]
