@@ -34,6 +34,7 @@ from common import device_name, save
 LENGTH, ROWS, WIDTH, RATE, SHARE = 64, 8, 64, 3e-3, 0.125
 CASES = {
     "plain, 6 layers": {"n_layers": 6},
+    "plain, 3 layers": {"n_layers": 3},
     "routed, 6 layers": {"n_layers": 6, "depth_capacity": SHARE},
     "routed, 10 layers": {"n_layers": 10, "depth_capacity": SHARE},
 }

@@ -236,7 +236,7 @@ def shallow(lively: Transformer, config: ModelConfig) -> Transformer:
         layer_groups=None,
         window=None,
         attention=tuple(str(deepest.kinds[layer]) for layer in kept),
-        depth_capacity=tuple(deepest.capacities[layer] for layer in kept),
+        depth_capacity=tuple(deepest.capacities[layer] for layer in kept) if len(stacks) == 1 else 1.0,
         rope_skips=tuple(number for number, layer in enumerate(kept) if layer in config.rope_skips),
         pruned_heads={name: heads for name, heads in pruned.items() if heads},
     )
