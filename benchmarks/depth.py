@@ -165,6 +165,27 @@ def leave(name: str, model: ch.Transformer, texts: Tensor) -> list[dict[str, obj
     return rows
 
 
+@torch.inference_mode()
+def saved_time() -> list[dict[str, object]]:
+    """Time a token of 12 layers of width 512 and random weights that leaves after some, asked once."""
+    torch.manual_seed(0)
+    config = ch.ModelConfig(vocab_size=65, d_model=512, n_layers=12, n_heads=8, positions="rope")
+    runner, rows = prepared(ch.Transformer(config).eval()), []
+    for layers in (None, 9, 6, 3):
+        cache, seconds = ch.Cache(reserve=64), []
+        step = None if layers is None else ExitStep(runner, Request(early_exit=1e-9, exit_from=layers))
+        prefill(runner, [[1] * READ], cache)
+        for token in torch.ones(40, 1, dtype=torch.long):
+            start = time.process_time()
+            runner(token[None], cache=cache, logits="last") if step is None else step(token, cache)
+            seconds.append(time.process_time() - start)
+        took = sorted(seconds)[len(seconds) // 4]
+        rows.append({"layers": layers or 12, "milliseconds": round(1000 * took, 2)})
+        rows[-1]["time"] = round(took * 1000 / float(rows[0]["milliseconds"]), 3)
+        print(json.dumps(rows[-1]), flush=True)
+    return rows
+
+
 def picture(rows: list[dict[str, object]], path: Path) -> None:
     """Draw agreement with the whole model against layers used and against time."""
     from matplotlib import pyplot
@@ -203,10 +224,11 @@ def main() -> None:
         made = [m.generate([1], TOKENS + READ, temperature=1.0, seed=seed).ids for seed in range(TEXTS)]
         size = min(map(len, made))
         left += leave(options.weights.parent.name, m.model, torch.tensor([ids[:size] for ids in made]))
+    timed = saved_time()
     if options.picture is not None:
         picture(left, options.picture)
     if options.save:
-        save("depth", [{"device": device_name(), "routed": rows, "left": left}])
+        save("depth", [{"device": device_name(), "routed": rows, "left": left, "time": timed}])
 
 
 if __name__ == "__main__":
