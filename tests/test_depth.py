@@ -58,7 +58,7 @@ def test_routed_layers_are_the_same_however_they_are_run(name):
         changed[:, 5:] = (changed[:, 5:] + 1) % V
         assert torch.equal(model(changed[:1]).logits[:, :5], model(ids[:1]).logits[:, :5])
         forms = (ch.Cache, ch.WindowCache)
-        for form, size in ((form, size) for form in forms for size in (1, 3, 7)):
+        for form, size in ((form, size) for form in forms for size in (1, 4)):
             assert worst(in_pieces(model, ids, chunks(11, size), form()), whole) < 1e-5
         padded, mask = pad(ids, "gaps")
         cached = in_pieces(model, padded, [4, 1, 9], ch.Cache(), mask=mask)
@@ -167,17 +167,17 @@ def test_the_router_learns_which_side_of_zero_a_token_is_on():
 def test_generation_goes_on_as_one_pass_says():
     m = ch.Model(routed(positions="rope"))
     text = [1, 2, 3]
-    for token in m.generate(text, 12).ids:
+    for token in m.generate(text, 8).ids:
         assert int(m.model(torch.tensor([text])).logits[0, -1].argmax()) == token
         text = [*text, token]
     for options in ({"lookup": 3}, {"reuse": True}, {"reuse": True}):
-        assert m.generate(text[:3], 12, **options).ids == text[3:]
-    found = m.generate(text[:3], 12, num_beams=3)
-    logs = m.model(torch.tensor([[1, 2, 3, *found.ids]])).logits[0].log_softmax(-1)
+        assert m.generate(text[:3], 8, **options).ids == text[3:]
+    found = m.generate(text[:3], 8, num_beams=3)
+    logs = m.model(torch.tensor([[1, 2, 3, *found.ids]])).logits[0].log_softmax(-1).detach()
     total = sum(float(logs[place + 2, token]) for place, token in enumerate(found.ids))
     assert found.score == pytest.approx(total / len(found.ids), abs=1e-5)
-    both = m.generate([[1, 2, 3], [4, 5]], 10)
-    assert [row.ids for row in both] == [m.generate(one, 10).ids for one in ([1, 2, 3], [4, 5])]
+    both = m.generate([[1, 2, 3], [4, 5]], 8)
+    assert [row.ids for row in both] == [m.generate(one, 8).ids for one in ([1, 2, 3], [4, 5])]
     with pytest.warns(RuntimeWarning, match="its layers take some tokens alone"):
         m.generate([1, 2], 3, compile=True)
 
@@ -197,7 +197,7 @@ def test_what_is_watched_is_at_its_own_place():
     assert (
         worst(after[passed], before[passed] + seen["blocks.1.router"][0][passed, None] * added[passed]) < 1e-5
     )
-    for position in range(9):
+    for position in (0, 5, 8):
         parts = contributions(model, ids[0].tolist(), position=position)
         assert parts.total == pytest.approx(parts.logit, abs=1e-4)
     traced = ch.trace(model, ids[0].tolist())

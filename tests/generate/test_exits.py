@@ -69,8 +69,8 @@ def defined(model: ch.Transformer, threshold: float, first: int, count: int) -> 
 def test_tokens_leave_as_defined(name):
     model = deep(**CASES[name])
     for threshold, first in ((0.3, 1), (0.5, 2)):
-        made = ch.Model(model).generate(PROMPT, 8, early_exit=threshold, exit_from=first)
-        assert (made.ids, made.layers) == defined(model, threshold, first, 8)
+        made = ch.Model(model).generate(PROMPT, 6, early_exit=threshold, exit_from=first)
+        assert (made.ids, made.layers) == defined(model, threshold, first, 6)
     assert min(made.layers) >= 2
 
 
@@ -88,8 +88,8 @@ def test_at_threshold_one_nothing_changes(name):
 def test_rows_of_a_batch_leave_as_they_would_alone():
     m, prompts = ch.Model(deep(positions="rope")), [PROMPT, [4], [5, 6, 7, 8, 9]]
     for options in ({}, {"temperature": 1.0, "seed": 4}, {"stop_tokens": [3]}):
-        together = m.generate(prompts, 12, early_exit=0.3, exit_from=1, **options)
-        alone = [m.generate(prompt, 12, early_exit=0.3, exit_from=1, **options) for prompt in prompts]
+        together = m.generate(prompts, 8, early_exit=0.3, exit_from=1, **options)
+        alone = [m.generate(prompt, 8, early_exit=0.3, exit_from=1, **options) for prompt in prompts]
         assert [(row.ids, row.layers) for row in together] == [(row.ids, row.layers) for row in alone]
         assert all(len(row.ids) == len(row.layers) for row in together)
     assert len({count for row in together for count in row.layers}) > 1
