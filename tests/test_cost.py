@@ -90,6 +90,10 @@ ODD: dict[str, ModelConfig] = {
         attention_sink=True, attention_softcap=5.0, n_kv_heads=2, window=3, positions="rope"
     ),
     "two-stacks-sink": both.replace(attention_sink=True, pruned_heads={"blocks.0.cross": (1,)}),
+    "routed": small.replace(depth_capacity=0.5, n_layers=4),
+    "routed-rope": small.replace(depth_capacity=(0.3, 1.0, 1.0), positions="rope", n_kv_heads=2),
+    "routed-alibi-window": small.replace(depth_capacity=(1.0, 0.25, 0.5), positions="alibi", window=2),
+    "routed-encoder": encoder.replace(depth_capacity=0.5, norm="rmsnorm"),
     "shared-layers": small.replace(layer_groups=2),
     "shared-experts": small.replace(layer_groups=1, n_experts=3),
     "pruned": small.replace(pruned_heads={"blocks.0.attention": (0, 2), "blocks.2.attention": (1,)}),

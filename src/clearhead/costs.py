@@ -19,6 +19,7 @@ from typing import Any
 
 from clearhead.config import ModelConfig, StackSpec
 from clearhead.errors import ConfigError, InputError, nearest, refuse
+from clearhead.model.kinds.depth import places
 from clearhead.model.steps import Pass, Step
 from clearhead.model.transformer import model_steps
 from clearhead.presets import preset
@@ -198,7 +199,8 @@ def _cache(spec: StackSpec, kind: str, tokens: int, batch: int, ring: bool = Fal
     total = 0
     for layer, seen in enumerate(spec.kinds):
         states = spec.state_shapes(layer) if kind == "attention" else []
-        slots = tokens if seen.reach is None or not ring else seen.slots
+        held = places(spec.capacities[layer], tokens)
+        slots = held if seen.reach is None or not ring else seen.slots
         heads = spec.kv_heads_of(f"{spec.prefix}blocks.{layer}.{kind}")
         each = slots * heads * (spec.d_head + spec.d_value)
         total += sum(math.prod(shape) for shape in states) if states else each

@@ -25,6 +25,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from clearhead.batches.batch import IGNORE, Batch
 from clearhead.errors import refuse
 from clearhead.model import dtypes, feedforward, heads, transformer
+from clearhead.model.kinds import depth
 
 Answered = tuple[list[list[Any]], list[list[Any]]]  # of each row: the model's answers, and the right ones
 RowLoss = Callable[[nn.Module, Tensor, Tensor, float], Tensor]
@@ -65,7 +66,8 @@ def batch_loss(
         batch: on the model's device.
         smoothing: share of each target that is spread evenly over all classes, padding excluded.
         chunk: positions whose logits are computed at a time, for lm and mlm; 0: all; None: by the vocabulary.
-        balance: weight of the loss that spreads tokens evenly over experts, in training.
+        balance: weight of the losses of routers, in training: that which spreads tokens evenly over experts,
+            and that which teaches scores which tokens go through a layer.
         objective: the task's; None: the usual one of the head.
     """
     config, arguments = model.config, arguments_for(model, batch)
@@ -76,9 +78,12 @@ def batch_loss(
     else:
         loss_of = (objective or objective_of(config.head)).loss
         loss = loss_of(model(**arguments).logits, batch, smoothing)
-    if config.n_experts and model.training and balance:
-        # Multiply by the targets, because the balance is part of the mean.
-        loss = loss + balance * batch.n_targets * _balance(model, batch)
+    if model.training and balance:
+        # Multiply by the targets, because these losses are part of the mean.
+        if config.n_experts:
+            loss = loss + balance * batch.n_targets * _balance(model, batch)
+        if config.depth_capacity != 1:
+            loss = loss + balance * batch.n_targets * depth.router_loss(model)
     return loss, batch.n_targets
 
 

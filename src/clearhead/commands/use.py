@@ -91,7 +91,10 @@ def _text(made: Generation) -> str:
 
 def _as_json(made: Generation) -> dict[str, Any]:
     shown = {"text": made.text, "ids": made.ids, "stop_reason": made.stop_reason}
-    extra = {"logprobs": made.logprobs, "alternatives": made.alternatives, "score": made.score}
+    extra = {
+        **{"logprobs": made.logprobs, "alternatives": made.alternatives},
+        **{"score": made.score, "layers": made.layers},
+    }
     return shown | {key: value for key, value in extra.items() if value is not None}
 
 

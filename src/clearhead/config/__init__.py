@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from clearhead.config.checks import MOST_LAYERS, MOST_WIDE, check_given, check_specs
+from clearhead.config.depth import check_depth
 from clearhead.config.fields import (
     BIASES,
     Family,
@@ -52,6 +53,7 @@ class ModelConfig(Fields):
     def __post_init__(self) -> None:
         check_types(self)
         check_given(self)
+        check_depth(self)
         free = {name: value for name, value in derive(self).items() if getattr(self, name) is None}
         for name, value in free.items():
             object.__setattr__(self, name, value)

@@ -169,6 +169,11 @@ class Fields(StackFields):
     attention_scale: float | None = None  # None: 1 / sqrt(d_head)
     rope_fraction: float = 1.0  # part of each head that is rotated
 
+    # Depth
+    # mixture of depths: share of the tokens that a router sends through a layer, in every second layer;
+    # a tuple sets it per layer, and is repeated
+    depth_capacity: float | tuple[float, ...] = 1.0
+
     # Biases
     bias: bool = True  # in every linear layer and norm, unless a field below says otherwise
     qkv_bias: bool | None = None
@@ -236,6 +241,7 @@ class StackSpec(StackFields):
     image_size: tuple[int, int]
     d_rotary: int  # leading columns of a head that RoPE rotates
     kinds: tuple[Kind, ...]  # of attention, one per layer
+    capacities: tuple[float, ...]  # of each layer, the share of the tokens that go through; 1: all
     attention_scale: float
     qkv_bias: bool
     attention_out_bias: bool
@@ -249,6 +255,11 @@ class StackSpec(StackFields):
     def windows(self) -> tuple[int | None, ...]:
         """The window of each layer; None for a layer of another kind."""
         return tuple(kind.size if isinstance(kind, Windowed) else None for kind in self.kinds)
+
+    @property
+    def whole_kinds(self) -> tuple[Kind, ...]:
+        """The kinds of attention of the layers that all tokens go through."""
+        return tuple(kind for kind, share in zip(self.kinds, self.capacities) if share == 1)
 
     @property
     def bounded(self) -> bool:

@@ -117,6 +117,7 @@ def _stack(config: Fields, **own: Any) -> StackSpec:
         d_rotary=int(d_head * config.rope_fraction),
         block_of=tuple(layer * groups // layers for layer in range(layers)),
         kinds=_kinds(config, layers),
+        capacities=_capacities(config, layers),
         d_embedding=config.d_embedding if tokens else config.d_model,
         embedding_projection=config.embedding_projection and tokens,
         n_types=config.n_types if tokens else 0,
@@ -152,6 +153,20 @@ def _kinds(config: Fields, layers: int) -> tuple[Kind, ...]:
             )
             kinds[layer] = Windowed(window)
     return tuple(kinds)
+
+
+def _capacities(config: Fields, layers: int) -> tuple[float, ...]:
+    """Return the share of the tokens that go through each layer; one number is for every second layer."""
+    given = config.depth_capacity
+    if not isinstance(given, tuple):
+        return tuple(given if layer % 2 else 1.0 for layer in range(layers))
+    refuse(
+        not given or layers % len(given),
+        f"depth_capacity lists {len(given)} layers, which do not repeat to {layers}: give one entry per "
+        "layer, or a number of them that divides the layers",
+        ConfigError,
+    )
+    return given * (layers // len(given))
 
 
 def _norm(config: Fields) -> NormSpec:

@@ -6,6 +6,7 @@ kernels of `kernels` run, blocks that suit them take one token of each row throu
 Shapes: B batch, T length, D model, N width out.
 """
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, cast
 
@@ -128,9 +129,9 @@ class StepStack(Direct, Stack):
     """A stack whose masks and angles are computed once for all layers, also by a compiler."""
 
     def _views(
-        self, tokens: masks.Tokens, cache: Cache | None, *more: Any, **named: Any
+        self, of: Iterable[Kind], tokens: masks.Tokens, cache: Cache | None, *more: Any, **named: Any
     ) -> dict[Kind, masks.View]:
-        views = super()._views(tokens, cache, *more, **named)
+        views = super()._views(of, tokens, cache, *more, **named)
         if not isinstance(cache, FixedCache):
             return views
         return {

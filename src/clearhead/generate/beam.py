@@ -30,7 +30,7 @@ from clearhead.generate.decode import (
 from clearhead.generate.prompts import Prompts, is_stretched
 from clearhead.generate.request import Request
 from clearhead.generate.sampling import REMOVED, Standing, adjust
-from clearhead.model.cache import Cache, StateKeys
+from clearhead.model.cache import Cache, GrowingKeys
 from clearhead.model.dtypes import precise, wide
 from clearhead.model.transformer import Transformer
 
@@ -242,7 +242,7 @@ def _move(cache: Cache, rows: Tensor, since: int) -> None:
         return
     origins = rows[to]
     for keys in cache.layers.values():
-        if isinstance(keys, StateKeys):
+        if not isinstance(keys, GrowingKeys):
             keys.reorder(rows)
             continue
         for buffer in keys.read():

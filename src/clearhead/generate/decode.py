@@ -10,6 +10,7 @@ generation goes its own way from a forward pass over the whole text.
 Shapes: B rows still running, T prompt length, V vocabulary.
 """
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from clearhead.batches.padding import padded, real_tokens
 from clearhead.errors import refuse
+from clearhead.generate.exits import ExitStep
 from clearhead.generate.prompts import Prompts, is_stretched, slides, stream_room, streams, turns_by_length
 from clearhead.generate.request import Request
 from clearhead.generate.sampling import Dice, History, Standing, adjust_by, best_of, distribution, draw
@@ -41,6 +43,7 @@ class Continuation:
     logprobs: list[float] = field(default_factory=list)  # of each new token, by the model's own distribution
     alternatives: list[list[tuple[int, float]]] = field(default_factory=list)  # the best tokens at each step
     steps: int = 0  # runs of the model that tokens were chosen from; fewer than tokens with speculation
+    layers: list[int] = field(default_factory=list)  # of early exit: how many each new token came from
 
 
 # Called with the row's number and the row after each new token; a stop reason ends the row.
@@ -69,7 +72,7 @@ class Ends:
         row.steps = steps
         if token in self.stop_ids:
             row.stop_reason = "eos"
-            del row.logprobs[len(row.ids) :], row.alternatives[len(row.ids) :]
+            del row.logprobs[len(row.ids) :], row.alternatives[len(row.ids) :], row.layers[len(row.ids) :]
             return False
         row.ids.append(token)
         reason = (self.on_token(number, row) if self.on_token is not None else None) or reason
@@ -107,6 +110,8 @@ def decode(
         cache = cache_for(model, prompts.longest + request.max_new_tokens)
         if streams(model, request, prompts):
             cache = StreamCache(model.config, *stream_room(model, request))
+    if request.early_exit is not None:
+        step = ExitStep(model, request)
     logits = prefill(model, [row.prompt[cache.length :] for row in rows], cache, *prompts.sources)
     stretched = is_stretched(model, prompts.longest)
     window = model.config.max_positions if slides(model, request, prompts) else None
@@ -115,6 +120,9 @@ def decode(
         tokens = chosen.tolist()
         if request.reports:
             report(logits, chosen, [rows[i] for i in running], request.alternatives)
+        if isinstance(step, ExitStep):
+            for i, used in zip(running, step.used.tolist() if count > 1 else itertools.repeat(step.n_layers)):
+                rows[i].layers.append(used)
         reason = ends.reason()
         kept = [
             place for place, i in enumerate(running) if ends.go_on(i, rows[i], tokens[place], count, reason)
@@ -241,6 +249,11 @@ def check_request(model: Transformer, request: Request, prompts: Prompts, ends: 
         sliding and (request.num_beams > 1 or prompts.longest > config.max_positions),
         f"beams and prompts of more than {config.max_positions} tokens, the model's positions, do not slide: "
         "leave beams out, shorten the prompt, or ask for fewer new tokens",
+    )
+    refuse(
+        sliding and request.early_exit is not None,
+        f"early_exit with a text that slides past the model's {config.max_positions} positions, and is read "
+        "anew for each token: leave early_exit out, or ask for fewer new tokens",
     )
     needed = prompts.longest + request.max_new_tokens - 1
     refuse(

@@ -153,6 +153,7 @@ class Steps:
         self.made: dict[tuple[int, int, int], CompiledStep] = {}
         reasons = {
             "its experts are chosen on the host": model.config.n_experts > 0,
+            "its layers take some tokens alone": min(model.config.main.capacities) < 1,
             "its angles depend on the longest row in the batch": turns_by_length(model),
         }
         self.unfit = next(
@@ -193,7 +194,8 @@ def decode_compiled(
         warn_uncompiled(steps.unfit)
     if request.compile and streams(model, request, prompts):
         warn_uncompiled("a text that streams turns its first keys anew for each token")
-    if cache is None and not (slides(model, request, prompts) or streams(model, request, prompts)):
+    moving = slides(model, request, prompts) or streams(model, request, prompts)
+    if cache is None and not moving and request.early_exit is None:
         sizes = (len(prompts.ids), prompts.longest + most, 0 if source is None else source.shape[1])
         step = steps.find(*sizes, may_make=bool(request.compile) or most >= WORTH)
     if step is None:

@@ -82,8 +82,8 @@ def own_options(
 def with_own(own: Mapping[str, Any], asked: Mapping[str, Any], hooked: bool = False) -> dict[str, Any]:
     """Return the options asked for and, where they say nothing, the model's own.
 
-    Beams of the model's own give way to drawing, to streaming and to what else needs a text before its end
-    (`hooked`), and their groups to another number of beams.
+    Beams of the model's own give way to drawing, streaming, early exit and what else needs a text before its
+    end (`hooked`), and their groups to another number of beams.
     """
     left_out: Collection[str] = ()
     if "num_beams" in asked:
@@ -91,6 +91,7 @@ def with_own(own: Mapping[str, Any], asked: Mapping[str, Any], hooked: bool = Fa
     elif (
         hooked
         or asked.get("overflow") == "stream"
+        or asked.get("early_exit") is not None
         or any(asked.get(name) for name in WATCHED)
         or any(name in asked for name in DRAWING)
     ):

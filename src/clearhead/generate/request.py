@@ -37,6 +37,8 @@ BOUNDS: dict[str, tuple[float, float, str]] = {
     "lookup": (0, math.inf, FROM_0),
     "draft_tokens": (1, math.inf, FROM_1),
     "sinks": (0, math.inf, FROM_0),
+    "early_exit": (POSITIVE, 1, "is outside (0, 1]: it is a probability, and at 1 no layer is skipped"),
+    "exit_from": (1, math.inf, FROM_1),
     "stream_window": (1, math.inf, FROM_1),
 }
 # Fields that may be given as any sequence.
@@ -132,6 +134,8 @@ class Request(Sampling):
     lookup: int = 0  # guess so many tokens at a time from the text itself: the same text, sooner; 0: off
     draft_tokens: int = 4  # how many tokens a draft model guesses at a time
     compile: bool | None = None  # compile the step of a token; None: on a GPU, where that pays
+    early_exit: float | None = None  # skip the layers left once the best token is more probable than this
+    exit_from: int | None = None  # of early_exit: ask first after so many layers; default: half
 
     def __post_init__(self) -> None:
         refuse(
@@ -166,6 +170,10 @@ class Request(Sampling):
                 f"{name} {value} with num_beams {self.num_beams}: "
                 "beam search draws nothing, so leave one of them out",
             )
+        refuse(
+            self.exit_from is not None and self.early_exit is None,
+            f"exit_from {self.exit_from} without early_exit: say how certain the model must be to leave",
+        )
         self.check_hooks()
 
     def check_hooks(self, **hooks: object) -> None:
@@ -184,6 +192,14 @@ class Request(Sampling):
                 self.overflow == "stream" and value not in (None, False, 0),
                 f'{name} with overflow "stream", which forgets what it needs: leave one of them out',
             )
+            refuse(
+                self.early_exit is not None and value not in (None, False, 0),
+                f"{name} with early_exit, which skips layers that it needs: leave one of them out",
+            )
+        refuse(
+            self.early_exit is not None and self.compile,
+            "compile with early_exit, whose layers are chosen on the host: leave one of them out",
+        )
         refuse(
             self.lookup and draft is not None,
             "lookup and draft both guess what comes next: choose one of them",
@@ -238,6 +254,8 @@ class RequestOptions(TypedDict, total=False):
     lookup: int
     draft_tokens: int
     compile: bool | None
+    early_exit: float | None
+    exit_from: int | None
 
 
 def make_request(options: Mapping[str, Any]) -> Request:

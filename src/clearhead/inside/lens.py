@@ -31,6 +31,7 @@ import torch.nn.functional as nnf
 from torch import Tensor, nn
 
 from clearhead.errors import refuse
+from clearhead.generate.exits import stop_at
 from clearhead.inside import inputs, names, results
 from clearhead.inside.choices import Choices, choices_of, find_column
 from clearhead.inside.frozen import exact, freeze, read_back, read_span
@@ -108,8 +109,7 @@ def lens(
 def stopped_at(model: Transformer, state: Tensor) -> Tensor:
     """Return the logits of a model that stops at this state of the residual stream, [B, T, D]."""
     with torch.no_grad(), evaluating(model):
-        logits: Tensor = model.head(state if model.main.norm is None else model.main.norm(state), None)
-        return logits
+        return stop_at(model, state)
 
 
 def _true(prepared: inputs.Prepared, choices: Choices) -> Tensor:
@@ -205,7 +205,10 @@ def contributions(
     prepared = inputs.prepare(m, given, target, pair)
     choices = choices_of(prepared)
     column = find_column(position, choices.columns)
-    output, seen = prepared.record("blocks.*.z", "blocks.*.attention.out", "blocks.*.feedforward.out")
+    routed = ("blocks.*.router", "blocks.*.passed") if prepared.model.config.depth_capacity != 1 else ()
+    output, seen = prepared.record(
+        "blocks.*.z", "blocks.*.attention.out", "blocks.*.feedforward.out", *routed
+    )
     best = int(choices.scores(output.required_logits)[0, column].argmax())
     choice = best if token is None else choices.find(token)
     other = None if against is None else choices.find(against)
@@ -305,8 +308,11 @@ def _terms(
                     else:
                         y = attended(layer, part, attention)
                     bias = f"{part} norm bias {layer}"
-                    y = normed(residual.inside, y, bias, layer)
-                    x = normed(residual.after, x + residual.scale * y, bias, layer)
+                    y = residual.scale * normed(residual.inside, y, bias, layer)
+                    if block.router is not None:  # it lets so much of the layer through, or nothing
+                        router, passed = (seen[f"blocks.{layer}.{one}"][0] for one in ("router", "passed"))
+                        y = y * exact(router * passed)[read.rows, None]
+                    x = normed(residual.after, x + y, bias, layer)
         logit = (normed(stack.norm, x, "final norm bias") * read.directions).sum()
     values = defaultdict[Term, float](float)
     for (terms, vector), slope in zip(added, torch.autograd.grad(logit, [vector for _, vector in added])):

@@ -59,13 +59,13 @@ class Attention(nn.Module):
         B, T, _ = x.shape
         known = isinstance(cache, CrossKeys) and cache.k is not None  # an earlier call has read the memory
         if cache is not None and known:
-            q, (k, v) = self._split("q", self.q(x), self.n_heads, self.q_norm, tap), cache.read()
+            q, (k, v) = self.split("q", self.q(x), self.n_heads, self.q_norm, tap), cache.read()
         else:
             q, k, v = self.project(x, x if memory is None else memory)
             q, k, v = tap.step("q", q), tap.step("k", k), tap.step("v", v)
-            q = self._split("q", q, self.n_heads, self.q_norm, tap)  # B H T E
-            k = self._split("k", k, self.n_kv_heads, self.k_norm, tap)  # B K S E
-            v = self._split("v", v, self.n_kv_heads, None, tap)
+            q = self.split("q", q, self.n_heads, self.q_norm, tap)  # B H T E
+            k = self.split("k", k, self.n_kv_heads, self.k_norm, tap)  # B K S E
+            v = self.split("v", v, self.n_kv_heads, None, tap)
         if view.rotary is not None:
             q = tap.step("q_rotated", positions.rotate(q, view.rotary, self.layout))
             k = tap.step("k_rotated", positions.rotate(k, view.rotary, self.layout))
@@ -112,7 +112,7 @@ class Attention(nn.Module):
         shares = {f"{name}.{kind}": inputs[name] for name in inputs for kind in ("weight", "bias")}
         return {**shares, "out.weight": (1, False, Ev), "sink": (0, False, 1)}
 
-    def _split(self, name: str, x: Tensor, n_heads: int, norm: nn.Module | None, tap: Tap) -> Tensor:
+    def split(self, name: str, x: Tensor, n_heads: int, norm: nn.Module | None, tap: Tap) -> Tensor:
         """Split heads, and norm all of them or each: [B, T, heads·width] -> [B, heads, T, width]."""
         if norm is not None and self.norm_over == "full":
             x = tap.step(f"{name}_norm", norm(x))

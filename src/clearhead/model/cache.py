@@ -17,7 +17,7 @@ from torch import Tensor
 
 from clearhead.config.kinds import Kind
 from clearhead.errors import InputError, refuse
-from clearhead.model.masks import Slots, Tokens, empty_slots, join
+from clearhead.model.masks import Slots, Tokens, empty_slots, join, next_order
 
 
 class LayerKeys:
@@ -41,6 +41,9 @@ class LayerKeys:
         """Replace row i by row `rows[i]`."""
         if self.k is not None and self.v is not None:
             self.k, self.v = self.k[rows], self.v[rows]
+
+    def follow(self, tokens: Tokens | None) -> None:
+        """Forget all but `tokens`, those that a cropped cache still has; slots past them are written anew."""
 
 
 class CrossKeys(LayerKeys):
@@ -137,6 +140,8 @@ class Cache:
         self.length, self.packed = length, self.packed and length > 0
         kept = self.tokens.map(lambda x: x[:, :length]) if self.tokens is not None else None
         self.tokens = kept if length else None
+        for keys in self.layers.values():
+            keys.follow(self.tokens)
 
 
 class StateKeys(LayerKeys):
@@ -257,15 +262,15 @@ class WindowCache(Cache):
 
     def crop(self, length: int) -> None:
         """Forget all but the first `length` slots, as long as no window has begun to forget."""
-        for kind in self.rings:
+        for kind, ring in self.rings.items():
             refuse(
-                self.length > (kind.reach or 0) and length < self.length,
+                length < self.length and int(ring.order.max()) >= (kind.reach or 0),
                 f"a window cache of {kind.reach} has forgotten what a crop to {length} needs: "
                 "use Cache() to step back",
             )
         super().crop(length)
         real = self.tokens.real if self.tokens is not None else None
-        count = length if real is None else real.sum(1, keepdim=True)  # of each row
+        count = length if real is None else next_order(self.tokens, real.shape[0], real.device)
         for kind, ring in self.rings.items():
             self.rings[kind] = replace(ring, real=ring.real & (ring.order < count))
 

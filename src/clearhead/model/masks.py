@@ -100,14 +100,14 @@ def tokens_from(
         return Tokens(count, count, None, None, plain=True)
 
     real = torch.ones(batch, length, dtype=torch.bool, device=device) if mask is None else mask
-    order = (_next_order(before, batch, device) + real.cumsum(1) - 1).clamp(min=0)
+    order = (next_order(before, batch, device) + real.cumsum(1) - 1).clamp(min=0)
     documents = documents.long() if documents is not None else None
     if positions is None:
         positions = order if documents is None else _positions_in_documents(real, documents, before)
     return Tokens(order, positions.long(), real, documents, plain=False)
 
 
-def _next_order(before: Tokens | None, batch: int, device: torch.device) -> Tensor:
+def next_order(before: Tokens | None, batch: int, device: torch.device) -> Tensor:
     """Count the real tokens that each row already has: [B, 1]."""
     if before is None or before.real is None or not before.length:
         return torch.full((batch, 1), 0 if before is None else before.length, dtype=torch.long, device=device)

@@ -12,7 +12,7 @@ residual layouts differ only in the place of the norm:
 Shapes: B batch, T query length, S key or source length, D model.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import cast
@@ -29,6 +29,7 @@ from clearhead.model.cache import Cache, CrossKeys, LayerKeys
 from clearhead.model.feedforward import Experts, FeedForward, expert_steps, feedforward_steps
 from clearhead.model.fronts import Embedding, embedding_steps
 from clearhead.model.kinds.blocks import plan_blocks, tokens_for, with_counts
+from clearhead.model.kinds.depth import PartView, Router, places, router_steps
 from clearhead.model.kinds.layers import attention_for, kind_steps
 from clearhead.model.masks import Tokens
 from clearhead.model.positions import POSITIONS
@@ -80,6 +81,7 @@ class Block(nn.Module):
         self.feedforward = FeedForward(spec) if whole else Experts(spec)
         self.parallel = spec.parallel
         self.feedforward_residual = Residual(spec, reads_other=spec.parallel and spec.parallel_norms == 1)
+        self.router = Router(spec, layer) if spec.capacities[layer] < 1 else None
 
     def forward(
         self,
@@ -92,6 +94,8 @@ class Block(nn.Module):
         tap: Tap = SILENT,
     ) -> Tensor:
         """Map [B, T, D] -> [B, T, D]; cross-attention reads `memory` [B, S, D], or filled `cross_keys`."""
+        if self.router is not None and isinstance(view, PartView):
+            return cast(Tensor, self.router(x, view, keys, partial(Block.forward, self), tap))
         first, second = tap.part("attention_residual"), tap.part("feedforward_residual")
         x = tap("resid_pre", x)
         read = self.attention_residual.read(x, first)
@@ -114,8 +118,12 @@ class Block(nn.Module):
 
 def block_steps(spec: StackSpec, run: Pass, layer: int, tokens: int, memory: int) -> Iterator[Step]:
     """Yield the steps of one layer on rows of `tokens`; cross-attention reads `memory` tokens."""
-    name, rows, D = f"{spec.prefix}blocks.{layer}", run.batch * tokens, spec.d_model
-    place, whole = spec.norm_position, spec.feedforwards(layer).get("feedforward")  # None: a mixture
+    name, D, place = f"{spec.prefix}blocks.{layer}", spec.d_model, spec.norm_position
+    if spec.capacities[layer] < 1:
+        yield from router_steps(spec, run, name, layer, tokens)
+    tokens = places(spec.capacities[layer], tokens)
+    rows = run.batch * tokens
+    whole = spec.feedforwards(layer).get("feedforward")  # None: a mixture
     sublayers: dict[Part, Iterator[Step]] = {"attention": kind_steps(spec, run, layer, tokens)}
     if spec.cross:
         sublayers["cross"] = attention_steps(spec, run, f"{name}.cross", tokens, memory, FULL, "cross")
@@ -186,15 +194,22 @@ class Stack(nn.Module):
         x = tap("embedding", self.embedding(inputs, types, place, input_mask, tap.part("embedding")))  # B T D
         if cache is not None:
             cache.begin(tokens)
-        views = self._views(tokens, cache, prefix, bias, x.dtype, tap, inputs, global_mask)
+        views_of = partial(
+            self._views, prefix=prefix, bias=bias, dtype=x.dtype, ids=inputs, global_mask=global_mask
+        )
+        views = views_of(self.spec.whole_kinds, tokens, cache, tap=tap)
         cross_view = masks.View(mask=masks.compose(tokens, memory.tokens)[0]) if memory is not None else None
         for layer, (block, kind) in enumerate(zip(self.layers(), self.spec.kinds)):
+            if block.router is not None:
+                view, keys = block.router.part(layer, tokens, cache, views_of)
+            else:
+                view, keys = views[kind], cache.layer(layer, kind) if cache is not None else None
             x = block(
                 x,
-                views[kind].unrotated() if layer in self.spec.rope_skips else views[kind],
+                view.unrotated() if layer in self.spec.rope_skips else view,
                 memory.hidden if memory is not None else None,
                 cross_view,
-                cache.layer(layer, kind) if cache is not None else None,
+                keys,
                 cache.cross_layer(layer) if cache is not None and memory is not None else None,
                 tap.part(f"blocks.{layer}"),
             )
@@ -204,6 +219,7 @@ class Stack(nn.Module):
 
     def _views(
         self,
+        of: Iterable[Kind],
         tokens: masks.Tokens,
         cache: Cache | None,
         prefix: Tensor | None,
@@ -213,12 +229,10 @@ class Stack(nn.Module):
         ids: Tensor,
         global_mask: Tensor | None,
     ) -> dict[Kind, masks.View]:
-        """Return the view of attention for each kind; layers of the same kind share it."""
+        """Return the view of attention for each kind in `of`; layers of the same kind share it."""
         scheme, at, causal = self.positions, tap.part("positions"), self.spec.causal
-        kinds, views = dict.fromkeys(self.spec.kinds), {}
-        names = {
-            kind: "" if len(kinds) == 1 else f".{kind.reach or kind}" for kind in kinds
-        }  # of their steps
+        kinds, views = dict.fromkeys(of), {}
+        names = {kind: "" if len(kinds) == 1 else f".{kind.reach or kind}" for kind in kinds}  # of steps
         for kind in kinds:
             rotary = scheme.rotary(tokens.positions, kind.reach, at)
             if not kind.chooses:

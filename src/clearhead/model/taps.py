@@ -261,7 +261,8 @@ def tap_names(model: object) -> list[str]:
             if "feedforward" not in stack.feedforwards(layer):
                 inner = ["feedforward.router", *inner, "feedforward.out"]
             after = [*([] if config.parallel else ["resid_mid"]), *inner]
-            block = ["resid_pre", *attention, *after, "resid_post"]
+            routed = ["router", "passed"] if stack.capacities[layer] < 1 else []
+            block = ["resid_pre", *routed, *attention, *after, "resid_post"]
             blocks += [f"blocks.{layer}.{name}" for name in block]
         names += [f"{stack.prefix}{name}" for name in ("embedding", *blocks, "hidden")]
     return [*names, "logits"]

@@ -164,6 +164,7 @@ def _continue(
                 row.logprobs if request.reports else None,
                 row.alternatives if request.alternatives else None,
                 steps=row.steps,
+                layers=row.layers if request.early_exit is not None else None,
             )
         )
     return made

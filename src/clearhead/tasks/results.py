@@ -74,6 +74,7 @@ class Generation:
     alternatives: list[list[tuple[int, float]]] | None = None  # of each step: tokens and log-probabilities
     score: float | None = None  # of a beam search: the sum of log-probabilities over length ** length_penalty
     steps: int | None = None  # runs of the model that tokens were chosen from; fewer than tokens if guessed
+    layers: list[int] | None = None  # with early_exit: how many layers each token came from
 
 
 @dataclass(frozen=True)

@@ -75,12 +75,13 @@ def forward_rows(inputs: Inputs) -> list[Comparison]:
 
 def cache_forms(inputs: Inputs) -> dict[str, CacheForm]:
     """Return the forms that differ for this model: without a window, the windowed one is the growing one."""
-    windowed = any(kind.reach is not None for kind in inputs.model.main.spec.kinds)
+    spec = inputs.model.main.spec
+    windowed, whole = any(kind.reach is not None for kind in spec.kinds), min(spec.capacities) == 1
     sizes = (inputs.model.config, inputs.rows, inputs.length, inputs.dtype, inputs.device)
     return {
         "growing": Cache,
         **({"windowed": WindowCache} if windowed else {}),
-        "fixed": lambda: FixedCache(*sizes),
+        **({"fixed": lambda: FixedCache(*sizes)} if whole else {}),
     }
 
 

@@ -75,7 +75,8 @@ def formula_rows(inputs: Inputs) -> list[Comparison]:
 def _formula(inputs: Inputs, given: Mapping[str, Tensor] | None = None, loudness: float = 1.0) -> Tensor:
     """Return the logits of the formula."""
     config, weights = inputs.model.config, inputs.model.state_dict()
-    return plainly(config, weights, **(given or inputs.given), loudness=loudness)
+    tensors = given or inputs.given
+    return plainly(config, weights, **tensors, loudness=loudness, learns=inputs.model.training)
 
 
 def _lively(inputs: Inputs, expected: Tensor) -> float:

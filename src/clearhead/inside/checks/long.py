@@ -213,7 +213,7 @@ def _switched(inputs: LongInputs) -> float:
 
 @torch.no_grad()
 def shallow(lively: Transformer, config: ModelConfig) -> Transformer:
-    """Return a copy with the last layer, and with the first of each kind: of each window, rotated or not.
+    """Return a copy with the last layer, and with the first of each kind: window, rotation, capacity.
 
     Whether a layer has experts makes a kind too. It shares its weights with the lively copy; its windows are
     those of `config`.
@@ -221,7 +221,7 @@ def shallow(lively: Transformer, config: ModelConfig) -> Transformer:
     made = copy.deepcopy(lively, {id(weight): weight for weight in lively.parameters()})
     deepest = max(config.stacks, key=lambda spec: spec.n_layers)
     kinds = [
-        (kind, layer in config.rope_skips, layer in config.dense_layers)
+        (kind, layer in config.rope_skips, layer in config.dense_layers, deepest.capacities[layer])
         for layer, kind in enumerate(deepest.kinds)
     ]
     kept = sorted({deepest.n_layers - 1, *(kinds.index(kind) for kind in kinds)})
@@ -239,6 +239,7 @@ def shallow(lively: Transformer, config: ModelConfig) -> Transformer:
         layer_groups=None,
         window=None,
         attention=tuple(str(deepest.kinds[layer]) for layer in kept),
+        depth_capacity=tuple(deepest.capacities[layer] for layer in kept) if len(stacks) == 1 else 1.0,
         rope_skips=tuple(number for number, layer in enumerate(kept) if layer in config.rope_skips),
         dense_layers=tuple(number for number, layer in enumerate(kept) if layer in config.dense_layers),
         pruned_heads={name: heads for name, heads in pruned.items() if heads},

@@ -5,7 +5,7 @@ Shapes, all of one row: T tokens, D model, C channels, E head width, R rotated c
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -38,6 +38,12 @@ class PlainRow:
     marked: list[bool] | None  # which tokens the call makes global
     lengths: list[int]  # of the longest row, as far as it was known when each token was read
 
+    def part(self, chosen: list[int]) -> "PlainRow":
+        """Return the row of some of its tokens, each where it was."""
+        real, places = [self.real[t] for t in chosen], [self.positions[t] for t in chosen]
+        order, lengths = [self.order[t] for t in chosen], [self.lengths[t] for t in chosen]
+        return replace(self, real=real, positions=places, order=order, lengths=lengths)
+
     @cached_property
     def length(self) -> int:
         """One more than the position of its last real token."""
@@ -58,8 +64,10 @@ def pairs(queries: list[int], keys: list[int]) -> Tensor:
 class PlainInputs:
     """A config and its weights, and the beginning of the forward pass."""
 
-    def __init__(self, config: ModelConfig, weights: Mapping[str, Tensor], loudness: float = 1.0) -> None:
-        self.config, self.weights, self.loudness = config, weights, loudness
+    def __init__(
+        self, config: ModelConfig, weights: Mapping[str, Tensor], loudness: float = 1.0, learns: bool = False
+    ) -> None:
+        self.config, self.weights, self.loudness, self.learns = config, weights, loudness, learns
 
     def weight(self, name: str) -> Tensor:
         """Return one tensor in float64, on the CPU."""

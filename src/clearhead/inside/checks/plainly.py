@@ -8,6 +8,7 @@ Shapes, all of one row: T query tokens, S key tokens, D model, E head width, V v
 """
 
 import functools
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 
@@ -41,13 +42,14 @@ def plainly(
     types: Tensor | None = None,
     global_mask: Tensor | None = None,
     loudness: float = 1.0,
+    learns: bool = False,
 ) -> Tensor:
     """Return what `model(ids, ...).logits` must be, in float64 on the CPU, from the same arguments.
 
     `weights` is its state dict. `loudness` multiplies what each stack embeds, as an edit of the tap
-    `embedding` does.
+    `embedding` does. `learns`: as in training, without dropout.
     """
-    plain = Plain(config, weights, loudness)
+    plain = Plain(config, weights, loudness, learns)
     given = (ids, mask, source, source_mask, positions, types, None, global_mask)
     return torch.stack([plain.head(*plain.read(number, *given)) for number in range(ids.shape[0])])
 
@@ -85,8 +87,23 @@ class Plain(PlainInputs):
         x, layers = self.embed(row), row.plan.n_layers
         sets = min(self.config.layer_groups or layers, layers)
         for layer in range(layers):
-            x = self.block(f"{row.stack}.blocks.{layer * sets // layers}", layer, x, row, memory)
+            run = self.block if row.plan.capacities[layer] == 1 else self.routed
+            x = run(f"{row.stack}.blocks.{layer * sets // layers}", layer, x, row, memory)
         return self.norm(f"{row.stack}.norm", x) if self.config.final_norm else x
+
+    def routed(self, name: str, layer: int, x: Tensor, row: PlainRow, memory: Memory) -> Tensor:
+        """Run one layer on the tokens that its router sends through; the others pass by: [T, D] -> [T, D]."""
+        scores, share = self.linear(f"{name}.router.score", x)[:, 0], row.plan.capacities[layer]
+        real = [t for t, is_real in enumerate(row.real) if is_real]
+        best = sorted(real, key=scores.neg().tolist().__getitem__)[: math.ceil(share * len(real) - 1e-9)]
+        by_rank = self.learns or not row.plan.causal
+        chosen = sorted(best) if by_rank else [t for t in real if scores[t] > 0]
+        if not chosen:
+            return x
+        answer = self.block(name, layer, x[chosen], row.part(chosen), memory)
+        mixed = x.clone()
+        mixed[chosen] = x[chosen] + scores[chosen, None] * (answer - x[chosen])
+        return mixed
 
     def block(self, name: str, layer: int, x: Tensor, row: PlainRow, memory: Memory) -> Tensor:
         """Run one layer: [T, D] -> [T, D]."""

@@ -198,6 +198,7 @@ class Shelf:
 def read_batch(m: Model, batch: Sequence[Passage], shelves: Sequence[Shelf]) -> None:
     """Run one batch, and let each shelf take the activations at the real tokens that reached its neurons."""
     taps = [*{shelf.tap for shelf in shelves}, *(["*.router"] if m.config.n_experts else [])]
+    taps += ["*.passed"] if m.config.depth_capacity != 1 else []
     seen = inputs.recorded(m.model, taps, **arguments(batch))
     notes_by_stack = {stack: [one.notes(stack) for one in batch] for stack in {one.stack for one in shelves}}
     for shelf in shelves:
@@ -211,6 +212,10 @@ def read_batch(m: Model, batch: Sequence[Passage], shelves: Sequence[Shelf]) -> 
             chosen = experts.choose(router.flatten(0, -2))[1].cpu()
             here = (chosen == int(expert)).any(-1)  # an expert gets its tokens in their order
             real, notes = real[here], notes[here[real]]
+        passed = seen.get(f"{shelf.stack}blocks.{shelf.layer}.passed")
+        if passed is not None:  # the others pass the layer by
+            here = passed.flatten().cpu()
+            real, notes = real & here, notes[here[real]]
         shelf.take(post[real], notes)
 
 

@@ -256,6 +256,15 @@ WORDS = {
     "residual.after": Words(
         "post norm", "B T D", "{norm}(x)", "The stream itself is brought back to one scale."
     ),
+    # Mixture of depths
+    "router": Words("router", "B T", "x · w", "How much a token needs this layer."),
+    "passed": Words(
+        "choice of tokens", "B T", "score > 0, or the best", "Tokens that go through; the others pass by."
+    ),
+    "mixed": Words(
+        *("mix", "B T D", "x + score · (layer(x) − x)"),
+        "Tokens that went through take as much of the layer as their score says.",
+    ),
     # Feed-forward
     "feedforward.router": Words(
         "router", "B T X", "x · Wr{router_bias}", "How well each expert suits each token."

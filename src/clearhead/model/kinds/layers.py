@@ -81,7 +81,7 @@ class GlobalAttention(Attention):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Project tokens [B, G, D], and their angles, to queries [B, H, G, E], and x to keys and values."""
         q, k, v = (
-            self._split(f"{name}_global", tap.step(f"{name}_global", layer(source)), count, norm, tap)
+            self.split(f"{name}_global", tap.step(f"{name}_global", layer(source)), count, norm, tap)
             for name, layer, source, count, norm in (
                 ("q", self.q_global, queries, self.n_heads, self.q_norm),
                 ("k", self.k_global, x, self.n_kv_heads, self.k_norm),

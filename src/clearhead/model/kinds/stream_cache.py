@@ -40,6 +40,11 @@ def check_stream(config: ModelConfig, window: int, sinks: int) -> None:
     )
     most = config.max_positions
     refuse(
+        min(config.main.capacities) < 1,
+        f"depth_capacity {config.depth_capacity} keeps other tokens in each layer, and streaming moves all "
+        'of them alike: use overflow="slide"',
+    )
+    refuse(
         not 0 < window <= most,
         f"stream_window {window} must lie between 1 and the model's {most} positions",
     )
