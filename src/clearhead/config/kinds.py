@@ -28,6 +28,8 @@ class Kind:
 
     name: ClassVar[str]
     chooses: ClassVar[bool] = True  # among keys, by a mask; else it has a formula of its own
+    patterned: ClassVar[bool] = True  # each query has shares of the tokens, which a picture can show
+    untapped: ClassVar[tuple[str, ...]] = ()  # activations of attention that it does not have
 
     @property
     def reach(self) -> int | None:
@@ -124,6 +126,7 @@ class LinearKind(Kind):
 
     name = "linear"
     chooses = False
+    untapped = ("scores",)
     features: FeatureMap = "elu"
     count: int = 0  # favor: random features; 0: d_head · log(d_head), rounded up
     seed: int = 0  # favor: of these features
@@ -134,7 +137,7 @@ class LowRank(Kind):
     """Keys and values mixed into `rank` of each by learned weights over positions (Linformer)."""
 
     name = "low-rank"
-    chooses = False
+    chooses = patterned = False  # its shares are of mixtures
     rank: int = 64
 
 
@@ -143,7 +146,8 @@ class GatedDeltaKind(Kind):
     """The gated delta rule, with a short convolution and an output gate (Gated DeltaNet)."""
 
     name = "gated-delta"
-    chooses = False
+    chooses = patterned = False
+    untapped = ("scores", "pattern")
     key_heads: int = 0  # 0: n_kv_heads
     value_heads: int = 0  # 0: n_heads
     d_key: int = 0  # of a head; 0: d_head

@@ -26,7 +26,7 @@ from clearhead.inside.attention_maps import LayerMap
 from clearhead.inside.choices import Choices, choices_of, find_column
 from clearhead.inside.inputs import InputTokens, Prepared, prepare
 from clearhead.inside.lens import contributions, lens
-from clearhead.inside.names import attentions
+from clearhead.inside.names import kinds_of, unpatterned
 from clearhead.inside.parts.ablate import effect
 from clearhead.inside.trace import trace
 from clearhead.inside.trace.steps import TraceStep
@@ -63,8 +63,10 @@ def model_view(m: Model, name: str, example: dict[str, Any] | None = None) -> di
         "tokenizer": m.tokenizer is not None,
         "mask": m.tokenizer.id_to_token(m.special["mask"]) if m.tokenizer and "mask" in m.special else None,
         "attentions": [
-            {"kind": kind, "layer": layer, "heads": heads} for kind, layer, heads in attentions(config)
+            {"kind": one.kind, "layer": one.layer, "heads": one.n_heads, "pattern": kind.patterned}
+            for one, kind in kinds_of(config).items()
         ],
+        "unpatterned": unpatterned(config),
     }
 
 

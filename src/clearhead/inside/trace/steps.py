@@ -25,7 +25,9 @@ from torch import Tensor
 from clearhead.api import Model
 from clearhead.config import ModelConfig
 from clearhead.inside.inputs import InputTokens
+from clearhead.inside.names import kinds_of
 from clearhead.inside.results import Result
+from clearhead.inside.trace.kind_words import KIND_WORDS
 from clearhead.inside.trace.words import INPUTS, words_of
 from clearhead.model.dtypes import wide
 from clearhead.model.steps import Step
@@ -115,6 +117,7 @@ class Recorder:
 
     def __init__(self, config: ModelConfig, keep_values: bool | Collection[str] = True) -> None:
         self.config, self.keep_values = config, keep_values
+        self._kinds = {one.part: kind.name for one, kind in kinds_of(config).items()}
         self.steps: list[TraceStep] = []
         self._recent: deque[tuple[int, Tensor]] = deque(maxlen=RECENT)  # number of a step, and its value
         self._experts: dict[str, tuple[list[Tensor], float]] = {}  # pieces of a step, and their seconds
@@ -159,7 +162,8 @@ class Recorder:
         **facts: Any,
     ) -> None:
         """Append a step."""
-        words = words_of(name, tuple(x.shape))
+        own = self._kinds.get(name.rpartition(".")[0])
+        words = KIND_WORDS.get(f"{own}.{name.rpartition('.')[2]}") or words_of(name, tuple(x.shape))
         known = {**facts_of(self.config, name, x), **facts}
         keeps = self.keep_values if isinstance(self.keep_values, bool) else name in self.keep_values
         self._recent.append((len(self.steps), x))
@@ -268,6 +272,7 @@ def facts_of(config: ModelConfig, name: str, x: Tensor) -> dict[str, Any]:
         "pooling": POOLING[config.readout.pooling],
         "pooler": config.pooler,
         "answers": ANSWERS.get(config.readout.head, "B T C"),
+        "shape": " ".join(map(str, x.shape)),
     }
 
 
