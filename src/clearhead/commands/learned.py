@@ -91,8 +91,8 @@ def heads(
     model = load_model(folder, tokenizer=tokenizer, device=device)
     if not given and sentences is not None:
         given = [sentence.text for sentence in sentences[:ROLE_TEXTS]]
-    print_notes(unpatterned(model.config))
     roles = head_roles(model, given or None, seed)
+    print_notes(unpatterned(model.config))
     followed = None if sentences is None else syntax.syntax(model, sentences)
     agreed = None if pairs is None else alignments.agreement(model, pairs)
     found = {"roles": roles, "syntax": followed, "agreement": agreed}

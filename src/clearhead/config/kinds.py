@@ -176,8 +176,15 @@ def read_kind(text: str) -> Kind:
     kind = KINDS[name]
     names = [entry.name for entry in dataclasses.fields(kind)]
     given: dict[str, int | str] = {}
+    positional: list[str] = []
     for place, item in enumerate(part.strip() for part in (inner or "").split(",") if part.strip()):
         key, equals, value = (side.strip() for side in item.partition("="))
+        refuse(
+            not equals and place != len(positional),
+            f'attention "{text}" has "{item}" after a number with a name: give it a name too',
+            ConfigError,
+        )
+        positional += [] if equals else [item]
         key, value = (key, value) if equals else (names[place] if place < len(names) else "", key)
         takes = f"{name} takes {', '.join(names)}" if names else f"{name} takes nothing in brackets"
         refuse(key not in names, f'attention "{text}" has "{item}": {takes}', ConfigError)

@@ -157,7 +157,7 @@ def _chosen(
     found = [each for each in found if layers is None or each.layer in layers]
     refuse(not found, "no attention was chosen: name at least one kind and one layer")
     shown = [each for each in names.patterned(model.config) if each in found]
-    refuse(not shown, f"there is no attention pattern to look at: {''.join(names.unpatterned(model.config))}")
+    refuse(not shown, f"there is no attention pattern to look at; {''.join(names.unpatterned(model.config))}")
     return shown
 
 

@@ -82,7 +82,7 @@ def attentions(config: ModelConfig, kind: str | None = None) -> list[AttentionNa
 def patterned(config: ModelConfig, kind: str | None = None) -> list[AttentionName]:
     """Return every attention with a pattern, shares of tokens for each query; refuse a model without any."""
     found = [one for one, own in kinds_of(config).items() if own.patterned and kind in (None, one.kind)]
-    refuse(not found, f"there is no attention pattern to look at: {''.join(unpatterned(config))}")
+    refuse(not found, f"there is no attention pattern to look at; {''.join(unpatterned(config))}")
     return found
 
 
@@ -97,8 +97,10 @@ def unpatterned(config: ModelConfig) -> list[str]:
 
 
 def all_heads(config: ModelConfig, kind: str | None = None) -> list[AttentionHead]:
-    """Return every head of a model, or those of one kind of attention."""
-    return heads_in(attentions(config, kind))
+    """Return every head of a model, or those of one kind of attention; refuse a model without any."""
+    found = heads_in(attentions(config, kind))
+    refuse(not found, "this model has no heads by themselves: its layers share a convolution and a gate")
+    return found
 
 
 def heads_in(found: Iterable[AttentionName]) -> list[AttentionHead]:

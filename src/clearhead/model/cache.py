@@ -52,6 +52,7 @@ class Cache:
 
     sinks = 0  # how many of the first tokens move with the last ones
     _visible: Tokens  # those of the cache and of the call in progress
+    _grows = False  # whether a layer has asked for all tokens
 
     def __init__(self, reserve: int = 0) -> None:
         self.reserve = reserve
@@ -93,6 +94,7 @@ class Cache:
 
     def visible(self, kind: Kind) -> Tokens:
         """Return the tokens whose keys `LayerKeys.update` returns in a layer of this kind."""
+        self._grows = True
         return self._visible
 
     def aligned(self, bias: Tensor, kind: Kind) -> Tensor:
@@ -101,7 +103,17 @@ class Cache:
 
     def advance(self) -> None:
         """Count the new tokens as read, after the last layer."""
-        self.tokens, self.length = self._visible, self._visible.length
+        new = self._visible.length - (0 if self.tokens is None else self.tokens.length)
+        self.tokens, self.length, least = self._visible, self.length + new, self._least()
+        if not (self._grows or self.tokens.plain) and self.tokens.length > 2 * least:
+            # No layer asks for all tokens: keep the last ones of a ragged batch, and one before for its count.
+            gone, kept = self.tokens.map(lambda x: x[:, :-least]), self.tokens.map(lambda x: x[:, -least:])
+            latest = torch.where(gone.real_mask(), gone.order, -1).argmax(1, keepdim=True)  # of each row
+            self.tokens = join(gone.map(lambda x: x.expand(len(latest), -1).gather(1, latest)), kept)
+
+    def _least(self) -> int:
+        """Return how many of the last tokens are kept where no layer asks for all."""
+        return 1
 
     def reorder(self, rows: Tensor, cross: bool = True) -> None:
         """Replace row i by row `rows[i]` in every layer; `rows` [B'] may have any length.
@@ -231,6 +243,9 @@ class WindowCache(Cache):
         )
         return bias
 
+    def _least(self) -> int:
+        return max((kind.slots for kind in self.rings), default=1)
+
     def _write(self, kind: Kind, window: int, tokens: Tokens) -> None:
         """Write the new tokens into the ring of this kind."""
         order, real, sinks, trash = tokens.order, tokens.real_mask(), kind.kept_first, kind.slots - 1
@@ -263,6 +278,8 @@ class WindowCache(Cache):
                 f"a window cache of {kind.reach} has forgotten what a crop to {length} needs: "
                 "use Cache() to step back",
             )
+        if length == self.length:
+            return
         super().crop(length)
         real = self.tokens.real if self.tokens is not None else None
         count = length if real is None else real.sum(1, keepdim=True)  # of each row
