@@ -15,6 +15,8 @@ from clearhead.explorer.record import record as record_page
 from clearhead.inside.attention import attention, read_maps
 from clearhead.inside.checks.plain_kinds import features
 from clearhead.inside.heads import head_roles
+from clearhead.inside.names import find_heads
+from clearhead.inside.patch import patch
 from clearhead.inside.trace import trace
 from tests.harness import build, in_pieces, some_ids, worst
 from tests.inside.test_attention import of_words
@@ -142,3 +144,16 @@ def test_a_trace_says_what_each_kind_computes() -> None:
     low = trace(mixed(("full", "low-rank(2)"), family="encoder"), [1, 2, 3, 4])
     assert low["blocks.1.attention.pattern"].symbols == "1 4 4 2"
     assert low.flops == low.cost.flops.forward.total and seen.flops == seen.cost.flops.forward.total
+
+
+def test_heads_by_themselves_have_their_layers_names() -> None:
+    m = of_words(mixed())
+    patched = patch(m, "the dog ran", "the dog sat", parts=("heads",))
+    assert patched.maps[0].rows == ("0", "1", "3") and patched.maps[0].values.shape[0] == 3
+    delta = of_words(mixed(("gated-delta",) * 2))
+    for call in (
+        lambda: patch(delta, "the dog ran", "the dog sat", parts=("heads",)),
+        lambda: find_heads(delta.config, ["0.0"]),
+    ):
+        with pytest.raises(InputError, match="this model has no heads by themselves"):
+            call()

@@ -30,6 +30,7 @@ from clearhead.inside.names import kinds_of, unpatterned
 from clearhead.inside.parts.ablate import effect
 from clearhead.inside.trace import trace
 from clearhead.inside.trace.steps import TraceStep
+from clearhead.tokens.labels import decoded
 from clearhead.tokens.stages import stages
 
 TASKS = {"lm": "next", "mlm": "fill", "classifier": "classify", "tagger": "tag", "span": "span"}
@@ -74,9 +75,8 @@ def tokens_view(m: Model, tokens: InputTokens | None) -> dict[str, Any] | None:
     """Return labels, ids and the place of each token in the text, which is decoded where nobody typed it."""
     if tokens is None:
         return None
-    text = tokens.text
-    if not text and m.tokenizer is not None and tokens.ids:
-        text = m.tokenizer.decode(list(tokens.ids))
+    typed = tokens.text or m.tokenizer is None
+    text = tokens.text if typed else decoded(m.tokenizer, tokens.ids)
     return {
         **{name: list(getattr(tokens, name)) for name in ("labels", "ids", "special")},
         "spans": [list(span) for span in tokens.spans],

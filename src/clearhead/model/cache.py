@@ -106,7 +106,7 @@ class Cache:
         new = self._visible.length - (0 if self.tokens is None else self.tokens.length)
         self.tokens, self.length, least = self._visible, self.length + new, self._least()
         if not (self._grows or self.tokens.plain) and self.tokens.length > 2 * least:
-            # No layer asks for all tokens: keep the last ones of a ragged batch, and one before for its count.
+            # No layer asks for all tokens: of a ragged batch keep the last ones, and one before to count on.
             gone, kept = self.tokens.map(lambda x: x[:, :-least]), self.tokens.map(lambda x: x[:, -least:])
             latest = torch.where(gone.real_mask(), gone.order, -1).argmax(1, keepdim=True)  # of each row
             self.tokens = join(gone.map(lambda x: x.expand(len(latest), -1).gather(1, latest)), kept)
