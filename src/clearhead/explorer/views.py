@@ -75,8 +75,7 @@ def tokens_view(m: Model, tokens: InputTokens | None) -> dict[str, Any] | None:
     """Return labels, ids and the place of each token in the text, which is decoded where nobody typed it."""
     if tokens is None:
         return None
-    typed = tokens.text or m.tokenizer is None
-    text = tokens.text if typed else decoded(m.tokenizer, tokens.ids)
+    text = tokens.text or ("" if m.tokenizer is None else decoded(m.tokenizer, tokens.ids))
     return {
         **{name: list(getattr(tokens, name)) for name in ("labels", "ids", "special")},
         "spans": [list(span) for span in tokens.spans],
