@@ -17,6 +17,7 @@ from torch import Tensor
 
 from clearhead.config.kinds import Kind
 from clearhead.errors import InputError, refuse
+from clearhead.model.kinds.ragged import latest
 from clearhead.model.masks import Slots, Tokens, empty_slots, join
 
 
@@ -52,7 +53,6 @@ class Cache:
 
     sinks = 0  # how many of the first tokens move with the last ones
     _visible: Tokens  # those of the cache and of the call in progress
-    _grows = False  # whether a layer has asked for all tokens
 
     def __init__(self, reserve: int = 0) -> None:
         self.reserve = reserve
@@ -60,6 +60,7 @@ class Cache:
         self.tokens: Tokens | None = None  # the tokens in them
         self.packed = False  # whether the tokens belong to several documents
         self.source: Tokens | None = None  # the tokens that cross-attention reads
+        self.rings: dict[Kind, Slots] = {}  # the tokens in the ring of each kind, where layers have one
         self.layers: dict[int, LayerKeys] = {}
         self.cross: dict[int, CrossKeys] = {}
         self._count = torch.empty(0, dtype=torch.long)
@@ -94,7 +95,6 @@ class Cache:
 
     def visible(self, kind: Kind) -> Tokens:
         """Return the tokens whose keys `LayerKeys.update` returns in a layer of this kind."""
-        self._grows = True
         return self._visible
 
     def aligned(self, bias: Tensor, kind: Kind) -> Tensor:
@@ -103,17 +103,10 @@ class Cache:
 
     def advance(self) -> None:
         """Count the new tokens as read, after the last layer."""
-        new = self._visible.length - (0 if self.tokens is None else self.tokens.length)
-        self.tokens, self.length, least = self._visible, self.length + new, self._least()
-        if not (self._grows or self.tokens.plain) and self.tokens.length > 2 * least:
-            # No layer asks for all tokens: of a ragged batch keep the last ones, and one before to count on.
-            gone, kept = self.tokens.map(lambda x: x[:, :-least]), self.tokens.map(lambda x: x[:, -least:])
-            latest = torch.where(gone.real_mask(), gone.order, -1).argmax(1, keepdim=True)  # of each row
-            self.tokens = join(gone.map(lambda x: x.expand(len(latest), -1).gather(1, latest)), kept)
-
-    def _least(self) -> int:
-        """Return how many of the last tokens are kept where no layer asks for all."""
-        return 1
+        self.length += self._visible.length - (0 if self.tokens is None else self.tokens.length)
+        self.tokens = self._visible
+        if not self.tokens.plain and not any(isinstance(keys, GrowingKeys) for keys in self.layers.values()):
+            self.tokens = latest(self.tokens, max((kind.slots for kind in self.rings), default=1))
 
     def reorder(self, rows: Tensor, cross: bool = True) -> None:
         """Replace row i by row `rows[i]` in every layer; `rows` [B'] may have any length.
@@ -211,7 +204,6 @@ class WindowCache(Cache):
 
     def __init__(self, reserve: int = 0) -> None:
         super().__init__(reserve)
-        self.rings: dict[Kind, Slots] = {}  # the tokens in the ring of each kind
         self.slots: dict[Kind, Tensor] = {}  # the slot of each new token, B T
         self._before: dict[Kind, Slots] = {}  # the ring before the call in progress
 
@@ -242,9 +234,6 @@ class WindowCache(Cache):
             f"bias speaks of keys that a window cache of {kind.reach} forgets: use Cache()",
         )
         return bias
-
-    def _least(self) -> int:
-        return max((kind.slots for kind in self.rings), default=1)
 
     def _write(self, kind: Kind, window: int, tokens: Tokens) -> None:
         """Write the new tokens into the ring of this kind."""

@@ -261,9 +261,12 @@ def _of_kept(model: Transformer, ids: Tensor) -> Tensor:
 
 
 def various(config: ModelConfig) -> list[int]:
-    """Return the first layer of each kind: of each kind of attention, rotated or not."""
+    """Return the first layer of each kind: of each kind of attention, rotated or not, with experts or not."""
     deepest = max(config.stacks, key=lambda spec: spec.n_layers)
-    kinds = [(kind, layer in config.rope_skips) for layer, kind in enumerate(deepest.kinds)]
+    kinds = [
+        (kind, layer in config.rope_skips, layer in config.dense_layers)
+        for layer, kind in enumerate(deepest.kinds)
+    ]
     return sorted({kinds.index(kind) for kind in kinds})
 
 
@@ -291,6 +294,7 @@ def shallow(lively: Transformer, config: ModelConfig, kept: Sequence[int] = ()) 
         window=None,
         attention=tuple(str(deepest.kinds[layer]) for layer in kept),
         rope_skips=tuple(number for number, layer in enumerate(kept) if layer in config.rope_skips),
+        dense_layers=tuple(number for number, layer in enumerate(kept) if layer in config.dense_layers),
         pruned_heads={name: heads for name, heads in pruned.items() if heads},
     )
     for stack, spec in zip(stacks, made.config.stacks):
