@@ -139,6 +139,30 @@ def test_a_window_cache_holds_a_window_and_no_more():
     assert cache.layers[1].k.shape[2] >= 20
 
 
+@pytest.mark.ledger("G2", "J2")
+@pytest.mark.parametrize(
+    ("attention", "form"),
+    [
+        ("window(3, sinks=1)", ch.WindowCache),
+        ("linear", ch.Cache),
+        (("gated-delta", "window(4)"), ch.WindowCache),
+    ],
+    ids=str,
+)
+def test_a_ragged_batch_forgets_the_tokens_that_no_layer_sees(attention, form):
+    """Its cache stays small, also where a row pauses for longer than it keeps, and rows are as if alone."""
+    model, cache, ids = build(attention=attention, positions="rope"), form(), some_ids(2, 60)
+    mask = torch.ones(2, 60, dtype=torch.bool)
+    mask[0, :2], mask[1, 20:45] = False, False
+    with torch.no_grad():
+        pieces = zip(ids.split([5, *[1] * 55], 1), mask.split([5, *[1] * 55], 1), strict=True)
+        ours = torch.cat([model(one, mask=its, cache=cache).logits for one, its in pieces], dim=1)
+        assert cache.length == 60
+        assert cache.tokens.length <= 12
+        for row in range(2):
+            assert worst(ours[row, mask[row]], model(ids[row : row + 1, mask[row]]).logits[0]) <= 1e-5
+
+
 @pytest.mark.ledger("G2")
 def test_fixed_cache_overflow():
     model = build()

@@ -25,6 +25,7 @@ from clearhead.hub.sentences import Sentences, write_sentences
 from clearhead.hub.tokenizer import clean, encode, save_tokenizer, stop_ids
 from clearhead.model.taps import unwrapped
 from clearhead.model.transformer import Transformer
+from clearhead.tokens.labels import decoded
 
 SHARD_SIZE = 5_000_000_000
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
@@ -211,7 +212,7 @@ class Bundle:
         size = self.config.vocab_size
         wrong = next((token for token in given if type(token) is not int or not 0 <= token < size), None)
         refuse(wrong is not None, f"{wrong!r} is no token id: ids go from 0 to {size - 1}")
-        return self.text_tokenizer.decode(given, skip_special_tokens=not special)
+        return decoded(self.text_tokenizer, given, special)
 
     def batch(self, texts: Sequence[str | Sequence[int]], left: bool = False) -> tuple[Tensor, Tensor]:
         """Return texts, or rows of ids, as ids and mask for a call of the model: two tensors [B, T].

@@ -3,7 +3,7 @@
 `preset("gpt2").replace(vocab_size=8_000, n_layers=4)` is another config of the same kind.
 """
 
-from clearhead.config import ModelConfig
+from clearhead.config import ModelConfig, RopeScaling
 from clearhead.errors import ConfigError, nearest, refuse
 
 # The original Transformer. Its attention has no biases, in the paper's formulas as in its first code.
@@ -80,6 +80,31 @@ _llama = ModelConfig(
     init="bert",
 )
 _llama_3 = _llama.replace(vocab_size=128_256, n_kv_heads=8, max_positions=8192, rope_base=500_000.0)
+
+# gpt-oss: experts, sinks, every other layer with a window
+_gpt_oss = _llama_3.replace(
+    vocab_size=201_088,
+    d_model=2880,
+    d_head=64,
+    n_heads=64,
+    d_ff=2880,
+    max_positions=131_072,
+    rope_base=150_000.0,
+    rope_scaling=RopeScaling(kind="yarn", factor=32.0, original_positions=4096, truncate=False),
+    attention=("window(128)", "full"),
+    attention_sink=True,
+    bias=True,
+    norm_bias=False,
+    head_bias=False,
+    activation="quick_gelu",
+    gated_clamp=7.0,
+    gated_shift=1.0,
+    n_layers=24,
+    n_experts=32,
+    n_active_experts=4,
+    router_bias=True,
+    router_order="topk_softmax",
+)
 
 # T5: scores unscaled, logits scaled instead
 _t5_small = ModelConfig(
@@ -192,6 +217,8 @@ PRESETS: dict[str, ModelConfig] = {
     "llama-1b-like": _llama,
     "llama-3-8b": _llama_3.replace(d_model=4096, n_layers=32, n_heads=32, d_ff=14_336),
     "llama-3-70b": _llama_3.replace(d_model=8192, n_layers=80, n_heads=64, d_ff=28_672),
+    "gpt-oss-20b": _gpt_oss,
+    "gpt-oss-120b": _gpt_oss.replace(n_layers=36, n_experts=128),
     "t5-small": _t5_small,
     "bart-base": _bart_base,
     "vit-tiny": _vit_tiny,

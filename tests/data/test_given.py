@@ -56,13 +56,19 @@ class DatasetLike:
 
 
 class ArrowLike:
-    """What is asked of an Arrow table."""
-
-    def __iter__(self):
-        raise AssertionError("columns")
+    """What is asked of an Arrow table, which cannot be iterated over."""
 
     def to_batches(self):
         return [type("Batch", (), {"to_pylist": lambda self: ROWS})()]
+
+
+class LazyLike:
+    """What is asked of a lazy frame of polars, which cannot be iterated over either."""
+
+    collect_schema = None
+
+    def collect(self):
+        return PolarsLike()
 
 
 def read(data, tmp_path: Path, **plan):
@@ -78,7 +84,8 @@ Row = namedtuple("Row", ["text", "label"])
     "data",
     [
         *(ROWS, tuple(ROWS), TUPLES, COLUMNS, [list(row) for row in TUPLES], [Row(*row) for row in TUPLES]),
-        *((row for row in ROWS), iter(TUPLES), PandasLike(), PolarsLike(), ArrowLike(), np.array(TUPLES)),
+        *((row for row in ROWS), iter(TUPLES), PandasLike(), PolarsLike(), LazyLike(), ArrowLike()),
+        np.array(TUPLES),
     ],
     ids=[
         "dicts",
@@ -91,6 +98,7 @@ Row = namedtuple("Row", ["text", "label"])
         "iterator",
         "pandas",
         "polars",
+        "lazy",
         "arrow",
         "numpy",
     ],

@@ -180,6 +180,7 @@ WRONG = {
     "window(0)": "size 0: it must be a whole number, 1 or more",
     "window(3, 4, 5)": 'has "5": window takes size, sinks',
     "window(size=2, size=3)": "gives size twice",
+    "window(size=2, 3)": 'has "3" after a number with a name: give it a name too',
     "linear(foo)": "choose from elu, relu, favor",
     "full(3)": "full takes nothing in brackets",
     "blocks(4, 2)": "choose an odd number of blocks",

@@ -29,6 +29,7 @@ from clearhead.model import (
     transformer,
 )
 from clearhead.model.attend import KERNELS
+from clearhead.model.kinds import stream_cache
 
 PLANTS: dict[str, tuple[Callable, bool]] = {}  # by name: the plant, and whether it wants the model
 
@@ -310,6 +311,12 @@ def ring_forgets(monkeypatch):
         return k, v
 
     monkeypatch.setattr(cache.RingKeys, "update", update)
+
+
+@code
+def sinks_stand_still(monkeypatch):
+    """A stream whose first tokens stay where they stood, ever farther from the last ones."""
+    monkeypatch.setattr(stream_cache, "rotate", lambda x, rotary, layout: x)
 
 
 # Of what is done with a model -------------------------------------------------------------------------------

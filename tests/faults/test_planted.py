@@ -52,16 +52,17 @@ GROWING, RING, FIXED = (
     {f"cached = recomputed ({form}, {how})" for how in ("1", "3", "reordered")}
     for form in ("growing", "windowed", "fixed")
 )
+STREAMED = {"streamed = kept"}
 CROPPED = {"cached = recomputed (cropped)"}
 NEW = {"saved = loaded", "resumed = uninterrupted"}  # rows that build the model anew
 NOTHING_RANDOM = {"repeated = once", "fused = eager", "batched = alone", "past = whole", "fast copy = model"}
 
 CASES: dict[str, tuple[dict, set[str]]] = {
     # the seven: RoPE layout, mask offset, cache order, norm eps, tied weights, dropout, head repeat
-    "rope_layout": (LLAMA, CODE),
-    "sees_the_next": ({**LLAMA, "n_layers": 2}, CODE | GROWING | FIXED | {"past = whole"}),
-    "misses_itself": (LLAMA, CODE),
-    "misses_itself_in_a_cache": (LLAMA, CACHED | GROWING | FIXED | CROPPED),
+    "rope_layout": (LLAMA, CODE | STREAMED),
+    "sees_the_next": ({**LLAMA, "n_layers": 2}, CODE | GROWING | FIXED | STREAMED | {"past = whole"}),
+    "misses_itself": (LLAMA, CODE | STREAMED),
+    "misses_itself_in_a_cache": (LLAMA, CACHED | GROWING | FIXED | CROPPED | STREAMED),
     "cache_order": (LLAMA, CACHED | GROWING | CROPPED),
     "cache_rows": (LLAMA, {"cached = recomputed (growing, reordered)"}),
     "norm_eps": ({}, {"model = formula", "model = formula (quiet)"}),
@@ -94,7 +95,8 @@ CASES: dict[str, tuple[dict, set[str]]] = {
     "router_order": ({"n_experts": 4}, CODE),
     "gates_unclamped": ({**LLAMA, "gated_clamp": 7.0, "gated_shift": 1.0}, CODE - {"model = formula"}),
     "mean_over_padding": (CLASSIFIER, PADDED | {"model = formula (lively)", "accumulated = whole"}),
-    "ring_forgets": (WINDOWED, RING | CACHED),
+    "ring_forgets": (WINDOWED, RING | CACHED | STREAMED),
+    "sinks_stand_still": (LLAMA, STREAMED),
     # from some distance or position on
     "learned_past_100": ({"max_positions": 128}, {LONG, FAR, PROMPTED}),
     "last_learned_position": ({"max_positions": 128}, {LONG, FAR, PROMPTED}),
@@ -117,7 +119,7 @@ CASES: dict[str, tuple[dict, set[str]]] = {
     "prefill_keeps_the_last_1024": (LLAMA, {PROMPTED}),
     "padding_past_the_first_piece": (LLAMA, {PROMPTED}),
     "cache_grows_by_half": (LLAMA, {PROMPTED}),
-    "ring_keeps_the_first": (WINDOWED, {PROMPTED, "cached = recomputed (windowed, reordered)"}),
+    "ring_keeps_the_first": (WINDOWED, STREAMED | {PROMPTED, "cached = recomputed (windowed, reordered)"}),
     "biases_of_many_rows": ({"max_positions": 128}, {PROMPTED}),
     # of what is done with a model
     "forgotten_optimizer": ({}, {"resumed = uninterrupted"}),

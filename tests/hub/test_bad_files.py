@@ -403,6 +403,18 @@ def test_a_tokenizer_that_panics(folder: Path, part: str, capfd: pytest.CaptureF
     assert "\n" not in str(caught.value)
 
 
+def test_a_decoder_that_panics_at_some_tokens_only(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "bb": 1, "[UNK]": 2}, unk_token="[UNK]"))
+    made.decoder = tokenizers.decoders.Strip("b", 5, 5)
+    made.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    m = ch.load(folder)
+    assert m.decode([0]) == "a"
+    for write in (lambda: m.decode([1]), lambda: m.generate([0, 1], 1, alternatives=3)):
+        with pytest.raises(ch.ClearheadError, match=r"^the tokenizer cannot write a text: [^\n]*$"):
+            write()
+
+
 # config.json ------------------------------------------------------------------------------------------------
 
 

@@ -82,6 +82,7 @@ def heads(
     refuse(limit is not None and limit < 1, f"limit {limit} leaves nothing to read: ask for 1 or more")
     from clearhead.data.treebank import read_treebank
     from clearhead.inside.heads import alignments, head_roles, syntax
+    from clearhead.inside.names import unpatterned
     from clearhead.plot.parts import role_map
 
     given = [*texts, *([] if file is None else _lines(file))][:limit]
@@ -91,6 +92,7 @@ def heads(
     if not given and sentences is not None:
         given = [sentence.text for sentence in sentences[:ROLE_TEXTS]]
     roles = head_roles(model, given or None, seed)
+    print_notes(unpatterned(model.config))
     followed = None if sentences is None else syntax.syntax(model, sentences)
     agreed = None if pairs is None else alignments.agreement(model, pairs)
     found = {"roles": roles, "syntax": followed, "agreement": agreed}

@@ -75,7 +75,10 @@ def check(
     folder: Folder,
     reference: Annotated[bool, option("compare with transformers too: logits and 50 greedy tokens")] = False,
     device: Annotated[
-        str, option("where the model runs: cpu, cuda, mps; elsewhere than on the CPU, the two are compared")
+        str,
+        option(
+            "where the model runs; elsewhere than on the CPU, the two are compared", metavar="cpu|cuda|mps"
+        ),
     ] = "cpu",
     compile: Annotated[bool, option("compare with the compiled model too: 15 seconds and more")] = False,
     large: Annotated[

@@ -98,6 +98,7 @@ def attention(
     maps = inside.attention(
         model, token_ids(text) if ids else text, target, pair, None if chosen is None else [chosen], layers
     )
+    print_notes(names.unpatterned(model.config))
     shown = maps.heads() if head is None else [maps.head(head)]
     body: dict[str, Any] = {
         "aggregated": maps.aggregated,

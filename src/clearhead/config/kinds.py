@@ -32,6 +32,8 @@ class Kind:
     chooses: ClassVar[bool] = True  # among keys, by a mask; else it has a formula of its own
     shares: ClassVar[bool] = True  # its weights are those of ordinary attention
     both_sides: ClassVar[bool] = False  # it needs later tokens too: it is for encoders
+    patterned: ClassVar[bool] = True  # each query has shares of the tokens, which a picture can show
+    untapped: ClassVar[tuple[str, ...]] = ()  # activations of attention that it does not have
 
     @property
     def reach(self) -> int | None:
@@ -183,6 +185,7 @@ class LinearKind(Kind):
     name = "linear"
     chooses = False
     shares = False
+    untapped = ("scores",)
     features: FeatureMap = "elu"
     count: int = 0  # favor: random features; 0: d_head · log(d_head), rounded up
     seed: int = 0  # favor: of these features
@@ -193,9 +196,9 @@ class LowRank(Kind):
     """Keys and values mixed into `rank` of each by learned weights over positions (Linformer)."""
 
     name = "low-rank"
-    chooses = False
     shares = False
     both_sides = True
+    chooses = patterned = False  # its shares are of mixtures
     rank: int = 64
 
 
@@ -204,8 +207,9 @@ class GatedDeltaKind(Kind):
     """The gated delta rule, with a short convolution and an output gate (Gated DeltaNet)."""
 
     name = "gated-delta"
-    chooses = False
     shares = False
+    chooses = patterned = False
+    untapped = ("scores", "pattern")
     key_heads: int = 0  # 0: n_kv_heads
     value_heads: int = 0  # 0: n_heads
     d_key: int = 0  # of a head; 0: d_head
@@ -234,8 +238,15 @@ def read_kind(text: str) -> Kind:
     kind = KINDS[name]
     names = [entry.name for entry in dataclasses.fields(kind)]
     given: dict[str, int | str] = {}
+    positional: list[str] = []
     for place, item in enumerate(part.strip() for part in (inner or "").split(",") if part.strip()):
         key, equals, value = (side.strip() for side in item.partition("="))
+        refuse(
+            not equals and place != len(positional),
+            f'attention "{text}" has "{item}" after a number with a name: give it a name too',
+            ConfigError,
+        )
+        positional += [] if equals else [item]
         key, value = (key, value) if equals else (names[place] if place < len(names) else "", key)
         takes = f"{name} takes {', '.join(names)}" if names else f"{name} takes nothing in brackets"
         refuse(key not in names, f'attention "{text}" has "{item}": {takes}', ConfigError)

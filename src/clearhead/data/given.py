@@ -60,12 +60,12 @@ def given_or_paths(data: Any) -> Given | tuple[str, ...]:
         return (os.fspath(data),)
     if isinstance(data, Mapping):
         return _of_mapping(data)
+    if (rows := _of_frame(data)) is not None:  # of these, Arrow's and lazy ones cannot be iterated over
+        return Given(rows)
     refuse(
         not isinstance(data, Iterable),
         f"data is a {type(data).__name__}: give paths, texts, rows, a frame or a data set",
     )
-    if (rows := _of_frame(data)) is not None:
-        return Given(rows)
     elements = iter(data)
     first = list(islice(elements, LOOKED_AT))
     strings = [one for one in first if isinstance(one, str)]

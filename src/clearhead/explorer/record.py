@@ -17,7 +17,7 @@ from clearhead.explorer.pack import finite
 from clearhead.explorer.pages import single_file
 from clearhead.explorer.views import PageRun, begin, model_view, view
 from clearhead.hub.files import write_text
-from clearhead.inside.names import attentions
+from clearhead.inside import names
 from clearhead.model.transformer import Transformer
 
 PATTERN_BYTES = 5_000_000  # of all patterns together, before base64
@@ -42,11 +42,12 @@ def record(
 def record_run(run: PageRun, name: str) -> dict[str, Any]:
     """Return a run with all its views, as the page reads them from a file."""
     m = run.m
-    heads = sum(count for _, _, count in attentions(m.config))
+    known = names.kinds_of(m.config)
+    heads = sum(one.n_heads for one in known)
     side = max(SMALLEST_SIDE, int((PATTERN_BYTES / max(heads, 1)) ** 0.5))
     small = replace(run, cells=min(run.cells, side * side), number=0)
     about = small.about("recorded")
-    kinds = list(dict.fromkeys(kind for kind, _, _ in attentions(m.config)))
+    kinds = list(dict.fromkeys(one.kind for one, own in known.items() if own.patterned))
     views: dict[str, Any] = {
         "model": {**model_view(m, name), "recorded": True},
         "roles": {"ready": True, "roles": run.roles()},
@@ -59,8 +60,8 @@ def record_run(run: PageRun, name: str) -> dict[str, Any]:
         for kind in kinds
         for body in small.attentions(kind)
     }
-    names = _early_steps(views["run/recorded/trace"]["steps"])
-    views |= {f"run/recorded/step/{name}": finite(body) for name, body in small.steps(names).items()}
+    early = _early_steps(views["run/recorded/trace"]["steps"])
+    views |= {f"run/recorded/step/{name}": finite(body) for name, body in small.steps(early).items()}
     limit = m.config.max_positions if m.config.bounded else max(COST_LENGTHS)
     lengths = {len(run.prepared.tokens), *(length for length in COST_LENGTHS if length <= limit)}
     views |= {

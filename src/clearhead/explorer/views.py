@@ -26,10 +26,11 @@ from clearhead.inside.attention_maps import LayerMap
 from clearhead.inside.choices import Choices, choices_of, find_column
 from clearhead.inside.inputs import InputTokens, Prepared, prepare
 from clearhead.inside.lens import contributions, lens
-from clearhead.inside.names import attentions
+from clearhead.inside.names import kinds_of, unpatterned
 from clearhead.inside.parts.ablate import effect
 from clearhead.inside.trace import trace
 from clearhead.inside.trace.steps import TraceStep
+from clearhead.tokens.labels import decoded
 from clearhead.tokens.stages import stages
 
 TASKS = {"lm": "next", "mlm": "fill", "classifier": "classify", "tagger": "tag", "span": "span"}
@@ -63,8 +64,10 @@ def model_view(m: Model, name: str, example: dict[str, Any] | None = None) -> di
         "tokenizer": m.tokenizer is not None,
         "mask": m.tokenizer.id_to_token(m.special["mask"]) if m.tokenizer and "mask" in m.special else None,
         "attentions": [
-            {"kind": kind, "layer": layer, "heads": heads} for kind, layer, heads in attentions(config)
+            {"kind": one.kind, "layer": one.layer, "heads": one.n_heads, "pattern": kind.patterned}
+            for one, kind in kinds_of(config).items()
         ],
+        "unpatterned": unpatterned(config),
     }
 
 
@@ -72,9 +75,7 @@ def tokens_view(m: Model, tokens: InputTokens | None) -> dict[str, Any] | None:
     """Return labels, ids and the place of each token in the text, which is decoded where nobody typed it."""
     if tokens is None:
         return None
-    text = tokens.text
-    if not text and m.tokenizer is not None and tokens.ids:
-        text = m.tokenizer.decode(list(tokens.ids))
+    text = tokens.text or ("" if m.tokenizer is None else decoded(m.tokenizer, tokens.ids))
     return {
         **{name: list(getattr(tokens, name)) for name in ("labels", "ids", "special")},
         "spans": [list(span) for span in tokens.spans],

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 
 from tokenizers import Tokenizer
 
+from clearhead.tokens.labels import decoded
+
 # How SentencePiece writes a byte; a run of them is read as a whole, or as invalid.
 BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
@@ -80,7 +82,7 @@ class TextStream:
         return self._decode(self._known + self._open)[self._context :] if self._open else ""
 
     def _decode(self, ids: list[int]) -> str:
-        return str(self.tokenizer.decode(ids)) if ids else ""
+        return decoded(self.tokenizer, ids) if ids else ""
 
     def _first_stop(self, text: str) -> tuple[int | None, str | None]:
         """Return where the first stop string begins, and which it is."""

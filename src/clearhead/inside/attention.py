@@ -54,7 +54,7 @@ def attention(
         target: what the decoder of two stacks has written; None: what it writes by itself.
         pair: the second text of a pair, for an encoder.
         kinds: self, encoder, cross; None: all that the model has.
-        layers: which layers of them; None: all.
+        layers: which layers of them; None: all that have a pattern. Those of mixtures and states have none.
         budget: the most cells of a head's pattern; a larger one is put into cells of several tokens: the sum
             over a cell's keys, the mean over its queries, so that rows still sum to 1. None: never.
         to: a new or empty folder that patterns are streamed to, a file each; the result maps them from there.
@@ -96,21 +96,24 @@ def maps_of(
         edit(prepared.model, {f"{each.part}.pattern": partial(keep, name=each) for each in chosen}),
     ):
         prepared.run(logits="none")
+    skipped = tuple(each for each, own in names.kinds_of(prepared.model.config).items() if not own.patterned)
     if folder is None:
-        return AttentionMaps(tuple(found))
+        return AttentionMaps(tuple(found), skipped)
     rows = [
         {"kind": each.kind, "layer": each.layer}
         | {name: axis.to_dict() for name, axis in zip(("queries", "keys"), axes[each.kind])}
         for each in chosen
     ]
-    (folder / INDEX).write_text(json.dumps({"maps": rows}), encoding="utf-8")
+    index = {"maps": rows, "skipped": skipped}
+    (folder / INDEX).write_text(json.dumps(index), encoding="utf-8")
     return read_maps(folder)
 
 
 def read_maps(folder: str | Path) -> AttentionMaps:
     """Return patterns that were streamed to a folder, mapped from its files."""
     folder, maps = Path(folder), []
-    for entry in read_json(folder / INDEX)["maps"]:
+    index = read_json(folder / INDEX)
+    for entry in index["maps"]:
         queries, keys = (
             Axis(tuple(entry[side]["labels"]), entry[side]["tokens_per_cell"]) for side in ("queries", "keys")
         )
@@ -118,7 +121,7 @@ def read_maps(folder: str | Path) -> AttentionMaps:
         pattern, entropies = np.load(folder / f"{name}.npy", mmap_mode="r"), folder / f"{name}.entropies.npy"
         own = np.load(entropies, mmap_mode="r") if entropies.exists() else None
         maps.append(LayerMap(entry["kind"], entry["layer"], pattern, queries, keys, own))
-    return AttentionMaps(tuple(maps))
+    return AttentionMaps(tuple(maps), tuple(names.AttentionName(*each) for each in index.get("skipped", ())))
 
 
 def in_cells(pattern: Tensor, queries: int, keys: int) -> Tensor:
@@ -139,7 +142,7 @@ def _chosen(
     model: Transformer, kinds: Sequence[str] | None, layers: Sequence[int] | None
 ) -> list[names.AttentionName]:
     """Return each attention to record."""
-    known = names.attentions(model.config)
+    known = list(names.kinds_of(model.config))
     there = tuple(dict.fromkeys(each.kind for each in known))
     kinds = (kinds,) if isinstance(kinds, str) else there if kinds is None else kinds
     for kind in kinds:
@@ -153,7 +156,9 @@ def _chosen(
         refuse(not 0 <= layer <= depth, f"there is no layer {layer}: layers are 0 to {depth}")
     found = [each for each in found if layers is None or each.layer in layers]
     refuse(not found, "no attention was chosen: name at least one kind and one layer")
-    return found
+    shown = [each for each in names.patterned(model.config) if each in found]
+    refuse(not shown, f"there is no attention pattern to look at; {''.join(names.unpatterned(model.config))}")
+    return shown
 
 
 def _axes(prepared: inputs.Prepared, kind: str, budget: int | None) -> tuple[Axis, Axis]:

@@ -166,6 +166,7 @@ class AttentionMaps(Result):
     json_names = ("aggregated", "maps")
 
     maps: tuple[LayerMap, ...]
+    skipped: tuple[AttentionName, ...] = ()  # those of the model that have no pattern
 
     @property
     def aggregated(self) -> int:
@@ -228,6 +229,11 @@ class AttentionMaps(Result):
         refuse(
             kind == "cross",
             "rollout follows tokens through one stack, and cross-attention joins two: choose self or encoder",
+        )
+        skipped = [str(each.layer) for each in self.skipped if each.kind == kind]
+        refuse(
+            bool(skipped),
+            f"rollout leaves no layer out, and these have no attention pattern: {', '.join(skipped)}",
         )
         refuse(
             [each.layer for each in layers] != list(range(len(layers))),

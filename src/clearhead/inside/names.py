@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from clearhead.config import ModelConfig, StackSpec
-from clearhead.config.kinds import GatedDeltaKind
-from clearhead.errors import InputError, nearest
+from clearhead.config.kinds import FULL, GatedDeltaKind, Kind
+from clearhead.errors import InputError, nearest, refuse
 
 PARTS = {"self": "blocks.{}.attention", "encoder": "encoder.blocks.{}.attention", "cross": "blocks.{}.cross"}
 _NAME = re.compile(r"(?:(self|encoder|cross)\.)?(\d+)\.(\d+)")
@@ -56,23 +56,56 @@ class AttentionName(NamedTuple):
         return str(self.layer) if self.kind == "self" else f"{self.kind}.{self.layer}"
 
 
-def attentions(config: ModelConfig, kind: str | None = None) -> list[AttentionName]:
-    """Return every attention of a model, or those of one kind, in the order of the forward pass.
+def kinds_of(config: ModelConfig) -> dict[AttentionName, Kind]:
+    """Return what each attention of a model computes, in the order of the forward pass.
 
-    Layers of the gated delta rule are none: their heads share a convolution and a gate.
+    Those of the gated delta rule have no heads by themselves: they share a convolution and a gate.
     """
-    return [
-        AttentionName(name, layer, len(spec.heads_of(AttentionName(name, layer).part)))
-        for spec in config.stacks
-        for layer in range(spec.n_layers)
-        for name in ("encoder" if spec.prefix else "self", *(["cross"] if spec.cross else []))
-        if kind in (None, name) and (name == "cross" or not isinstance(spec.kinds[layer], GatedDeltaKind))
-    ]
+    found = {}
+    for spec in config.stacks:
+        for layer, own in enumerate(spec.kinds):
+            for name, kind in (("encoder" if spec.prefix else "self", own), ("cross", FULL))[
+                : 1 + spec.cross
+            ]:
+                heads = spec.heads_of(AttentionName(name, layer).part)
+                alone = not isinstance(kind, GatedDeltaKind)
+                found[AttentionName(name, layer, len(heads) if alone else 0)] = kind
+    return found
+
+
+def attentions(config: ModelConfig, kind: str | None = None) -> list[AttentionName]:
+    """Return every attention whose heads are heads by themselves, or those of one kind, in order."""
+    every = kinds_of(config).items()
+    return [one for one, own in every if kind in (None, one.kind) and not isinstance(own, GatedDeltaKind)]
+
+
+def patterned(config: ModelConfig, kind: str | None = None) -> list[AttentionName]:
+    """Return every attention with a pattern, shares of tokens for each query; refuse a model without any."""
+    found = [one for one, own in kinds_of(config).items() if own.patterned and kind in (None, one.kind)]
+    refuse(not found, f"there is no attention pattern to look at; {''.join(unpatterned(config))}")
+    return found
+
+
+def unpatterned(config: ModelConfig) -> list[str]:
+    """Return one line on the layers without an attention pattern; none where every layer has one."""
+    groups: dict[str, list[str]] = {}
+    for one, kind in kinds_of(config).items():
+        groups.setdefault("" if kind.patterned else str(kind), []).append(str(one))
+    those = ", ".join(groups.pop("", ["none"]))
+    without = ", ".join(f"{', '.join(layers)} ({kind})" for kind, layers in groups.items())
+    return [f"layers without an attention pattern: {without}; layers with one: {those}"] if groups else []
 
 
 def all_heads(config: ModelConfig, kind: str | None = None) -> list[AttentionHead]:
-    """Return every head of a model, or those of one kind of attention."""
-    return [head for one in attentions(config, kind) for head in one.heads]
+    """Return every head of a model, or those of one kind of attention; refuse a model without any."""
+    found = heads_in(attentions(config, kind))
+    refuse(not found, "this model has no heads by themselves: its layers share a convolution and a gate")
+    return found
+
+
+def heads_in(found: Iterable[AttentionName]) -> list[AttentionHead]:
+    """Return the heads of some attentions."""
+    return [head for one in found for head in one.heads]
 
 
 def find_heads(config: ModelConfig, names: Iterable[str]) -> list[AttentionHead]:

@@ -232,10 +232,11 @@ def _tables(
             own = "encoder" if spec.prefix else "self"
             for kind in (own, "cross") if spec.cross else (own,):
                 found = names.attentions(first.m.config, kind)
-                heads = range(max(one.n_heads for one in found))
+                heads = range(max(head.number for head in names.all_heads(first.m.config, kind)) + 1)
                 name = "cross heads" if kind == "cross" else part
+                rows = tuple(str(one.layer) for one in found)
                 yield (
-                    replace(empty, part=name, columns=tuple(map(str, heads))),
+                    replace(empty, part=name, rows=rows, columns=tuple(map(str, heads))),
                     [
                         [Site(f"{one.part}.z", head=head) if head < one.n_heads else None for head in heads]
                         for one in found

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from clearhead.config.kinds import Kind
 from clearhead.errors import InputError, refuse
+from clearhead.model.kinds.ragged import latest
 from clearhead.model.masks import Slots, Tokens, empty_slots, join, next_order
 
 
@@ -62,6 +63,7 @@ class Cache:
         self.tokens: Tokens | None = None  # the tokens in them
         self.packed = False  # whether the tokens belong to several documents
         self.source: Tokens | None = None  # the tokens that cross-attention reads
+        self.rings: dict[Kind, Slots] = {}  # the tokens in the ring of each kind, where layers have one
         self.layers: dict[int, LayerKeys] = {}
         self.cross: dict[int, CrossKeys] = {}
         self._count = torch.empty(0, dtype=torch.long)
@@ -104,7 +106,10 @@ class Cache:
 
     def advance(self) -> None:
         """Count the new tokens as read, after the last layer."""
-        self.tokens, self.length = self._visible, self._visible.length
+        self.length += self._visible.length - (0 if self.tokens is None else self.tokens.length)
+        self.tokens = self._visible
+        if not self.tokens.plain and not any(isinstance(keys, GrowingKeys) for keys in self.layers.values()):
+            self.tokens = latest(self.tokens, max((kind.slots for kind in self.rings), default=1))
 
     def reorder(self, rows: Tensor, cross: bool = True) -> None:
         """Replace row i by row `rows[i]` in every layer; `rows` [B'] may have any length.
@@ -204,7 +209,6 @@ class WindowCache(Cache):
 
     def __init__(self, reserve: int = 0) -> None:
         super().__init__(reserve)
-        self.rings: dict[Kind, Slots] = {}  # the tokens in the ring of each kind
         self.slots: dict[Kind, Tensor] = {}  # the slot of each new token, B T
         self._before: dict[Kind, Slots] = {}  # the ring before the call in progress
 
@@ -268,6 +272,8 @@ class WindowCache(Cache):
                 f"a window cache of {kind.reach} has forgotten what a crop to {length} needs: "
                 "use Cache() to step back",
             )
+        if length == self.length:
+            return
         super().crop(length)
         real = self.tokens.real if self.tokens is not None else None
         count = length if real is None else next_order(self.tokens, real.shape[0], real.device)

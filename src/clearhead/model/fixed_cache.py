@@ -62,9 +62,6 @@ class FixedCache(Cache):
         tokens, rows, filled = cache.tokens, cache.rows, cache.length
         if tokens is None or rows is None:
             raise InputError("the cache to adopt is empty: run the model with it first")
-        self.tokens.real.zero_()
-        for buffer, given in zip(self.tokens.tensors(), tokens.tensors()):
-            buffer[:rows, :filled] = given
         for layer, mine in self.layers.items():
             theirs = cache.layers[layer]
             if isinstance(mine, FixedState) and isinstance(theirs, StateKeys):
@@ -77,6 +74,9 @@ class FixedCache(Cache):
             )
             for buffer, given in zip(mine.read(), theirs.read()):
                 buffer[:rows, :, :filled] = given[:, :, :filled]
+        self.tokens.real.zero_()
+        for buffer, given in zip(self.tokens.tensors(), tokens.tensors()):
+            buffer[:rows, : given.shape[1]] = given
         if cache.source is not None:
             if self.source is None or self.source.real is None:
                 raise InputError("this fixed cache has no room for a source: make it with source=its length")

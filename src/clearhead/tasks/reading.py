@@ -20,6 +20,7 @@ from clearhead.model.heads import pool
 from clearhead.model.transformer import Output, evaluating
 from clearhead.tasks.results import Answer, Candidate, Classification, Span, Tags, Word
 from clearhead.tasks.spec import USES
+from clearhead.tokens.labels import decoded
 
 WINDOW, STRIDE = 384, 128  # tokens of a window over a long context, and of the overlap of two
 
@@ -245,10 +246,10 @@ def _candidates(m: Bundle, text: str, row: Encoding, at: int, probability: Tenso
     tokenizer, (start, end) = m.text_tokenizer, row.offsets[at]
     best = probability.topk(k)
     before = [token for token, added in zip(row.ids[:at], row.special_tokens_mask) if not added][-1:]
-    prefix = tokenizer.decode(before, skip_special_tokens=False)
+    prefix = decoded(tokenizer, before, special=True)
     made = []
     for token, value in zip(best.indices.tolist(), best.values.tolist()):
-        piece = tokenizer.decode([*before, token], skip_special_tokens=False).removeprefix(prefix)
+        piece = decoded(tokenizer, [*before, token], special=True).removeprefix(prefix)
         left = text[:start]
         if not piece.startswith(" ") and before:
             left = left.rstrip()  # it goes on with the word before

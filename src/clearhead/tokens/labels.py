@@ -3,7 +3,11 @@
 A space, a line's end and a byte shown as such, whatever the tokenizer writes in their place.
 """
 
+from collections.abc import Sequence
+
 from tokenizers import Tokenizer, decoders
+
+from clearhead.errors import refusing
 
 VISIBLE = {" ": "·", "\n": "↵", "\t": "→", "\r": "←"}
 
@@ -18,6 +22,12 @@ def visible(text: str) -> str:
     )
 
 
+def decoded(tokenizer: Tokenizer, ids: Sequence[int], special: bool = False) -> str:
+    """Return the text of tokens, with special ones or without; a decoder that fails says so in one line."""
+    with refusing("the tokenizer cannot write a text"):
+        return str(tokenizer.decode(list(ids), skip_special_tokens=not special))
+
+
 def _escaped(number: int) -> str:
     return f"\\u{number:04x}" if number < 2**16 else f"\\U{number:08x}"
 
@@ -28,7 +38,7 @@ def label(tokenizer: Tokenizer | None, token: int) -> str:
     if tokenizer is None or written is None:
         return str(token)
     if isinstance(tokenizer.decoder, decoders.ByteLevel):  # it writes bytes as letters of its own alphabet
-        read = str(tokenizer.decode([token], skip_special_tokens=False))
+        read = decoded(tokenizer, [token], special=True)
         return visible(read) if read and "\ufffd" not in read else written
     return visible(written.replace("▁", " "))
 

@@ -84,7 +84,8 @@ export const attentionSection = {
       replace(grid, el("table", { class: `heads${most > 16 ? " tiny" : most > 8 ? " many" : ""}`, onkeydown: moveHead }, el("tbody", {}, cells)));
       const first = grid.querySelector('[aria-pressed="true"]') || grid.querySelector(".head");
       if (first) first.tabIndex = 0;
-      note.textContent = small.aggregated > 1 ? `Each cell of a small picture stands for ${small.aggregated} tokens.` : "";
+      const cells = small.aggregated > 1 ? [`Each cell of a small picture stands for ${small.aggregated} tokens.`] : [];
+      note.textContent = [...cells, ...(app.store.get("model").unpatterned || [])].join(" ");
       showRoles();
       paintThumbs();
     }
@@ -207,6 +208,7 @@ export const attentionSection = {
         await (rolled ? showRollout() : open(layer, number));
       } catch (error) {
         small = null;
+        note.textContent = (app.store.get("model").unpatterned || []).join(" ");
         replace(grid);
         replace(large);
         problem.textContent = error.message;

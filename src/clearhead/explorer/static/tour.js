@@ -29,8 +29,8 @@ async function tourSteps(app) {
   if (scores) add("flow", "Queries meet keys", `In a block, each ${image ? "patch" : "token"} asks a question, its query, and offers an answer, its key. Their products are the scores, ${scores.shape.join(" × ")} numbers here: how well each query fits each key.`, scores);
 
   const kind = model.attentions[0].kind;
-  const last = model.attentions.filter((entry) => entry.kind === kind).at(-1).layer;
-  const attention = await app.source.get(`run/${run.run}/attention/${kind}/${last}`).catch(() => null);
+  const last = model.attentions.filter((entry) => entry.kind === kind && entry.pattern !== false).at(-1);
+  const attention = last ? await app.source.get(`run/${run.run}/attention/${kind}/${last.layer}`).catch(() => null) : null;
   if (attention) {
     const { shape, values } = unpack(attention.pattern);
     const row = Math.min(middle, shape[1] - 1);

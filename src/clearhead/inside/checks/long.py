@@ -10,13 +10,14 @@ Shapes: B rows, T tokens, D model, V vocabulary.
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from clearhead.config import ModelConfig
 from clearhead.config.kinds import Blocks
+from clearhead.errors import InputError
 from clearhead.fast.prepare import prepared
 from clearhead.generate import decode
 from clearhead.generate.prompts import Prompts, turns_by_length
@@ -26,12 +27,14 @@ from clearhead.inside.checks.plain_inputs import PlainRow
 from clearhead.inside.checks.plainly import Plain
 from clearhead.inside.checks.rows import TOLERANCE, Comparison, Inputs, gap
 from clearhead.model.cache import Cache
+from clearhead.model.kinds.stream_cache import StreamCache, check_stream, sees_past
 from clearhead.model.transformer import Transformer
 
 MOST = 2048  # tokens of a row; a length beyond is reached by position alone
 USUAL = 128  # tokens of a row where no length matters
 PAST = 8  # tokens past a length at which something changes
 SHORT, NEW = 6, 3  # tokens of the row beside a long one; how many tokens of each row follow its prompt
+STREAM, WINDOW, SINKS = 24, 9, 3  # tokens of a stream, and how many and which of them it keeps
 
 
 def thresholds(config: ModelConfig) -> list[int]:
@@ -86,6 +89,13 @@ def long_rows(inputs: Inputs, lively: Callable[[], Inputs]) -> list[Comparison]:
             f"log-probabilities of {2 * NEW} new tokens across the length at which angles change",
             lambda _: _switched(long()),
             fits=fits and inputs.caches and turns_by_length(inputs.model),
+        ),
+        row(
+            "streamed = kept",
+            f"a stream of {STREAM} tokens, layer by layer, with the {SINKS} first and {WINDOW - SINKS} last "
+            "ones as a text of their own",
+            lambda _: _streamed(lively().model, config),
+            fits=inputs.caches and _can_stream(config),
         ),
     ]
 
@@ -211,20 +221,67 @@ def _switched(inputs: LongInputs) -> float:
     return gap(torch.tensor(row.logprobs), torch.stack(expected))
 
 
-@torch.no_grad()
-def shallow(lively: Transformer, config: ModelConfig) -> Transformer:
-    """Return a copy with the last layer, and with the first of each kind: window, rotation, capacity.
+def _can_stream(config: ModelConfig) -> bool:
+    try:
+        check_stream(config, WINDOW, SINKS)
+    except InputError:
+        return False
+    return True
 
-    Whether a layer has experts makes a kind too. It shares its weights with the lively copy; its windows are
-    those of `config`.
-    """
-    made = copy.deepcopy(lively, {id(weight): weight for weight in lively.parameters()})
+
+@torch.no_grad()
+def _streamed(lively: Transformer, config: ModelConfig) -> float:
+    """Compare each layer that streams, as a model by itself: what it keeps of a token is the token's own."""
+    gaps = []
+    for layer in various(config):
+        if not sees_past(config.main.kinds[layer], WINDOW):
+            continue
+        model = shallow(lively, config, [layer])
+        inputs = LongInputs(model, 2, STREAM)
+        caches = [StreamCache(model.config, WINDOW, SINKS) for _ in range(2)]
+        rows = [inputs.own(number)["ids"] for number in range(2)]
+        expected = [_of_kept(model, ids) for ids in rows]
+        gaps.append(
+            gap(
+                _continued(prepared(model), inputs, caches[0], 2),
+                torch.cat([logits[:, -NEW - 1 :] for logits in expected]),
+            )
+        )
+        sizes = [WINDOW - 2, *[1] * 6, STREAM - WINDOW - 4]  # over the window one at a time, then at once
+        pieces = [model(piece, cache=caches[1]).logits for piece in torch.split(rows[0], sizes, dim=1)]
+        gaps.append(gap(torch.cat(pieces, dim=1), expected[0]))
+    return max(gaps)
+
+
+def _of_kept(model: Transformer, ids: Tensor) -> Tensor:
+    """Return the logits of a row [1, T] where each token reads what a stream would keep: [1, T, V]."""
+    logits = [model(ids[:, :WINDOW]).required_logits]
+    ends = range(WINDOW + 1, ids.shape[1] + 1)
+    if ends:
+        kept = [torch.cat([ids[:, :SINKS], ids[:, end - WINDOW + SINKS : end]], dim=1) for end in ends]
+        logits.append(model(torch.cat(kept), logits="last").required_logits.transpose(0, 1))
+    return torch.cat(logits, dim=1)
+
+
+def various(config: ModelConfig) -> list[int]:
+    """Return the first layer of each kind: of each kind of attention, rotated or not, with experts or not."""
     deepest = max(config.stacks, key=lambda spec: spec.n_layers)
     kinds = [
         (kind, layer in config.rope_skips, layer in config.dense_layers, deepest.capacities[layer])
         for layer, kind in enumerate(deepest.kinds)
     ]
-    kept = sorted({deepest.n_layers - 1, *(kinds.index(kind) for kind in kinds)})
+    return sorted({kinds.index(kind) for kind in kinds})
+
+
+@torch.no_grad()
+def shallow(lively: Transformer, config: ModelConfig, kept: Sequence[int] = ()) -> Transformer:
+    """Return a copy with some layers, or with those that are `various` and the last one.
+
+    It shares its weights with the lively copy; its windows are those of `config`.
+    """
+    made = copy.deepcopy(lively, {id(weight): weight for weight in lively.parameters()})
+    deepest = max(config.stacks, key=lambda spec: spec.n_layers)
+    kept = kept or sorted({deepest.n_layers - 1, *various(config)})
     stacks = [stack for stack in (made.encoder, made.decoder) if stack is not None]
     counts = [sum(layer < spec.n_layers for layer in kept) for spec in config.stacks]
     pruned = {

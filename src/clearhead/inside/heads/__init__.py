@@ -21,7 +21,7 @@ import torch
 from clearhead.errors import nearest, refuse
 from clearhead.inside import inputs, results
 from clearhead.inside.heads.roles import NARROW, ROLES, WIDE, Tally, repeated_rows, rows, samples, targets
-from clearhead.inside.names import AttentionHead, all_heads, attentions
+from clearhead.inside.names import AttentionHead, heads_in, patterned
 
 MIXED = "mixed"
 CLEAR = 0.4  # of the attention that a uniform head gives elsewhere: from here on a role is named
@@ -130,7 +130,7 @@ def head_roles(m: inputs.AnyModel, texts: Sequence[Any] | None = None, seed: int
     every = [tokens for row in given for tokens in (row.tokens, row.source_tokens) if tokens is not None]
     counts = Counter(token for tokens in every for token in tokens.ids)
     one_vocabulary = config.source_vocab_size in (None, config.vocab_size) and config.share_embeddings
-    tallies = {name: Tally(name.n_heads, max(map(len, every))) for name in attentions(config)}
+    tallies = {name: Tally(name.n_heads, max(map(len, every))) for name in patterned(config)}
     for row in given:
         for sample in samples(row):
             tally = tallies[sample.name]
@@ -153,7 +153,7 @@ def head_roles(m: inputs.AnyModel, texts: Sequence[Any] | None = None, seed: int
         for role in (*ROLES, "entropy")
     }
     return HeadRoles(
-        heads=tuple(all_heads(config)),
+        heads=tuple(heads_in(tallies)),
         scores={role: tables[role][0] for role in ROLES},
         baselines={role: tables[role][1] for role in ROLES},
         entropy=tables["entropy"][0],

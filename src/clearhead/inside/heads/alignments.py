@@ -36,7 +36,7 @@ from clearhead.data import files, treebank
 from clearhead.errors import InputError, refuse
 from clearhead.hub.encodings import framed
 from clearhead.inside import inputs, results
-from clearhead.inside.names import AttentionHead, all_heads, attentions
+from clearhead.inside.names import AttentionHead, heads_in, patterned
 from clearhead.tokens.labels import labels
 
 UNLIMITED = 1 << 30
@@ -219,8 +219,8 @@ def agreement(m: inputs.AnyModel, examples: Iterable[Aligned]) -> Agreement:
         'give {"text": ..., "pairs": ...} for this model',
     )
     kind = ("cross" if cross else "encoder") if both else "self"
-    heads = tuple(all_heads(m.config, kind))
-    names = [f"{one.part}.pattern" for one in attentions(m.config, kind)]
+    looking = patterned(m.config, kind)
+    heads, names = tuple(heads_in(looking)), [f"{one.part}.pattern" for one in looking]
     hits, mass = torch.zeros(2, len(heads)), torch.zeros(2, len(heads))
     chance, counted = torch.zeros(2), 0
     for example in examples:

@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 
 from clearhead.api import Model
+from clearhead.config.kinds import FULL
 from clearhead.errors import refuse
 from clearhead.hub.encodings import framed
 from clearhead.inside import inputs, names, results
@@ -62,9 +63,10 @@ class AttentionSample:
 
 
 def samples(prepared: inputs.Prepared) -> Iterator[AttentionSample]:
-    """Yield every attention of the model over one row."""
-    _, seen = prepared.record("*.pattern")
-    for name in names.attentions(prepared.model.config):
+    """Yield every attention of the model that has a pattern, over one row."""
+    kinds, found = names.kinds_of(prepared.model.config), names.patterned(prepared.model.config)
+    _, seen = prepared.record(*(f"{name.part}.pattern" for name in found))
+    for name in found:
         keys = prepared.tokens_of("" if name.kind == "self" else "encoder.")
         queries = keys if name.kind == "encoder" else prepared.tokens
         allowed = torch.ones(len(queries), len(keys), dtype=torch.bool)
@@ -73,7 +75,7 @@ def samples(prepared: inputs.Prepared) -> Iterator[AttentionSample]:
                 names.spec_of(prepared.m.config, name.kind),
                 tokens_from(1, len(keys), allowed.device),
             )
-            kind = spec.kinds[name.layer]
+            kind = kinds[name] if kinds[name].chooses else FULL
             tokens = tokens_for(kind, tokens, spec.causal, prepared.main, None)
             mask, causal = compose(tokens, tokens, causal=spec.causal, kind=kind)
             whole = allowed.tril() if causal else allowed

@@ -27,7 +27,7 @@ from clearhead.data.treebank import Sentence
 from clearhead.errors import nearest, refuse
 from clearhead.inside import inputs, results
 from clearhead.inside.heads.alignments import WordTokens, align, word_attention, word_matrices
-from clearhead.inside.names import AttentionHead, all_heads, attentions
+from clearhead.inside.names import AttentionHead, heads_in, patterned
 from clearhead.model.transformer import Transformer
 
 DIRECTIONS = ("to governor", "to dependent")
@@ -119,7 +119,7 @@ def syntax(m: Model, sentences: Sequence[Sentence]) -> Syntax:
     )
     counted, distances, baselines = _fixed_distance(sentences)
     kind = "encoder" if m.config.family == "encoder-decoder" else "self"
-    heads = tuple(all_heads(m.config, kind))
+    heads = tuple(heads_in(patterned(m.config, kind)))
     right = torch.zeros(2, 2, len(heads), len(counted), dtype=torch.long)
     arcs = torch.zeros(2, len(counted), dtype=torch.long)
     aligned = [align(m, sentence) for sentence in sentences]
@@ -181,7 +181,7 @@ def strongest_links(m: Model, batch: Sequence[WordTokens], kind: str = "self") -
     device = inputs.device_of(m.model)
     sentences = [one.ids for one in batch]
     ids, mask = padded(sentences, m.special.get("pad", 0), device), real_tokens(sentences, device)
-    names = [f"{one.part}.pattern" for one in attentions(m.config, kind)]
+    names = [f"{one.part}.pattern" for one in patterned(m.config, kind)]
     if kind == "encoder":
         start = torch.tensor([m.start_ids[:1]] * len(batch), device=device)
         seen = inputs.recorded(m.model, names, start, source=ids, source_mask=mask)

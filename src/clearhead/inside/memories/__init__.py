@@ -38,7 +38,7 @@ from clearhead.inside.memories.neurons import (
     read_batch,
 )
 from clearhead.inside.results import Result, plain
-from clearhead.tokens.labels import label
+from clearhead.tokens.labels import decoded, label
 
 Order = Literal["agreement", "activation"]
 NEURONS = 1024  # scored at a time: their scores of all tokens are held at once
@@ -281,7 +281,7 @@ def _context(m: Model, value: float, note: list[int]) -> Context:
 def _text(m: Model, ids: list[int]) -> str:
     if m.tokenizer is None:
         return "".join(f" {token}" for token in ids)
-    return str(m.tokenizer.decode(ids, skip_special_tokens=False))
+    return decoded(m.tokenizer, ids, special=True)
 
 
 def token_id(m: Model, token: str | int) -> int:

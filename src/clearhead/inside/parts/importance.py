@@ -87,6 +87,7 @@ def importance(
         on_progress: told how many batches are done.
     """
     model, examples = opened(m, data, options)
+    all_heads(model.config)  # refuses a model without any
     masks, sums = dict[str, Tensor](), dict[str, Tensor]()
 
     def masked(x: Tensor, name: str) -> Tensor:

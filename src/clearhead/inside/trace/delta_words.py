@@ -1,10 +1,5 @@
 """Words of the steps of a gated delta layer, which reads and writes a memory in place of keys."""
 
-import re
-from collections.abc import Mapping
-
-from clearhead.config import ModelConfig
-from clearhead.config.kinds import GatedDeltaKind
 from clearhead.inside.trace.words import Words
 
 DELTA = {
@@ -43,9 +38,3 @@ DELTA = {
         *("output", "B T D", "x · Wo"), "Mixes what the heads read, and brings it to the width of the stream."
     ),
 }
-
-
-def own_words(config: ModelConfig, name: str) -> Mapping[str, Words]:
-    """Return the words for the kind of attention that a step belongs to; none where the usual ones hold."""
-    layer = re.match(r"blocks\.(\d+)\.attention\.", name)
-    return DELTA if layer and isinstance(config.main.kinds[int(layer[1])], GatedDeltaKind) else {}

@@ -26,7 +26,7 @@ from clearhead.api import Model
 from clearhead.config import ModelConfig
 from clearhead.inside.inputs import InputTokens
 from clearhead.inside.results import Result
-from clearhead.inside.trace.delta_words import own_words
+from clearhead.inside.trace.kind_words import own_words
 from clearhead.inside.trace.words import INPUTS, words_of
 from clearhead.model.dtypes import wide
 from clearhead.model.steps import Step
@@ -273,6 +273,7 @@ def facts_of(config: ModelConfig, name: str, x: Tensor) -> dict[str, Any]:
         "pooling": POOLING[config.readout.pooling],
         "pooler": config.pooler,
         "answers": ANSWERS.get(config.readout.head, "B T C"),
+        "shape": " ".join(map(str, x.shape)),
     }
 
 

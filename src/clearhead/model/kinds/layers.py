@@ -9,8 +9,10 @@ G global tokens of a row.
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import torch
+import torch.nn.functional as nnf
 from torch import Tensor, nn
 
 from clearhead.config import StackSpec
@@ -120,13 +122,25 @@ class LinearAttention(Attention):
         documents = None if tokens.documents is None else (tokens.documents, tokens.documents)
         if state is not None and state.document is None and documents is not None:
             raise InputError("this cache was filled without documents: name them from its first call on")
-        z, after = attend_linear(
-            fq.values, fk.values, v,
-            causal=self.causal, log_scale=fk.log_scale, real=tokens.real, documents=documents, state=state,
+        attend = partial(
+            attend_linear, fq.values, fk.values,
+            causal=self.causal, log_scale=fk.log_scale, real=tokens.real, documents=documents,
         )  # fmt: skip
+        z, after = attend(v, state=state)
         if keys is not None and after is not None:
             keys.keep(*(part for part in after if part is not None))
-        return z
+        if not tap.wants("pattern"):
+            return z
+        # Values that tell the keys apart give the share of each; earlier tokens are in the state, unnamed.
+        B, K, S, _ = v.shape
+        if state is not None:
+            state = state._replace(sums=nnf.pad(state.sums[..., -1:], (S, 0)))
+        apart = torch.eye(S, dtype=v.dtype, device=v.device).expand(B, K, S, S)
+        pattern = attend(apart, state=state, chunk=S)[0]  # B H T S
+        shown = tap("pattern", pattern)
+        if shown is pattern:
+            return z
+        return z + ((shown - pattern).reshape(B, K, -1, S) @ v).reshape(z.shape)
 
     def mapped(self, x: Tensor) -> Features:
         """Return the features of queries or keys: [B, H, T, E] -> [B, H, T, F]."""
@@ -164,8 +178,8 @@ class LowRankAttention(Attention):
                 shares = shares.masked_fill(~tokens.real[..., None], 0.0)
             return shares.transpose(1, 2)[:, None] @ x
 
-        dropout = self.dropout if self.training else 0.0
-        return fused(q, mixed(k, self.k_mix), mixed(v, self.v_mix), scale=self.scale, dropout=dropout)
+        k, v = tap.step("k_mix", mixed(k, self.k_mix)), tap.step("v_mix", mixed(v, self.v_mix))
+        return super().attend(q, k, v, masks.View(), None, tap, x)
 
 
 class DeltaLayer(GatedDelta):

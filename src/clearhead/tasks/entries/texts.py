@@ -13,6 +13,7 @@ from clearhead.data.examples import PAIRS, TEXT, Chunk, Pair
 from clearhead.evaluation.judgement import Judgement
 from clearhead.recipe import GeneratePlan
 from clearhead.tasks.spec import DECODER, ENCODER, ENCODER_DECODER, TaskSpec, sampled
+from clearhead.tokens.labels import decoded
 from clearhead.tokens.training import DENOISER, GENERATOR, READER, TRANSLATOR
 
 PROMPT = 32  # characters of the validation text that a language model continues
@@ -23,7 +24,7 @@ def _continued(loaded: Model, row: Chunk, plan: GeneratePlan, seed: int) -> str:
     ids = loaded.encode([prompt], max(1, loaded.max_length // 2))[0]
     room = min(plan.max_new_tokens, max(1, loaded.max_length - len(ids)))
     made: Any = loaded.generate(ids, room, seed=seed, temperature=plan.temperature, top_p=plan.top_p)
-    return f"{loaded.text_tokenizer.decode(ids)}|{made.text}"
+    return f"{decoded(loaded.text_tokenizer, ids)}|{made.text}"
 
 
 def _filled(loaded: Model, row: Chunk, plan: GeneratePlan, seed: int) -> str:
