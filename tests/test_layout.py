@@ -23,7 +23,7 @@ LAYERS = [
     {"config"},
     {"model", "presets"},
     {"costs", "fast", "tokens"},
-    {"data"},
+    {"data", "parallel"},
     {"batches", "hub", "recipe"},
     {"generate", "losses"},
     {"bundle"},

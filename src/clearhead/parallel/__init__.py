@@ -1,0 +1,1 @@
+"""Beyond one device: how a model is divided, and what each division takes."""
