@@ -110,7 +110,7 @@ def _shown(found: ch.MeshReport, name: str) -> Iterator[Table | str]:
         f"{work.tokens:,} tokens a step, rows of {work.length:,}, {work.precision}, "
         f"checkpointing {work.checkpointing}, {work.optimizer}"
     )
-    yield f"{found.fitting} of {found.tried} sensible meshes fit"
+    yield f"{found.fitting} of {found.tried} sensible meshes fit; the fastest of each combination of axes:"
     numbered = list(enumerate(found.meshes, start=1))
     yield table(
         "step",
@@ -129,7 +129,7 @@ def _shown(found: ch.MeshReport, name: str) -> Iterator[Table | str]:
         ),
         "rows: micro-batches of a device x rows of each; tokens/s of all devices",
     )
-    kinds = [kind for kind in vars(found.best.memory) if kind != "cache" or found.best.memory.cache]
+    kinds = list(vars(found.best.memory))
     yield table(
         "memory of a device, GB",
         (">#", *(f">{kind}" for kind in kinds), ">total"),

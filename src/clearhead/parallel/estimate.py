@@ -38,7 +38,6 @@ class MeshMemory:
     gradients: float
     optimizer: float
     activations: float
-    cache: float  # keys and values of generation; none in training
     buffers: float  # gathered and cast weights, gradients on their way, what collectives write to
 
     @property
@@ -138,7 +137,7 @@ def _memory(stage: PipelineStage, work: Work, mesh: MeshSizes, batches: int, ran
     if work.interleave > 1:
         waiting += (mesh.pipeline - 1) / work.interleave
     waiting = min(batches, waiting)
-    kept = waiting * (sum(_kept(one, work) for one in stage.blocks) + _kept(ends, work))
+    kept = waiting * _kept(total, work)
     logits = stage.logits * (work.logit_bytes or (SPLIT_LOGIT if mesh.tensor > 1 else size))
     again = block.kept - _kept(block, work) if work.checkpointing != "none" else 0.0
     moving = 2 * block.stream if mesh.tensor > 1 else 0.0
@@ -164,7 +163,6 @@ def _memory(stage: PipelineStage, work: Work, mesh: MeshSizes, batches: int, ran
         gradients=total.stored * GRADIENT,
         optimizer=total.stored * (LEARNING[work.optimizer] - WEIGHT - GRADIENT),
         activations=activations[peak],
-        cache=0.0,
         buffers=buffers[peak],
     )
 
@@ -195,7 +193,7 @@ def _traffic(
     total, size, sharing = stage.total, work.size, mesh.sharing
     passes = 3 + (work.checkpointing == "full")  # forward and backward of a ring: keys and values, gradients
     twice = 2 + (work.checkpointing == "full")
-    joints = 4 * total.joints + (2 * total.joints - len(stage.blocks)) * (work.checkpointing == "full")
+    joints = 4 * total.joints + (2 * total.joints - stage.count) * (work.checkpointing == "full")
     stream = stage.largest.stream
     heaviest = max(one.total.whole for one in stages)
     gathers = 1 if mesh.pipeline > 1 else 2 * batches
@@ -222,7 +220,7 @@ def _time(
     """Return the seconds of a step."""
     micro, attention = _compute(stage, work, cluster, mesh)
     compute, attention = micro * batches, attention * batches
-    calls = len(stage.blocks) * batches
+    calls = stage.count * batches
 
     def link(axis: str, size: int, collectives: float) -> float:
         rate = cluster.rate(size, mesh.stride("context" if axis == "shard" else axis)) * LINK

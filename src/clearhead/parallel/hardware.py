@@ -31,14 +31,14 @@ class Device:
     measured: bool = False  # the shares come from a run on this device
 
 
-# A part of the name that PyTorch gives a device, in small letters: the first that fits counts.
+# By a part of the name that PyTorch gives a device: the first that fits counts.
 DEVICES = {
     device.name: device
     for device in (
         Device("b200", 2250e12, 180e9, 8.0e12, 900e9, peak_float8=4500e12),
         Device("h200", 989e12, 141e9, 4.8e12, 450e9, 8, 1979e12, 0.55, 0.5, 0.3, measured=True),
         Device("h100 pcie", 756e12, 80e9, 2.0e12, 64e9, peak_float8=1513e12),
-        Device("h100", 989e12, 80e9, 3.35e12, 450e9, 8, 1979e12, 0.49, 0.51, 0.185, measured=True),
+        Device("h100", 989e12, 80e9, 3.35e12, 450e9, 8, 1979e12, 0.49, 0.44, 0.19, measured=True),
         Device("mi300x", 1307e12, 192e9, 5.3e12, 448e9, peak_float8=2614e12),
         Device("a100", 312e12, 80e9, 2.0e12, 300e9, products=0.6, attention=0.55, measured=True),
         Device("l40s", 362e12, 48e9, 0.864e12, peak_float8=733e12),
@@ -64,8 +64,8 @@ class Cluster:
     def rate(self, size: int, stride: int) -> float:
         """Return bytes per second and device among `size` ranks that lie `stride` apart.
 
-        Within a node it is the inner link. Beyond, the ranks that share a node also share their links to other
-        nodes, and are never faster than the inner link.
+        Within a node it is the inner link. Beyond, the ranks that share a node share their links to others too,
+        and are never faster than the inner link.
         """
         node, inside = self.device.node, self.device.inside
         if size * stride <= node or self.devices <= node:
@@ -75,14 +75,20 @@ class Cluster:
 
 def device_named(name: str) -> Device:
     """Return a device by its name: "h100", "H100", "NVIDIA H100 80GB HBM3"."""
-    wanted = name.lower().replace("_", " ").replace("-", " ").strip()
-    found = next((device for part, device in DEVICES.items() if part in wanted), None)
+    found = find_device(name)
     if found is None:
         raise InputError(
-            f'no device is called "{name}"{nearest(wanted, DEVICES)}: choose from {", ".join(DEVICES)}, '
-            "or give the peak, in FLOP/s"
+            f'no device is called "{name}"{nearest(name.lower(), DEVICES)}: '
+            f"choose from {', '.join(DEVICES)}, or give the peak, in FLOP/s"
         )
     return found
+
+
+def find_device(name: str) -> Device | None:
+    """Return the first device whose name is part of this one."""
+    words = re.sub(r"[\s_-]+", " ", name.lower())
+    found = (one for part, one in DEVICES.items() if re.search(rf"(?<![a-z0-9]){part}(?![0-9])", words))
+    return next(found, None)
 
 
 def cluster(
@@ -126,7 +132,7 @@ def read_bytes(text: float | str, name: str = "size") -> int:
 
 def read_link(text: float | str) -> float:
     """Return bytes per second in a text: 400Gb, 400Gb/s and 400Gbps are bits, 50GB and 50GB/s are bytes."""
-    pattern = rf"{NUMBER}\s*([KMGTkmgt]?)(b|bit|bps|b/s|bit/s|B|B/s)"
+    pattern = rf"{NUMBER}\s*([kKMGT]?)(b|bit|bps|b/s|bit/s|B|B/s)"
     found = re.fullmatch(pattern, str(text).strip())
     rate = float(text) if isinstance(text, float | int) else 0.0
     if found:

@@ -1,4 +1,4 @@
-"""Will it fit, and how fast: every sensible mesh for a model and some devices, the fastest first."""
+"""Will it fit, and how fast: every sensible mesh for a model on some devices, the fastest first."""
 
 import dataclasses
 import itertools
@@ -20,7 +20,7 @@ from clearhead.presets import preset
 PRECISIONS = (*(name for name in DTYPES if name != "float64"), "float8")
 SHORTEST = 1024  # tokens of a row that a rank of `context` has, at least, in a sensible mesh
 MOST = 64  # micro-batches of a sensible mesh without a pipeline
-DOUBLINGS = 10  # of the devices that are tried where none of the meshes fits
+DOUBLINGS = 8  # of the devices that are tried where none of the meshes fits
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class MeshReport:
     cluster: Cluster
     work: Work
     parameters: int
-    meshes: tuple[MeshCost, ...]  # the fastest first
+    meshes: tuple[MeshCost, ...]  # the fastest of each combination of axes, the fastest first
     fitting: int  # sensible meshes that fit
     tried: int  # sensible meshes
     notes: tuple[str, ...] = ()
@@ -79,7 +79,7 @@ def plan(
     mesh: MeshSizes | str | None = None,
     top: int = 5,
 ) -> MeshReport:
-    """Return the fastest meshes on which a model can be trained, with bytes, traffic and time of each.
+    """Return the fastest mesh of each combination of axes, with bytes, traffic and time of a training step.
 
     Args:
         config: a config, or the name of a preset.
@@ -110,9 +110,13 @@ def plan(
     if not sizes and not fitting:
         raise InputError(_no_fit(work, machine, found))
     ranked = sorted(fitting or found, key=lambda one: (one.time.total, one.memory.total))
+    different: dict[tuple[bool, ...], MeshCost] = {}
+    for one in ranked:
+        different.setdefault(tuple(size > 1 for size in one.mesh), one)
+    best = tuple(different.values())[:top]
     parameters = cost(config, work.length).parameters.total
     notes = tuple(_notes(work, machine, ranked[0]))
-    return MeshReport(config, machine, work, parameters, tuple(ranked[:top]), len(fitting), len(found), notes)
+    return MeshReport(config, machine, work, parameters, best, len(fitting), len(found), notes)
 
 
 def _work(
@@ -177,11 +181,16 @@ def _meshes(work: Work, cluster: Cluster) -> Iterator[MeshCost]:
 
 
 def _fastest(work: Work, cluster: Cluster, mesh: MeshSizes) -> MeshCost:
-    """Return the cost of a mesh with the fastest micro-batches that fit; else with those that take least."""
+    """Return the cost of a mesh with the fastest micro-batches that fit; else with the smallest."""
     rows = work.rows // mesh.rows
     sizes = [n for n in _divisors(rows) if rows // n <= MOST or n == 1]
-    tries = [estimate(work, cluster, mesh, size) for size in sizes]
-    return min(tries, key=lambda one: (not one.fits, one.time.total if one.fits else one.memory.total))
+    best = estimate(work, cluster, mesh, sizes[0])
+    for size in sizes[1:] if best.fits else ():
+        tried = estimate(work, cluster, mesh, size)
+        if not tried.fits:  # nor will a larger one
+            break
+        best = min(best, tried, key=lambda one: one.time.total)
+    return best
 
 
 def _explained(work: Work, cluster: Cluster, mesh: MeshSizes) -> MeshCost:
@@ -221,16 +230,20 @@ def _no_fit(work: Work, cluster: Cluster, found: list[MeshCost]) -> str:
 
 def _way_out(work: Work, cluster: Cluster) -> str:
     """Return the first changes that make a mesh fit: more checkpointing, more devices, or both."""
+    states = cost(work.config, work.length).parameters.total * LEARNING[work.optimizer]
     modes = get_args(Checkpointing)[get_args(Checkpointing).index(work.checkpointing) :]
-    for doubling in range(DOUBLINGS + 1):
-        devices = cluster.devices * 2**doubling
+
+    def fits(devices: int, mode: Checkpointing) -> bool:
         machine = dataclasses.replace(cluster, devices=devices)
-        for mode in modes:
-            tried = dataclasses.replace(work, rows=max(work.rows, devices), checkpointing=mode)
-            if any(one.fits for one in _meshes(tried, machine)):
-                changes = [f"{devices} devices"] * (doubling > 0)
-                changes += [f"checkpointing {mode}"] * (mode != work.checkpointing)
-                return f"it fits with {' and '.join(changes)}"
+        tried = dataclasses.replace(work, rows=max(work.rows, devices), checkpointing=mode)
+        return any(estimate(tried, machine, mesh, 1).fits for mesh in _shapes(tried, machine))
+
+    for devices in (cluster.devices * 2**doubling for doubling in range(DOUBLINGS + 1)):
+        if states <= devices * cluster.memory and fits(devices, "full"):
+            mode = next(mode for mode in modes if fits(devices, mode))
+            changes = [f"{devices} devices"] * (devices > cluster.devices)
+            changes += [f"checkpointing {mode}"] * (mode != work.checkpointing)
+            return f"it fits with {' and '.join(changes)}"
     return "choose a smaller model or shorter rows"
 
 

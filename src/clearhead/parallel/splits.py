@@ -110,7 +110,7 @@ def read_mesh(text: str) -> MeshSizes:
 def refusal(config: ModelConfig, mesh: MeshSizes, length: int) -> str | None:
     """Return why a mesh cannot divide a model on rows of `length`, in one line, or None."""
     for stack in config.stacks:
-        heads = {len(stack.heads_of(f"{stack.prefix}blocks.{n}.attention")) for n in range(stack.n_layers)}
+        heads = {stack.n_heads, *(len(stack.heads_of(pruned)) for pruned in stack.pruned_heads)}
         for name, size in [*(("heads", count) for count in sorted(heads)), ("d_ff", stack.d_ff)]:
             if size % mesh.tensor:
                 return f"tensor {mesh.tensor} does not divide {name} {size}: {_choices(size)}"

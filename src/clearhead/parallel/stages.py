@@ -23,6 +23,7 @@ from clearhead.parallel.splits import (
 )
 
 Checkpointing = Literal["none", "selective", "full"]
+NONE = (0.0, 0.0)  # logits of a stage without the head
 BLOCK = re.compile(r"(?:encoder\.)?blocks\.(\d+)\.")
 
 
@@ -89,7 +90,7 @@ class Amounts:
 class PipelineStage:
     """One rank of `pipeline`: its layers, and what is before and behind them."""
 
-    blocks: tuple[Amounts, ...]
+    blocks: tuple[tuple[Amounts, int], ...]  # of each kind, and how many there are
     ends: Amounts  # embeddings, the last norm, the head
     logits: float  # values of logits at a time; 0 where the stage has no head
     all_logits: float  # of a micro-batch
@@ -97,13 +98,17 @@ class PipelineStage:
     @functools.cached_property
     def total(self) -> Amounts:
         """The sum over all of it."""
-        counts = Counter(self.blocks)
-        return sum((block.times(count) for block, count in counts.items()), self.ends)
+        return sum((block.times(count) for block, count in self.blocks), self.ends)
+
+    @property
+    def count(self) -> int:
+        """The number of blocks."""
+        return sum(count for _, count in self.blocks)
 
     @property
     def largest(self) -> Amounts:
         """The figures of the block with the most weights."""
-        return max(self.blocks, key=lambda block: (block.whole, block.kept))
+        return max((block for block, _ in self.blocks), key=lambda block: (block.whole, block.kept))
 
 
 @functools.lru_cache(maxsize=64)
@@ -139,20 +144,16 @@ def stages_of(work: Work, mesh: MeshSizes, rows: int, memory: float) -> list[Pip
     """Divide a model among the ranks of `pipeline`, for micro-batches of `rows`."""
     ends, different, of_block = _groups(work.config, work.length, rows, work.dtype, mesh.sharing == 1)
     kinds = [_figures(inner, work, mesh, rows, block=True) for inner in different]
-    blocks = [kinds[kind] for kind in of_block]
-    made, count = [], len(blocks)
+    made, count = [], len(of_block)
     for rank in range(mesh.pipeline):
         start, stop = (math.ceil(count * n / mesh.pipeline) for n in (rank, rank + 1))
         last, first = rank == mesh.pipeline - 1, rank == 0
         mine = [step for step in ends if (last if _behind(step) else first)]
         if last and not first:  # a tied table is there twice: the first stage has it too
             mine = [_untied(step) for step in mine]
-        logits = next(
-            (_logits(step, work, mesh, memory) for step in mine if step.name == "head.out"), (0.0, 0.0)
-        )
-        made.append(
-            PipelineStage(tuple(blocks[start:stop]), _figures(mine, work, mesh, rows, block=False), *logits)
-        )
+        logits = next((_logits(step, work, mesh, memory) for step in mine if step.name == "head.out"), NONE)
+        inner = tuple((kinds[kind], n) for kind, n in Counter(of_block[start:stop]).items())
+        made.append(PipelineStage(inner, _figures(mine, work, mesh, rows, block=False), *logits))
     return made
 
 

@@ -13,7 +13,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from clearhead.data.plan import DataPlan
-from clearhead.parallel.hardware import DEVICES
+from clearhead.parallel.hardware import find_device
 from clearhead.recipe import TrainPlan
 from clearhead.tasks.spec import TaskSpec
 from clearhead.training.state import State
@@ -69,7 +69,8 @@ def choose_precision(plan: TrainPlan, device: torch.device, settled: bool = Fals
     if kind == "cpu" and not cpu_has_bfloat16(HOPELESS if settled else 1.0):
         return Precision(device, None, "float32 on cpu: this one is slower with bfloat16")
     name = torch.cuda.get_device_name(device) if kind == "cuda" else ""
-    peak = next((known.peak for part, known in DEVICES.items() if part in name.lower()), None)
+    known = find_device(name)
+    peak = None if known is None else known.peak
     has_bfloat16 = kind != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
     if wanted != "float16" and has_bfloat16:
         return Precision(
