@@ -64,8 +64,8 @@ class Cluster:
     def rate(self, size: int, stride: int) -> float:
         """Return bytes per second and device among `size` ranks that lie `stride` apart.
 
-        Within a node it is the inner link. Beyond, ranks that share a node also share their links to others, and
-        are never faster than the inner link.
+        Within a node it is the inner link. Beyond, ranks that share a node also share their links to others.
+        They are never faster than the inner link.
         """
         node, inside = self.device.node, self.device.inside
         if size * stride <= node or self.devices <= node:
