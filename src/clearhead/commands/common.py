@@ -85,17 +85,20 @@ def check_picture(plot: Path | None) -> None:
 
 
 def read_config(name: str) -> ch.ModelConfig:
-    """Return the config of a JSON file, of a model directory or of a preset."""
+    """Return the config of a JSON file, of a model directory or its config.json, or of a preset."""
     path = Path(name)
-    if path.is_dir() or (path.is_file() and path.name == "config.json"):
-        from clearhead.hub.checkpoint import describe
-
-        return describe(path if path.is_dir() else path.parent).config
     if path.is_file():
         try:
-            return ch.ModelConfig.from_json(path.read_text(encoding="utf-8"))
+            text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path} cannot be read as a config: {error}") from None
+        if path.name != "config.json" or not ('"model_type"' in text or '"clearhead"' in text):
+            return ch.ModelConfig.from_json(text)
+        path = path.parent
+    if path.is_dir():
+        from clearhead.hub.checkpoint import describe
+
+        return describe(path).config
     refuse(
         name not in ch.PRESETS,
         f'"{name}" is no file, directory or preset{nearest(name, ch.PRESETS)}: '
