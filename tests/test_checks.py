@@ -12,7 +12,6 @@ import pytest
 import torch
 
 import clearhead as ch
-from clearhead.generate import decode
 from clearhead.inside import checks
 from clearhead.inside.checks.independent import formula_rows
 from clearhead.inside.checks.long import reach, thresholds
@@ -152,10 +151,7 @@ OTHERS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def short_pieces(monkeypatch):
-    """Prompts are read in small pieces, so that most of these tests need no rows of a thousand tokens."""
-    monkeypatch.setattr(decode, "PREFILL_CHUNK", 64)
+pytestmark = pytest.mark.usefixtures("short_pieces")
 
 
 def not_passed(rows: list[ch.Check]) -> list[ch.Check]:

@@ -323,7 +323,7 @@ CHOICES = {
 
 
 @pytest.mark.ledger("E5")
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.fixed_dictionaries({}, optional=CHOICES))
 def test_json_round_trip_is_exact(choices):
     """Any config comes back from JSON equal, floats to the last bit, and writes the same text again."""
