@@ -223,7 +223,8 @@ def _no_fit(work: Work, cluster: Cluster, found: list[MeshCost]) -> str:
     largest = " and ".join(f"{name} {size / 1e9:,.1f} GB" for name, size in kinds)
     return (
         f"no mesh of {cluster.devices} device{'s' * (cluster.devices > 1)} fits "
-        f"{cluster.memory / 1e9:,.1f} GB: the closest, {closest.mesh}, takes {closest.memory.total / 1e9:,.1f} GB, of which {largest}; "
+        f"{cluster.memory / 1e9:,.1f} GB: the closest, {closest.mesh}, "
+        f"takes {closest.memory.total / 1e9:,.1f} GB, of which {largest}; "
         f"{_way_out(work, cluster)}"
     )
 
