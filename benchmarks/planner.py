@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import clearhead as ch
+from clearhead.parallel.division import MeshSizes, read_mesh
 from clearhead.parallel.estimate import MeshCost, estimate
 from clearhead.parallel.hardware import DEVICES, Cluster, Device
-from clearhead.parallel.splits import MeshSizes, read_mesh
 from clearhead.parallel.stages import Checkpointing, Work
 from common import save
 

@@ -14,9 +14,9 @@ import clearhead as ch
 from clearhead.cli import main
 from clearhead.costs import LEARNING
 from clearhead.errors import ClearheadError
+from clearhead.parallel.division import MeshSizes, read_mesh, weights_of
 from clearhead.parallel.estimate import estimate
 from clearhead.parallel.hardware import DEVICES, Cluster, device_named, read_bytes, read_flops, read_link
-from clearhead.parallel.splits import MeshSizes, read_mesh, weights_of
 from clearhead.parallel.stages import Work, stages_of
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -87,6 +87,17 @@ def test_fewer_key_heads_than_ranks_are_copied():
     [key] = [step for step in ch.cost(config).steps if step.name == "blocks.0.attention.k"]
     assert weights_of(key, MeshSizes(tensor=8), config)[0] == key.parameters // 8
     assert weights_of(key, MeshSizes(tensor=32), config)[0] == key.parameters // 8
+
+
+def test_without_sequence_parallelism_every_rank_has_the_stream_and_the_logits():
+    config, mesh = ch.preset("llama-3-8b"), MeshSizes(tensor=8)
+    with_it, without = (
+        stages_of(Work(config, 8192, 1, sequence=divided), mesh, 1, 80e9)[0] for divided in (True, False)
+    )
+    assert without.total.full == pytest.approx(8 * with_it.total.full, rel=0.3)
+    assert without.total.kept > with_it.total.kept
+    assert without.all_logits == 8 * with_it.all_logits
+    assert without.total.stored == with_it.total.stored
 
 
 def test_experts_are_divided_and_the_rest_is_shared():
@@ -178,7 +189,12 @@ def test_the_best_comes_first_and_fits():
     assert all(one.fits and one.memory.total <= 80e9 and one.mesh.devices == 16 for one in found.meshes)
     assert found.fitting <= found.tried
     assert json.loads(json.dumps(found.to_dict()))["meshes"][0]["memory"]["total"] == found.best.memory.total
-    assert tomllib.loads(found.best.recipe) == {"parallel": found.best.mesh._asdict()}
+    assert MeshSizes(**tomllib.loads(found.best.recipe)["parallel"]) == found.best.mesh
+
+
+def test_only_the_axes_asked_for_are_used():
+    found = ch.plan("llama-3-8b", 16, checkpointing="full", axes=("data", "tensor"))
+    assert all(one.mesh.shard == one.mesh.pipeline == one.mesh.context == 1 for one in found.meshes)
 
 
 def test_a_slower_link_favours_other_meshes():
@@ -234,6 +250,7 @@ def test_a_mesh_that_does_not_fit_is_explained_anyway():
         ({"mesh": "data=8", "batch": 3 * 1024}, "it has 3 rows: use a batch of 8192 tokens"),
         ({"devices": 13, "batch": 1024}, "no mesh of 13 devices divides 1 rows"),
         ({"top": 0}, "top 0 must be 1 or more"),
+        ({"axes": ["shard", "tensors"]}, 'a mesh has no axis "tensors" (did you mean "tensor"?)'),
     ],
 )
 def test_mistakes_are_one_line(options, words):
@@ -276,9 +293,7 @@ def test_command(tmp_path, capsys):
     )
     shown = capsys.readouterr().out
     assert max(map(len, shown.splitlines())) <= 80
-    assert shown.rstrip().endswith(
-        "[parallel]\ndata = 1\nshard = 64\ntensor = 1\npipeline = 1\ncontext = 1\nexpert = 1"
-    )
+    assert shown.rstrip().endswith("[parallel]\nshard = 64")
     assert picture.stat().st_size > 10_000
     main(["plan", "llama-3-8b", "--devices", "16", "--mesh", "shard=8,tensor=2", "--json"])
     [mesh] = json.loads(capsys.readouterr().out)["meshes"]

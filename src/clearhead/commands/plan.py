@@ -51,6 +51,9 @@ def plan(
     mesh: Annotated[
         str | None, option("explain this mesh alone: shard=8,tensor=2", metavar="AXIS=SIZE,...")
     ] = None,
+    axes: Annotated[
+        tuple[str, ...], option("axes that a mesh may have, such as data shard tensor", metavar="AXIS")
+    ] = AXES,
     top: Annotated[int, option("meshes to show, at most")] = 5,
     plot: Plot = None,
     json: Json = False,
@@ -69,7 +72,9 @@ def plan(
     asked: dict[str, Any] = {"length": length, "batch": batch, "precision": precision}
     asked |= {"checkpointing": checkpointing, "optimizer": optimizer}
     options: Any = from_recipe | {name: value for name, value in asked.items() if value is not None}
-    found = ch.plan(config, devices, memory, link, peak=peak, node=node, mesh=mesh, top=top, **options)
+    found = ch.plan(
+        config, devices, memory, link, peak=peak, node=node, mesh=mesh, axes=axes, top=top, **options
+    )
     print_notes(f"note: {line}" for line in found.notes)
     show_result(found.to_dict(), json, _shown(found, model), plot, lambda: _draw(found, model))
 

@@ -1,1 +1,1 @@
-"""Beyond one device: how a model is divided, and what each division takes."""
+"""Beyond one process: a mesh of them, what each part of a model may be split by, one set of numbers."""

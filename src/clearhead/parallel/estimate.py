@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from clearhead.costs import LEARNING
+from clearhead.parallel.division import MeshSizes
 from clearhead.parallel.hardware import Cluster
-from clearhead.parallel.splits import MeshSizes
 from clearhead.parallel.stages import Amounts, PipelineStage, Work, costs_of, stages_of
 
 WEIGHT, GRADIENT = 4, 4  # bytes of each, as `train` keeps them; the optimizer has the rest of `LEARNING`
@@ -86,8 +86,9 @@ class MeshCost:
 
     @property
     def recipe(self) -> str:
-        """The lines of a recipe that ask for this mesh."""
-        return "\n".join(["[parallel]", *(f"{axis} = {size}" for axis, size in self.mesh._asdict().items())])
+        """The lines of a recipe that ask for this mesh: the axes that divide something."""
+        sizes = self.mesh._asdict().items()
+        return "\n".join(["[parallel]", *(f"{axis} = {size}" for axis, size in sizes if size > 1)])
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON values."""

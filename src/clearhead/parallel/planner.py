@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -11,9 +11,9 @@ from clearhead.config import ModelConfig
 from clearhead.costs import DTYPES, LEARNING, cost
 from clearhead.errors import ConfigError, InputError, nearest, refuse
 from clearhead.parallel import hardware
+from clearhead.parallel.division import MeshSizes, check_axis, read_mesh, refusal
 from clearhead.parallel.estimate import MeshCost, estimate
 from clearhead.parallel.hardware import Cluster
-from clearhead.parallel.splits import MeshSizes, read_mesh, refusal
 from clearhead.parallel.stages import Checkpointing, Work
 from clearhead.presets import preset
 
@@ -77,6 +77,7 @@ def plan(
     peak: float | str = "h100",
     node: int | str | None = None,
     mesh: MeshSizes | str | None = None,
+    axes: Sequence[str] = MeshSizes._fields,
     top: int = 5,
 ) -> MeshReport:
     """Return the fastest mesh of each combination of axes, with bytes, traffic and time of a training step.
@@ -94,6 +95,7 @@ def plan(
         peak: the name of a device, such as "h100" or "a100", or its half-precision FLOP/s.
         node: devices of a node, or text with the link inside it too, such as "8,450GB"; None: the device's.
         mesh: explain this mesh alone, as `MeshSizes` or text such as "shard=8,tensor=2".
+        axes: those that a mesh may have.
         top: meshes to return, at most.
     """
     config = preset(config) if isinstance(config, str) else config
@@ -104,11 +106,13 @@ def plan(
         precision == "float8" and not machine.device.peak_float8,
         f"{machine.device.name} has no products in float8: use bfloat16",
     )
+    for axis in axes:
+        check_axis(axis)
     sizes = read_mesh(mesh) if isinstance(mesh, str) else mesh
-    found = [_explained(work, machine, sizes)] if sizes else list(_meshes(work, machine))
+    found = [_explained(work, machine, sizes)] if sizes else list(_meshes(work, machine, axes))
     fitting = [one for one in found if one.fits]
     if not sizes and not fitting:
-        raise InputError(_no_fit(work, machine, found))
+        raise InputError(_no_fit(work, machine, found, axes))
     ranked = sorted(fitting or found, key=lambda one: (one.time.total, one.memory.total))
     different: dict[tuple[bool, ...], MeshCost] = {}
     for one in ranked:
@@ -155,28 +159,29 @@ def _divisors(number: int) -> list[int]:
     return sorted({*small, *(number // n for n in small)})
 
 
-def _shapes(work: Work, cluster: Cluster) -> Iterator[MeshSizes]:
+def _shapes(work: Work, cluster: Cluster, axes: Sequence[str]) -> Iterator[MeshSizes]:
     """Yield every mesh of the devices that divides the model, its rows and the batch, and is sensible."""
     layers, experts = sum(stack.n_layers for stack in work.config.stacks), work.config.n_experts
-    axes = {
+    choices = {
         "tensor": [n for n in _divisors(cluster.devices) if n <= cluster.device.node],
         "pipeline": [n for n in _divisors(cluster.devices) if n <= layers],
         "context": [n for n in _divisors(cluster.devices) if n == 1 or work.length // n >= SHORTEST],
         "expert": [n for n in _divisors(cluster.devices) if n == 1 or (experts and n <= experts)],
     }
-    for chosen in itertools.product(*axes.values()):
+    for chosen in itertools.product(*choices.values()):
         left, rest = divmod(cluster.devices, math.prod(chosen))
         if rest:
             continue
         for shard in _divisors(left):
-            mesh = MeshSizes(data=left // shard, shard=shard, **dict(zip(axes, chosen)))
-            if work.rows % mesh.rows == 0 and refusal(work.config, mesh, work.length) is None:
+            mesh = MeshSizes(data=left // shard, shard=shard, **dict(zip(choices, chosen)))
+            allowed = all(size == 1 or axis in axes for axis, size in mesh._asdict().items())
+            if allowed and work.rows % mesh.rows == 0 and refusal(work.config, mesh, work.length) is None:
                 yield mesh
 
 
-def _meshes(work: Work, cluster: Cluster) -> Iterator[MeshCost]:
+def _meshes(work: Work, cluster: Cluster, axes: Sequence[str]) -> Iterator[MeshCost]:
     """Yield the cost of each sensible mesh."""
-    for mesh in _shapes(work, cluster):
+    for mesh in _shapes(work, cluster, axes):
         yield _fastest(work, cluster, mesh)
 
 
@@ -211,7 +216,7 @@ def _explained(work: Work, cluster: Cluster, mesh: MeshSizes) -> MeshCost:
     return _fastest(work, cluster, mesh)
 
 
-def _no_fit(work: Work, cluster: Cluster, found: list[MeshCost]) -> str:
+def _no_fit(work: Work, cluster: Cluster, found: list[MeshCost], axes: Sequence[str]) -> str:
     """Say that nothing fits, what comes closest, and what would fit."""
     if not found:
         return (
@@ -225,11 +230,11 @@ def _no_fit(work: Work, cluster: Cluster, found: list[MeshCost]) -> str:
         f"no mesh of {cluster.devices} device{'s' * (cluster.devices > 1)} fits "
         f"{cluster.memory / 1e9:,.1f} GB: the closest, {closest.mesh}, "
         f"takes {closest.memory.total / 1e9:,.1f} GB, of which {largest}; "
-        f"{_way_out(work, cluster)}"
+        f"{_way_out(work, cluster, axes)}"
     )
 
 
-def _way_out(work: Work, cluster: Cluster) -> str:
+def _way_out(work: Work, cluster: Cluster, axes: Sequence[str]) -> str:
     """Return the first changes that make a mesh fit: more checkpointing, more devices, or both."""
     states = cost(work.config, work.length).parameters.total * LEARNING[work.optimizer]
     modes = get_args(Checkpointing)[get_args(Checkpointing).index(work.checkpointing) :]
@@ -237,7 +242,7 @@ def _way_out(work: Work, cluster: Cluster) -> str:
     def fits(devices: int, mode: Checkpointing) -> bool:
         machine = dataclasses.replace(cluster, devices=devices)
         tried = dataclasses.replace(work, rows=max(work.rows, devices), checkpointing=mode)
-        return any(estimate(tried, machine, mesh, 1).fits for mesh in _shapes(tried, machine))
+        return any(estimate(tried, machine, mesh, 1).fits for mesh in _shapes(tried, machine, axes))
 
     for devices in (cluster.devices * 2**doubling for doubling in range(DOUBLINGS + 1)):
         if states <= devices * cluster.memory and fits(devices, "full"):

@@ -1,4 +1,4 @@
-"""What one device does in a step on a mesh: the figures of `ch.cost`, divided as `splits` says."""
+"""What one device does in a step on a mesh: the figures of `ch.cost`, divided as `division` says."""
 
 import dataclasses
 import functools
@@ -12,7 +12,7 @@ from typing import Literal
 from clearhead.config import ModelConfig
 from clearhead.costs import DTYPES, Cost, chunk_rows, cost
 from clearhead.model.steps import Step
-from clearhead.parallel.splits import (
+from clearhead.parallel.division import (
     SELECTIVE,
     SELECTIVE_GATED,
     MeshSizes,
@@ -39,6 +39,7 @@ class Work:
     optimizer: str = "adamw"
     loss_chunk: int | None = None  # positions scored at a time; 0: all; None: as `train` chooses
     logit_bytes: float = 0.0  # bytes of a logit at its peak; 0: as `train` has it, compiled
+    sequence: bool = True  # `tensor` divides the tokens between products, and the logits
     interleave: int = 1  # pieces of the model that each rank of `pipeline` has
 
     @property
@@ -170,7 +171,7 @@ def _logits(out: Step, work: Work, mesh: MeshSizes, memory: float) -> tuple[floa
     positions = every = out.m / mesh.context
     if work.config.readout.head in ("lm", "mlm") and work.loss_chunk != 0:
         positions = min(positions, work.loss_chunk or chunk_rows(out.n, memory))
-    width = math.ceil(out.n / mesh.tensor)
+    width = math.ceil(out.n / (mesh.tensor if work.sequence else 1))
     return positions * width, every * width
 
 
@@ -186,7 +187,7 @@ def _figures(steps: Sequence[Step], work: Work, mesh: MeshSizes, rows: int, bloc
         last = step.name.rsplit(".", 1)[-1]
         split, kept = tensor_split(step)
         parts = parts_of(step, mesh.tensor, config)
-        divided = context * (parts if kept != "whole" else 1)
+        divided = context * (parts if kept != "whole" and (work.sequence or kept != "sequence") else 1)
         whole, stored = weights_of(step, mesh, config)
         totals["whole"] += whole
         totals["stored"] += stored
@@ -213,7 +214,7 @@ def _figures(steps: Sequence[Step], work: Work, mesh: MeshSizes, rows: int, bloc
     if block:
         totals["stream"] = stream * size
         wide = 4 if mesh.sharing == 1 else size
-        totals["full"] = stream * wide / mesh.tensor
+        totals["full"] = stream * wide / (mesh.tensor if work.sequence else 1)
         totals["selective"] += totals["full"]
     else:
         totals["selective"] = totals["full"] = totals["kept"]

@@ -98,13 +98,18 @@ def read_mesh(text: str) -> MeshSizes:
             not equals or not size.isdecimal() or int(size) < 1,
             f'mesh "{text}" is not understood: write axes and sizes, such as shard=8,tensor=2',
         )
-        refuse(
-            axis not in MeshSizes._fields,
-            f'a mesh has no axis "{axis}"{nearest(axis, MeshSizes._fields)}: '
-            f"choose from {', '.join(MeshSizes._fields)}",
-        )
+        check_axis(axis)
         sizes[axis] = int(size)
     return MeshSizes(**sizes)
+
+
+def check_axis(axis: str) -> None:
+    """Refuse an axis that no mesh has."""
+    refuse(
+        axis not in MeshSizes._fields,
+        f'a mesh has no axis "{axis}"{nearest(axis, MeshSizes._fields)}: '
+        f"choose from {', '.join(MeshSizes._fields)}",
+    )
 
 
 def refusal(config: ModelConfig, mesh: MeshSizes, length: int) -> str | None:
