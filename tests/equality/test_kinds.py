@@ -67,6 +67,29 @@ def test_every_kind_is_the_same_however_it_is_run(family, attention, differences
             case.equal("formula", case.logits.double().cpu().float(), formula.float())
 
 
+MIXTURE = {"n_experts": 2, "d_expert": 9, "d_shared_expert": 10}
+
+
+@pytest.mark.ledger("D5", "C5", "D1")
+@pytest.mark.parametrize("family", ["encoder", "decoder", "encoder-decoder"])
+def test_gated_heads_and_a_shared_expert_are_the_same_however_they_are_run(family, differences):
+    own = {"attention": ("linear", "gated-delta"), "dense_layers": (1,)} if family == "decoder" else {}
+    for number, more in enumerate(
+        ({}, {"d_value": 6, "gated": True, "parallel": family != "encoder-decoder"})
+    ):
+        choices = {"family": family, "n_kv_heads": 2, "attention_gate": True, **MIXTURE, **own, **more}
+        case = Case(differences, number, **choices)
+        case.backward()
+        with torch.no_grad():
+            case.padded()
+            case.saved()
+            if case.causal:
+                case.cached()
+                case.future()
+            formula = plainly(case.model.config, case.model.state_dict(), case.ids, **case.source)
+            case.equal("formula", case.logits.double().cpu().float(), formula.float())
+
+
 @pytest.mark.parametrize("attention", [*TEXTS, *MIXED], ids=str)
 @pytest.mark.parametrize("family", ["encoder", "decoder"])
 def test_packed_documents_do_not_meet(family, attention):
