@@ -206,7 +206,7 @@ def _figures(steps: Sequence[Step], work: Work, mesh: MeshSizes, rows: int, bloc
             met = step.n if last == "scores" else step.k
             half = 0.5 if spec.causal and met == tokens and step.part == "attention" else 1.0
             totals["attention"] += half * step.forward * (1 + step.gradients) / (context * parts)
-        totals["joints"] += block and last in ("out", "down")
+        totals["joints"] += block and last in ("out", "down") and ".shared." not in step.name
         if block and last in ("k", "v"):
             totals["keys"] += step.m * step.n * size / (context * parts)
         if is_expert(step) and last == "down":
