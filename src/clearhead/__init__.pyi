@@ -39,6 +39,9 @@ from clearhead.model.taps import tap_names as tap_names
 from clearhead.model.transformer import Output as Output
 from clearhead.model.transformer import Transformer as Transformer
 from clearhead.model.transformer import attending as attending
+from clearhead.parallel.estimate import MeshCost as MeshCost
+from clearhead.parallel.planner import MeshReport as MeshReport
+from clearhead.parallel.planner import plan as plan
 from clearhead.presets import PRESETS as PRESETS
 from clearhead.presets import preset as preset
 from clearhead.recipe import Recipe as Recipe

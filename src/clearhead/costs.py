@@ -131,6 +131,7 @@ def cost(
     batch: int = 1,
     dtype: str = "float32",
     source_length: int | None = None,
+    autocast: bool = True,
 ) -> Cost:
     """Compute the cost of a model on `batch` rows of `length` inputs.
 
@@ -141,6 +142,8 @@ def cost(
         batch: rows.
         dtype: float64, float32, bfloat16 or float16: of weights and caches in use, of products in training.
         source_length: the same for the encoder where there are two stacks; None: as `length`.
+        autocast: in half precision, count activations as `train` keeps them. False: as with weights that are
+            cast before the pass, as FSDP casts them: the residual stream is in half precision too.
     """
     config = preset(config) if isinstance(config, str) else config
     size = bytes_of(dtype)
@@ -154,7 +157,7 @@ def cost(
     elif source_length is not None:
         raise InputError("source_length is for a model with an encoder and a decoder: give length alone")
 
-    run = Pass(batch, size)
+    run = Pass(batch, size, autocast)
     steps = tuple(model_steps(config, run, length, source_length or 0))
     active = sum(step.parameters - step.idle for step in steps)
     parameters = Parameters(**vars(_by_part(steps, "parameters")), active=active)
@@ -180,6 +183,14 @@ def cost(
 def attention_matrix_bytes(length: int, dtype: str = "float32", heads: int = 1, batch: int = 1) -> int:
     """Return the bytes of the attention matrix of one layer: `heads` squares of `length` for each row."""
     return batch * heads * length * length * bytes_of(dtype)
+
+
+def chunk_rows(vocab_size: int, memory: float) -> int:
+    """Return how many positions are scored at a time on a GPU: as float32 logits, a sixteenth of its memory.
+
+    Fewer are slower there: each chunk adds to the gradient of the whole embedding.
+    """
+    return max(1, int(memory) // 64 // vocab_size)
 
 
 def bytes_of(dtype: str) -> int:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from clearhead.batches.batch import IGNORE, Batch
+from clearhead.costs import chunk_rows
 from clearhead.errors import refuse
 from clearhead.model import dtypes, feedforward, heads, transformer
 from clearhead.model.kinds import depth
@@ -88,14 +89,10 @@ def batch_loss(
 
 
 def default_chunk(vocab_size: int, device: torch.device) -> int:
-    """Return how many positions to score at a time: on a GPU, as float32 logits, a sixteenth of its memory.
-
-    Fewer are slower there: each chunk adds to the gradient of the whole embedding.
-    """
-    scores = (
-        torch.cuda.get_device_properties(device).total_memory // 64 if device.type == "cuda" else CPU_LOGITS
-    )
-    return max(1, scores // vocab_size)
+    """Return how many positions to score at a time."""
+    if device.type == "cuda":
+        return chunk_rows(vocab_size, torch.cuda.get_device_properties(device).total_memory)
+    return max(1, CPU_LOGITS // vocab_size)
 
 
 def summed(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:

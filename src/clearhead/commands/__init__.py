@@ -52,6 +52,7 @@ GROUPS: dict[str, dict[str, Command]] = {
     },
     "models": {
         "cost": Command("models:cost", "count parameters, FLOPs and memory from a config"),
+        "plan": Command("plan:plan", "find the mesh of devices to train a model on"),
         "convert": Command("models:convert", "save a model in the Hugging Face format"),
     },
 }

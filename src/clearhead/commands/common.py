@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from tyro.conf import Positional, UseAppendAction, arg
 
 import clearhead as ch
-from clearhead.errors import InputError, refuse
+from clearhead.errors import ConfigError, InputError, nearest, refuse
 
 
 def option(help: str, **more: Any) -> Any:
@@ -70,6 +70,11 @@ def check_inputs(folder: Path, plot: Path | None = None) -> None:
         f"{folder} is not a directory: name a model directory; "
         f"one from the Hub is fetched by `hf download {folder} --local-dir DIR`",
     )
+    check_picture(plot)
+
+
+def check_picture(plot: Path | None) -> None:
+    """Refuse an unknown format of picture."""
     if plot is not None:
         from clearhead.plot.canvas import FORMATS
 
@@ -77,6 +82,30 @@ def check_inputs(folder: Path, plot: Path | None = None) -> None:
             plot.suffix.lower() not in FORMATS,
             f"--plot {plot} cannot be written: its name must end in a format: use {', '.join(FORMATS)}",
         )
+
+
+def read_config(name: str) -> ch.ModelConfig:
+    """Return the config of a JSON file, of a model directory or its config.json, or of a preset."""
+    path = Path(name)
+    if path.is_file():
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path} cannot be read as a config: {error}") from None
+        if path.name != "config.json" or not ('"model_type"' in text or '"clearhead"' in text):
+            return ch.ModelConfig.from_json(text)
+        path = path.parent
+    if path.is_dir():
+        from clearhead.hub.checkpoint import describe
+
+        return describe(path).config
+    refuse(
+        name not in ch.PRESETS,
+        f'"{name}" is no file, directory or preset{nearest(name, ch.PRESETS)}: '
+        f"presets are {', '.join(ch.PRESETS)}",
+        ConfigError,
+    )
+    return ch.PRESETS[name]
 
 
 def load_model(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import socket
 import sys
 from pathlib import Path
@@ -20,16 +19,17 @@ from clearhead.commands.common import (
     load_model,
     option,
     print_notes,
+    read_config,
     show_result,
 )
-from clearhead.errors import CheckpointError, ConfigError, InputError, MissingExtraError, nearest, refuse
+from clearhead.errors import CheckpointError, InputError, MissingExtraError, refuse
+from clearhead.parallel.hardware import read_bytes
 from clearhead.report import check_details, check_table, cost_table
 
 if TYPE_CHECKING:
     from clearhead.explorer.session import Session
 
 SLOW = 2.0  # seconds after which a row of the suite is worth a line
-UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 def demo(
@@ -67,7 +67,7 @@ def cost(
       clearhead cost llama-3-8b --length 8192 --dtype bfloat16
       clearhead cost my-model/ --json
     """
-    figures = ch.cost(_config(model), length=length, batch=batch, dtype=dtype)
+    figures = ch.cost(read_config(model), length=length, batch=batch, dtype=dtype)
     show_result(figures.to_dict(), json, [cost_table(figures, model)])
 
 
@@ -145,7 +145,7 @@ def convert(
         f"{target} holds a model already: choose another directory, or add --overwrite",
         CheckpointError,
     )
-    limit = _bytes(shard_size)
+    limit = read_bytes(shard_size)
     from clearhead.hub.checkpoint import explain_export
 
     model = load_model(source, tokenizer=tokenizer)
@@ -153,35 +153,6 @@ def convert(
     saved_as, note = explain_export(model.config, model.description)
     body = {"saved": str(target), "architecture": saved_as, "note": note}
     show_result(body, json, [f"saved {target} as {saved_as}" + (f": {note}" if note else "")])
-
-
-def _config(name: str) -> ch.ModelConfig:
-    """Return the config of a JSON file, of a model directory or of a preset."""
-    path = Path(name)
-    if path.is_dir():
-        from clearhead.hub.checkpoint import describe
-
-        return describe(path).config
-    if path.is_file():
-        try:
-            return ch.ModelConfig.from_json(path.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{path} cannot be read as a config: {error}") from None
-    refuse(
-        name not in ch.PRESETS,
-        f'"{name}" is no file, directory or preset{nearest(name, ch.PRESETS)}: '
-        f"presets are {', '.join(ch.PRESETS)}",
-        ConfigError,
-    )
-    return ch.PRESETS[name]
-
-
-def _bytes(text: str) -> int:
-    """Return the number of bytes in a text such as 500MB."""
-    found = re.fullmatch(rf"(\d+\.?\d*|\.\d+)\s*({'|'.join(UNITS)})", text.strip().upper())
-    size = int(float(found[1]) * UNITS[found[2]]) if found else 0
-    refuse(size < 1, f'size "{text}" is not understood: write a number and a unit, such as 500MB or 5GB')
-    return size
 
 
 def explore(

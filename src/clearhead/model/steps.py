@@ -53,11 +53,12 @@ class Pass(NamedTuple):
 
     batch: int  # rows
     size: int  # bytes of one value of a product
+    autocast: bool = True  # else weights and the residual stream are of this size too
 
     @property
     def wide(self) -> int:
         """Bytes of one value of a weight, of the residual stream, and where half precision is widened."""
-        return max(self.size, 4)
+        return max(self.size, 4) if self.autocast else self.size
 
     @property
     def half(self) -> bool:

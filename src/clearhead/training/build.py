@@ -21,7 +21,7 @@ from clearhead.config import ModelConfig
 from clearhead.config.resolve import derive
 from clearhead.costs import LEARNING, cost
 from clearhead.errors import ConfigError, nearest, refuse
-from clearhead.hub.checkpoint import Description, exported
+from clearhead.hub.checkpoint import Description, describe, exported
 from clearhead.model.transformer import Transformer
 from clearhead.presets import PRESETS, preset
 from clearhead.recipe import BASE, Recipe, TrainPlan
@@ -43,12 +43,32 @@ def base_of(recipe: Recipe) -> Model | None:
             ConfigError,
         )
         return None
+    return load(_folder(base), dtype=torch.float32)
+
+
+def _folder(base: str) -> Path:
+    """Return the directory that [model] base names, or refuse it."""
     refuse(
         not Path(base).is_dir(),
         f'[model] base "{base}" is no directory and no preset{nearest(base, PRESETS)}: '
         f"presets are {', '.join(PRESETS)}",
     )
-    return load(base, dtype=torch.float32)
+    return Path(base)
+
+
+def expected_config(recipe: Recipe) -> ModelConfig:
+    """Return the config that a recipe describes, before its data is read.
+
+    What the data decides is as in the recipe or, where it is silent, as in the base: vocabulary, classes, the
+    size of images.
+    """
+    given = {name: value for name, value in recipe.model.items() if name != BASE}
+    base = recipe.model.get(BASE)
+    if base is None:
+        start = task_named(recipe.data.task or "lm").usual.config(large=True)
+    else:
+        start = preset(base) if base in PRESETS else describe(_folder(base)).config
+    return _config(start, {"vocab_size": recipe.tokens.vocab_size, **given}, given)
 
 
 def build(

@@ -13,6 +13,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from clearhead.data.plan import DataPlan
+from clearhead.parallel.hardware import find_device
 from clearhead.recipe import TrainPlan
 from clearhead.tasks.spec import TaskSpec
 from clearhead.training.state import State
@@ -23,20 +24,6 @@ KERNEL_ORDER = [
 ]
 WORTH = 500  # steps below which compiling takes longer than it saves
 HOPELESS = 20  # times as slow as float32: beyond any error of measurement
-# Peak half-precision operations per second, by a part of the device's name; the first that fits counts.
-PEAKS = {
-    "H200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "L4": 121e12,
-    "A10": 125e12,
-    "V100": 125e12,
-    "T4": 65e12,
-    "RTX 4090": 165e12,
-    "RTX 3090": 71e12,
-}
 
 
 @dataclass(frozen=True)
@@ -82,7 +69,8 @@ def choose_precision(plan: TrainPlan, device: torch.device, settled: bool = Fals
     if kind == "cpu" and not cpu_has_bfloat16(HOPELESS if settled else 1.0):
         return Precision(device, None, "float32 on cpu: this one is slower with bfloat16")
     name = torch.cuda.get_device_name(device) if kind == "cuda" else ""
-    peak = next((peak for part, peak in PEAKS.items() if part in name), None)
+    known = find_device(name)
+    peak = None if known is None else known.peak
     has_bfloat16 = kind != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
     if wanted != "float16" and has_bfloat16:
         return Precision(
