@@ -24,7 +24,7 @@ LAYERS = [
     {"model", "presets"},
     {"costs", "fast", "tokens"},
     {"data"},
-    {"batches", "hub", "recipe"},
+    {"batches", "hub", "parallel", "recipe"},
     {"generate", "losses"},
     {"bundle"},
     {"api", "tasks", "evaluation"},

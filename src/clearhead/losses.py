@@ -57,6 +57,7 @@ def batch_loss(
     chunk: int | None = None,
     balance: float = 0.01,
     objective: Objective | None = None,
+    total: Callable[[Tensor], Tensor] = lambda value: value,
 ) -> tuple[Tensor, int]:
     """Return the loss summed over the targets of `batch`, and the number of targets.
 
@@ -67,6 +68,7 @@ def batch_loss(
         chunk: positions whose logits are computed at a time, for lm and mlm; 0: all; None: by the vocabulary.
         balance: weight of the loss that spreads tokens evenly over experts, in training.
         objective: the task's; None: the usual one of the head.
+        total: sums a value over the processes that share the rows of a batch.
     """
     config, arguments = model.config, arguments_for(model, batch)
     if isinstance(model.head, heads.LanguageHead):
@@ -78,7 +80,7 @@ def batch_loss(
         loss = loss_of(model(**arguments).logits, batch, smoothing)
     if config.n_experts and model.training and balance:
         # Multiply by the targets, because the balance is part of the mean.
-        loss = loss + balance * batch.n_targets * _balance(model, batch)
+        loss = loss + balance * batch.n_shared * _balance(model, batch, total)
     return loss, batch.n_targets
 
 
@@ -260,11 +262,11 @@ class _InChunks(torch.autograd.Function):
         return (None, None, None, None, *scaled)
 
 
-def _balance(model: transformer.Transformer, batch: Batch) -> Tensor:
+def _balance(model: transformer.Transformer, batch: Batch, total: Callable[[Tensor], Tensor]) -> Tensor:
     stacks = [
         (model.decoder, batch.mask),
         (model.encoder, batch.source_mask if model.decoder is not None else batch.mask),
     ]
     return torch.stack(
-        [feedforward.balance_loss(stack, mask) for stack, mask in stacks if stack is not None]
+        [feedforward.balance_loss(stack, mask, total) for stack, mask in stacks if stack is not None]
     ).mean()

@@ -21,6 +21,7 @@ from typing import Any, Literal, Self, TypeAlias, get_args, get_origin
 from clearhead.config import ModelConfig
 from clearhead.data.plan import DataPlan
 from clearhead.errors import ConfigError, InputError, nearest, refuse
+from clearhead.parallel.plan import ParallelPlan
 from clearhead.tokens.plan import TokensPlan
 from clearhead.typed import (
     check_names,
@@ -173,6 +174,7 @@ SECTIONS = {
     "model": ModelConfig,
     "train": TrainPlan,
     "generate": GeneratePlan,
+    "parallel": ParallelPlan,
 }
 
 
@@ -185,6 +187,7 @@ class Recipe:
     model: Mapping[str, Any] = field(default_factory=dict)  # fields of `ModelConfig`, and `base`
     train: TrainPlan = field(default_factory=TrainPlan)
     generate: GeneratePlan = field(default_factory=GeneratePlan)
+    parallel: ParallelPlan = field(default_factory=ParallelPlan)
 
     def __post_init__(self) -> None:
         hints = {BASE: str, **hints_of(ModelConfig)}
@@ -211,6 +214,11 @@ class Recipe:
     def to_toml(self) -> str:
         """Write the recipe as TOML: every key, its value and its meaning."""
         return "\n".join(_written(section, getattr(self, section)) for section in SECTIONS)
+
+    def items(self) -> Iterator[tuple[str, Any]]:
+        """Yield every setting by its full name, such as train.steps."""
+        for section in SECTIONS:
+            yield from ((f"{section}.{key}", value) for key, value in plain(getattr(self, section)).items())
 
     def replace(self, section: str, **values: Any) -> Self:
         """Return a copy with some keys of one section changed."""
