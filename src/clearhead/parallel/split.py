@@ -9,8 +9,12 @@ Shapes: B batch, T length, H heads, K key/value heads, E head width.
 
 import logging
 from collections.abc import Mapping
+from typing import Any, cast
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import Replicate
@@ -77,8 +81,16 @@ class SplitAttention(Attention):
     their gradients.
     """
 
+    group: dist.ProcessGroup  # the processes that have the other heads
     own: list[int]  # the heads that are here, of all
     keys: list[int] | None  # of all key/value heads, those that the queries here attend to; None: all here
+
+    def project(self, x: Tensor, source: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Attention.project`."""
+        if self.keys is None:
+            return super().project(x, source)
+        shared = cast(Tensor, _Shared.apply(source, self.group))  # type: ignore[no-untyped-call]
+        return self.q(x), self.k(shared), self.v(shared)
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, view: View, cache: LayerKeys | None, tap: Tap
@@ -93,14 +105,31 @@ class SplitAttention(Attention):
         return None if self.sink is None else self.sink[self.own]
 
 
+class _Shared(torch.autograd.Function):
+    """The same tensor; its gradient is the sum of what the processes of a group have."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
+        """Sum the gradient."""
+        upstream = upstream.contiguous().clone()
+        dist.all_reduce(upstream, group=ctx.group)
+        return upstream, None
+
+
 def _split_tensors(model: Transformer, mesh: DeviceMesh) -> list[str]:
     """Split heads, widths and vocabulary; return the names of parameters with partial gradients."""
-    size, rank, partial = mesh.size(), mesh.get_local_rank(), []
+    size, partial = mesh.size(), []
     for name, part in list(model.named_modules()):
         _check(name, part, size)
         plan = dict(next((plan for kind, plan in SPLITS.items() if isinstance(part, kind)), {}))
         if isinstance(part, Attention):
-            part = _own_heads(part, size, rank)
+            part = _own_heads(part, mesh)
             model.set_submodule(name, part)
             if part.keys is not None:
                 del plan["k"], plan["v"]
@@ -116,8 +145,9 @@ def _split_tensors(model: Transformer, mesh: DeviceMesh) -> list[str]:
     return partial
 
 
-def _own_heads(part: Attention, size: int, rank: int) -> SplitAttention:
-    """Return the attention with the heads of one process of `size`."""
+def _own_heads(part: Attention, mesh: DeviceMesh) -> SplitAttention:
+    """Return the attention with the heads of this process."""
+    size, rank = mesh.size(), mesh.get_local_rank()
     count, group = part.n_heads // size, part.n_heads // part.n_kv_heads
     own = list(range(rank * count, (rank + 1) * count))
     shared = part.n_kv_heads % size != 0
@@ -125,7 +155,7 @@ def _own_heads(part: Attention, size: int, rank: int) -> SplitAttention:
     keys = sorted(set(each)) if count % len(set(each)) == 0 and len(set(map(each.count, each))) == 1 else each
     heads = tuple(part.heads[head] for head in own)
     changes: dict[str, object] = {"n_heads": count, "heads": heads, "pruned": True, "own": own}
-    changes["keys"] = keys if shared else None
+    changes |= {"keys": keys if shared else None, "group": mesh.get_group()}
     if not shared:
         changes["n_kv_heads"] = part.n_kv_heads // size
     return like(part, SplitAttention, **changes)

@@ -218,9 +218,15 @@ def launch() -> str | None:
 
 @contextmanager
 def joined() -> Iterator[World]:
-    """Join the processes that `torchrun` has started; alone, give `ALONE`."""
+    """Join the processes that `torchrun` has started; alone, give `ALONE`.
+
+    A group that the caller has opened is used, and stays open.
+    """
     if not started():
         yield ALONE
+        return
+    if dist.is_initialized():
+        yield World(rank=dist.get_rank(), size=dist.get_world_size())
         return
     graphics = torch.cuda.is_available()
     if graphics:
