@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
+import os
 import random
+import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -107,12 +111,24 @@ def job(family: str, data: Path, out: Path, mesh: Mapping[str, int] = NONE, **mo
 
 
 def perform(job: dict[str, Any]) -> None:
-    """Train, or go on."""
+    """Train, or go on; `kill` names a process and the step at which it dies, in its first life."""
     torch.set_num_threads(1)
+    on_event: Any = print
+    victim, step = job.get("kill", (None, 0))
+    if os.environ.get("RANK") == str(victim) and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        calls = itertools.count(1)
+
+        def stop() -> bool:
+            if next(calls) == step:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return False
+
+        ch.train(job["data"], out=job["out"], settings=job["settings"], on_event=on_event, stop=stop)
+        return
     if "resume" in job:
-        ch.train(resume=job["resume"], settings=job["settings"])
+        ch.train(resume=job["resume"], settings=job["settings"], on_event=on_event)
     else:
-        ch.train(job["data"], out=job["out"], settings=job["settings"])
+        ch.train(job["data"], out=job["out"], settings=job["settings"], on_event=on_event)
 
 
 def launch(processes: int, jobs: list[dict[str, Any]], folder: Path, *options: str) -> str:
@@ -144,7 +160,27 @@ def differences(a: Path, b: Path) -> tuple[float, float, float]:
     return found[0], found[1], found[2]
 
 
-if __name__ == "__main__":
+def table(folder: Path) -> list[dict[str, Any]]:
+    """Train every family on every mesh; return the largest differences to one process."""
+    rows = []
+    for family in FAMILIES:
+        data, alone = write_data(family, folder / family), folder / f"{family}-alone"
+        perform(job(family, data, alone))
+        for mesh in MESHES:
+            out = folder / f"{family}-{'-'.join(mesh)}"
+            launch(math.prod(mesh.values()), [job(family, data, out, mesh)], folder)
+            loss, weights, moments = differences(alone, out)
+            rows.append({"model": family, **mesh, "loss": loss, "weights": weights, "moments": moments})
+            print(json.dumps(rows[-1]), flush=True)
+    return rows
+
+
+if __name__ == "__main__" and len(sys.argv) == 1:
+    with tempfile.TemporaryDirectory() as work:
+        found = table(Path(work))
+    worst = max(max(row[name] for name in ("loss", "weights", "moments")) for row in found)
+    print(f"{len(found)} runs, largest difference {worst:.1e}")
+elif __name__ == "__main__":
     torch.distributed.init_process_group("gloo")
     for each in json.loads(Path(sys.argv[1]).read_text()):
         perform(each)

@@ -43,3 +43,24 @@ def test_a_mesh_gives_the_numbers_of_one_process(family: str, mesh: dict[str, in
     assert loss <= 1e-5
     assert weights <= 1e-5
     assert moments <= 1e-5
+
+
+@pytest.mark.parametrize(("begun", "ended"), [(1, 2), (2, 1)])
+def test_a_run_goes_on_with_another_number_of_processes(
+    begun: int, ended: int, runs: Path, tmp_path: Path
+) -> None:
+    """Ten steps on one mesh and ten on another are twenty in one process."""
+    data, out = runs / "decoder" / "text.txt", tmp_path / "run"
+    first = meshes.job("decoder", data, out, {"shard": 2} if begun == 2 else {}, settings={"train.steps": 10})
+    # A schedule by the number of steps would be that of the shorter run.
+    first["settings"]["train.schedule"] = "constant"
+    sizes = {"parallel.shard": 1} if ended == 1 else {"parallel.shard": 1, "parallel.tensor": 2}
+    second = {"resume": str(out), "settings": {"train.steps": 20, **sizes}}
+    for count, job in ((begun, first), (ended, second)):
+        if count == 1:
+            meshes.perform(job)
+        else:
+            meshes.launch(count, [job], tmp_path)
+    whole = meshes.job("decoder", data, tmp_path / "whole", settings={"train.schedule": "constant"})
+    meshes.perform(whole)
+    assert max(meshes.differences(out, tmp_path / "whole")) <= 1e-5

@@ -73,8 +73,8 @@ def wholes(tensors: Mapping[str, Tensor], keep: bool) -> Iterator[tuple[str, Ten
 def rest(model: nn.Module) -> None:
     """Let go of the parts of others that the last pass of a model that is split has gathered."""
     for part in model.modules():
-        if hasattr(part, "reshard"):
-            part.reshard()
+        if callable(reshard := getattr(part, "reshard", None)):
+            reshard()
 
 
 def emptied(model: Transformer) -> Transformer:

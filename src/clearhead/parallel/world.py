@@ -220,7 +220,7 @@ def launch() -> str | None:
 def joined() -> Iterator[World]:
     """Join the processes that `torchrun` has started; alone, give `ALONE`.
 
-    A group that the caller has opened is used, and stays open.
+    Of an error that ends them all, one process speaks. A group that the caller has opened stays open.
     """
     if not started():
         yield ALONE
@@ -234,18 +234,25 @@ def joined() -> Iterator[World]:
     dist.init_process_group("cpu:gloo,cuda:nccl" if graphics else "gloo")
     try:
         yield World(rank=dist.get_rank(), size=dist.get_world_size())
+    except Exception:
+        if not _speaks():
+            raise SystemExit(2) from None
+        raise
     finally:
         dist.destroy_process_group()
 
 
-def speaks() -> bool:
+def first_here() -> bool:
+    """Return True in the process that reports, before and after it has joined the others."""
+    return os.environ.get("RANK", "0") == "0" or not started()
+
+
+def _speaks() -> bool:
     """Return True in the first process that fails, which says why; the others end in silence."""
-    if not (started() and dist.is_initialized()):
-        return os.environ.get("RANK", "0") == "0"
+    own = os.environ["RANK"]
     try:
-        own = os.environ["RANK"]
         return bool(_store().compare_set("failed", "", own).decode() == own)
-    except RuntimeError:
+    except RuntimeError:  # the store is gone, and with it the process that failed
         return False
 
 
