@@ -49,7 +49,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "vit": {"model.patch_size": 4},
     "moe": {
         **{"model.n_experts": 4, "model.n_active_experts": 2, "model.max_positions": 16},
-        **{"model.qk_norm": "head", "model.positions": "alibi"},
+        **{"model.qk_norm": "head", "model.positions": "alibi", "data.batch_size": 1},
     },
 }
 NONE: Mapping[str, int] = {}

@@ -164,6 +164,13 @@ def _own_heads(part: Attention, mesh: DeviceMesh) -> SplitAttention:
 def _check(name: str, part: nn.Module, size: int) -> None:
     """Refuse what the tensor axis cannot split."""
     axis = f"parallel.tensor {size}"
+    for key in next((plan for kind, plan in SPLITS.items() if isinstance(part, kind)), {}):
+        layer = getattr(part, key)
+        refuse(
+            not isinstance(layer, nn.Linear | nn.Embedding | None),
+            f"{axis} cannot split {name}.{key}, a {type(layer).__name__}: use data or shard",
+            ConfigError,
+        )
     if isinstance(part, Attention):
         refuse(
             type(part) is not Attention,

@@ -109,16 +109,17 @@ class TrainingRun:
     def loss(self, batch: Batch) -> Tensor:
         """Return the loss of a batch, summed over its targets."""
         plan, objective = self.plan, self.task.objective
+        counted = bool(batch.n_rows)  # False: a row stands in for none
         with self.precision.autocast(), self.attention():
-            loss, targets = batch_loss(
+            loss, _ = batch_loss(
                 self.runner,
                 batch,
                 plan.label_smoothing,
                 plan.loss_chunk,
                 objective=objective,
-                total=self.world.sum,
+                total=lambda value: self.world.sum(value * counted),
             )
-        return loss if targets else loss * 0.0
+        return loss * counted
 
     @contextmanager
     def usable(self) -> Iterator[Model]:
