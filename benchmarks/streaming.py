@@ -1,14 +1,16 @@
 """Stream: time and memory of a token over a million of them, and the likelihood of a long text by position.
 
     python benchmarks/streaming.py [--tokens 1000000] [--block 50000] [--new 1000] [--save]
+    python benchmarks/streaming.py --attention linear [--tokens 1000000] [--new 200] [--save]
     python benchmarks/streaming.py --model DIR --text FILE [--tokens 16384] [--window 1024] [--sinks 4]
         [--save]
 
 The first form feeds a tiny model of random weights one text. Of each block of tokens all but the last are
 read in pieces, and the last are generated, one at a time: CPU time of a generated token, bytes of the cache,
-memory of the process. `--new` as large as the block generates every token.
+memory of the process. `--new` as large as the block generates every token. The second form does the same with
+layers that keep a state, at 1,000, 10,000, 100,000 and 1,000,000 tokens.
 
-The second form reads a text with a checkpoint in three ways, as in StreamingLLM's picture: dense, with all
+The third form reads a text with a checkpoint in three ways, as in StreamingLLM's picture: dense, with all
 keys, also past the length the model was trained on; a window, the last keys alone; and a window of the same
 size whose first tokens are sinks. It writes negative log-likelihoods by position, and a picture into
 docs/images, both under the name of the checkpoint's folder.
@@ -21,7 +23,10 @@ import gzip
 import itertools
 import resource
 import time
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as nnf
@@ -44,46 +49,39 @@ def resident() -> float:
     return pages * resource.getpagesize() / 2**20
 
 
-def held(cache: ch.StreamCache) -> int:
-    """Bytes of the keys, values and slots that a cache holds."""
-    keys = [part for layer in cache.layers.values() for part in vars(layer).values()]
-    slots = [part for ring in cache.rings.values() for part in ring.tensors()]
-    return sum(part.nbytes for part in keys + slots if isinstance(part, torch.Tensor))
+def held(cache: ch.Cache) -> int:
+    """Bytes of the keys, values, states and slots that a cache holds."""
+    layers = [vars(layer).values() for layer in cache.layers.values()]
+    rings = [ring.tensors() for ring in getattr(cache, "rings", {}).values()]
+    found = torch.utils._pytree.tree_leaves([list(each) for each in layers + rings])
+    return sum(part.nbytes for part in {id(part): part for part in found}.values() if torch.is_tensor(part))
 
 
-def measure_tokens(tokens: int, block: int, new: int, window: int, sinks: int) -> list[dict[str, float]]:
-    """Read and generate one text; return a row of figures for each block."""
-    config = ch.ModelConfig(
-        vocab_size=256,
-        d_model=32,
-        n_layers=2,
-        n_heads=4,
-        positions="rope",
-        norm="rmsnorm",
-        gated=True,
-        bias=False,
-        max_positions=window,
-    )
-    model = prepared(ch.Transformer(config))
-    cache, rows = ch.StreamCache(config, window, sinks), []
-    request = Request(max_new_tokens=new, temperature=1.0, overflow="stream", sinks=sinks)
-    text = torch.randint(256, (block,)).tolist()  # what is read of each block
-    for start in range(0, tokens, block):
+def measure_tokens(
+    config: ch.ModelConfig, cache: ch.Cache, request: Request, ends: list[int]
+) -> list[dict[str, float]]:
+    """Read and generate one text; return a row of figures for each stretch of it, by where it ends."""
+    model, rows, new = prepared(ch.Transformer(config)), [], request.max_new_tokens
+    text = torch.randint(256, (ends[-1],)).tolist()  # what is read
+    for start, end in itertools.pairwise([0, *ends]):
         stamps: list[float] = []
 
         def watch(number: int, row: Continuation, stamps: list[float] = stamps) -> None:
             stamps.append(time.process_time())
 
+        began = time.process_time()
         with torch.inference_mode():
-            if block > new:
-                prefill(model, [text[: block - new]], cache)
+            if end - start > new:
+                prefill(model, [text[: end - start - new]], cache)
+            read = time.process_time() - began
             prompt = [0] * cache.length + text[-1:]  # the cache has read all but the last
             decode(model, request, Prompts([prompt]), Ends(on_token=watch), cache)
         steps = sorted(later - earlier for earlier, later in itertools.pairwise(stamps))
         row = {
-            "to": start + block,
+            "to": end,
             "ms_median": round(1e3 * steps[len(steps) // 2], 3),
             "ms_quickest_tenth": round(1e3 * steps[len(steps) // 10], 3),
+            "us_a_token_read": round(1e6 * read / max(1, end - start - new), 1),
             "cache_bytes": held(cache),
             "resident_mib": round(resident(), 1),
         }
@@ -106,12 +104,14 @@ def likelihoods(m: ch.Model, ids: list[int], cache: ch.Cache, name: str) -> torc
 
 
 def compare(
-    folder: Path, text: Path, tokens: int, window: int, sinks: int, every: int, picture: bool
-) -> dict:
-    """Read a text in three ways; return mean negative log-likelihood for each stretch of `every` tokens."""
+    folder: Path, text: Path, tokens: int, window: int, sinks: int, every: int
+) -> Iterator[dict[str, Any]]:
+    """Read a text in three ways; after each, yield mean negative log-likelihoods of `every` tokens so far."""
     m = ch.load(folder)
     raw = gzip.decompress(text.read_bytes()) if text.suffix == ".gz" else text.read_bytes()
     ids = m.prompt_ids(raw.decode()[: 8 * tokens])[: tokens + 1]
+    title = f"{folder.name}: trained on {m.config.max_positions:,} tokens at a time"
+    about = {"title": title, "trained": m.config.max_positions, "text": text.name, "tokens": len(ids) - 1}
     ways = {
         "dense": ch.Cache(tokens + 1),
         f"window {window}": ch.StreamCache(m.config, window, 0),
@@ -129,22 +129,19 @@ def compare(
             "cpu_seconds": round(time.process_time() - started, 1),
         }
         print(name, figures[name], flush=True)
-    title = f"{folder.name}: trained on {m.config.max_positions:,} tokens at a time"
-    if picture:
-        figure, axes = single(8, 4, title, "tokens read", "negative log-likelihood of a token", grid="both")
-        for name, curve in curves.items():
-            axes.plot([(place + 0.5) * every for place in range(len(curve))], curve, label=name)
-        axes.axvline(m.config.max_positions, color="grey", linestyle=":")
-        axes.legend()
-        save_picture(figure, ROOT / "docs" / "images" / f"streaming_{folder.name}.png")
-    return {
-        "title": title,
-        "text": text.name,
-        "tokens": len(ids) - 1,
-        "every": every,
-        "rows": figures,
-        "curves": curves,
-    }
+        yield {**about, "every": every, "rows": figures, "curves": curves}
+
+
+def draw(found: dict[str, Any], out: Path) -> None:
+    """Draw the curves against the tokens read, and a line at the trained length."""
+    figure, axes = single(
+        8, 4, found["title"], "tokens read", "negative log-likelihood of a token", grid="both"
+    )
+    for name, curve in found["curves"].items():
+        axes.plot([(place + 0.5) * found["every"] for place in range(len(curve))], curve, label=name)
+    axes.axvline(found["trained"], color="grey", linestyle=":")
+    axes.legend()
+    save_picture(figure, out)
 
 
 def main() -> None:
@@ -158,6 +155,7 @@ def main() -> None:
         "--window", type=int, help="tokens that are kept, sinks too; default: 256; of a text, 1024"
     )
     parser.add_argument("--sinks", type=int, default=4)
+    parser.add_argument("--attention", default="full", help="of the tiny model, as in a config")
     parser.add_argument("--block", type=int, default=50_000)
     parser.add_argument("--new", type=int, default=1000, help="generated at the end of each block")
     parser.add_argument("--every", type=int, default=256, help="tokens of a point of the picture")
@@ -169,17 +167,29 @@ def main() -> None:
     about: dict[str, object] = {"device": device_name(), "torch": torch.__version__}
     if options.model is not None:
         tokens, window = options.tokens or 16_384, options.window or 1024
-        found = compare(
-            options.model, options.text, tokens, window, options.sinks, options.every, options.save
-        )
         name = f"streaming_{options.model.name}"
+        for found in compare(options.model, options.text, tokens, window, options.sinks, options.every):
+            if options.save:
+                save(name, [{**about, **found}])
+                draw(found, ROOT / "docs" / "images" / f"{name}.png")
     else:
-        window = options.window or 256
-        rows = measure_tokens(options.tokens or 1_000_000, options.block, options.new, window, options.sinks)
-        found = {"title": f"one text, window {window} with {options.sinks} sinks", "rows": rows}
-        name = "streaming"
-    if options.save:
-        save(name, [{**about, **found}])
+        tokens, window = options.tokens or 1_000_000, options.window or 256
+        config = ch.ModelConfig(
+            vocab_size=256, d_model=32, n_layers=2, n_heads=4, positions="rope", norm="rmsnorm", gated=True,
+            bias=False, max_positions=window, attention=options.attention,
+        )  # fmt: skip
+        request = Request(max_new_tokens=options.new, temperature=1.0)
+        if options.attention == "full":
+            title, name = f"one text, window {window} with {options.sinks} sinks", "streaming"
+            request = replace(request, overflow="stream", sinks=options.sinks)
+            cache: ch.Cache = ch.StreamCache(config, window, options.sinks)
+            ends = list(range(options.block, tokens + 1, options.block))
+        else:
+            title, name = f"one text, attention {options.attention}", f"streaming_{options.attention}"
+            cache, ends = ch.Cache(), [end for end in (10**power for power in range(3, 9)) if end <= tokens]
+        found = {"title": title, "rows": measure_tokens(config, cache, request, ends)}
+        if options.save:
+            save(name, [{**about, **found}])
 
 
 if __name__ == "__main__":

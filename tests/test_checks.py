@@ -12,7 +12,6 @@ import pytest
 import torch
 
 import clearhead as ch
-from clearhead.generate import decode
 from clearhead.inside import checks
 from clearhead.inside.checks.independent import formula_rows
 from clearhead.inside.checks.long import reach, thresholds
@@ -124,6 +123,10 @@ OTHERS = {
         **{"gated": True, "gated_clamp": 0.3, "gated_shift": 0.5, "activation": "quick_gelu"},
         **{"n_experts": 3, "router_bias": True, "attention_sink": True, "window": (4, None)},
     },
+    "gated heads, a shared expert": {
+        **{"attention_gate": True, "d_value": 7, "n_kv_heads": 2, "gated": True, "norm_unit_offset": True},
+        **{"n_experts": 3, "d_expert": 9, "d_shared_expert": 10, "dense_layers": (1,)},
+    },
     "all experts weighed": {"n_experts": 4, "router_order": "softmax_topk", "router_renormalise": False},
     "pruned": {"positions": "alibi", "n_kv_heads": 2, "pruned_heads": {"blocks.1.attention": (0, 1)}},
     "scaled residuals": {
@@ -152,10 +155,7 @@ OTHERS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def short_pieces(monkeypatch):
-    """Prompts are read in small pieces, so that most of these tests need no rows of a thousand tokens."""
-    monkeypatch.setattr(decode, "PREFILL_CHUNK", 64)
+pytestmark = pytest.mark.usefixtures("short_pieces")
 
 
 def not_passed(rows: list[ch.Check]) -> list[ch.Check]:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import clearhead as ch
-from clearhead import cli
+from clearhead import cli, tour
 from clearhead.commands.common import show_result
 from clearhead.commands.parts import _grid_tables
 from clearhead.inside.parts.importance import HeadTable
@@ -72,6 +72,7 @@ def test_cost_of_a_config_file(capsys, tmp_path):
     assert json.loads(out)["parameters"]["total"] == ch.cost("nano").parameters.total
 
 
+@pytest.mark.usefixtures("short_pieces")
 def test_check_passes_and_fails(capsys, folder, monkeypatch):
     code, out, _ = inside("check", folder, "--json", capsys=capsys)
     body = json.loads(out)
@@ -110,6 +111,7 @@ def test_help_fits_a_terminal_of_80_columns(command, capsys, monkeypatch):
     assert [line for line in lines if len(line) > 80] == []
 
 
+@pytest.mark.usefixtures("short_pieces")
 def test_lists_and_titles_fit_a_terminal_of_80_columns(capsys, folder, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     out = inside("train", capsys=capsys)[1]
@@ -128,6 +130,7 @@ def test_lists_and_titles_fit_a_terminal_of_80_columns(capsys, folder, monkeypat
 
 
 @pytest.mark.ledger("L2")
+@pytest.mark.usefixtures("short_pieces")
 def test_check_against_the_reference(capsys, tmp_path):
     sizes = {"vocab_size": 64, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_positions": 64}
     for name, config in {
@@ -198,7 +201,11 @@ def test_a_real_process(folder):
     assert run("nonsense").returncode == 2
 
 
-def test_the_tour_does_what_it_says(capsys, tmp_path):
+@pytest.mark.usefixtures("short_pieces")
+def test_the_tour_does_what_it_says(capsys, tmp_path, monkeypatch):
+    for settings in (tour.PROSE, tour.DATES):  # a short tour, of little data
+        monkeypatch.setitem(settings, "data.max_examples", 40)
+        monkeypatch.setitem(settings, "data.batch_size", 4)
     code, out, _ = inside("demo", "--steps", "12", "--out", str(tmp_path), capsys=capsys)
     assert code == 0
     assert "28 of 28 equal" in out

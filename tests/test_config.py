@@ -113,6 +113,18 @@ WRONG = {
     "shift without gate": ({"gated_shift": -1.0}, "gated_shift -1.0 needs a gate: set gated true"),
     "clamp at nothing": ({"gated": True, "gated_clamp": 0.0}, "gated_clamp 0.0 must be above 0"),
     "router's bias without router": ({"router_bias": True}, "router_bias needs a router: set n_experts"),
+    "shared expert without router": ({"d_shared_expert": 8}, "d_shared_expert needs a router: set n_experts"),
+    "dense layers without router": ({"dense_layers": (0,)}, "dense_layers needs a router: set n_experts"),
+    "no such dense layer": (
+        {"n_experts": 2, "dense_layers": (2,)},
+        "dense_layers names layer 2, and there are layers 0 to 1",
+    ),
+    "dense layers alone": ({"n_experts": 2, "dense_layers": (0, 1)}, "leaves no layer to the experts"),
+    "dense and shared": (
+        {"n_experts": 2, "dense_layers": (0,), "layer_groups": 1},
+        "layer 1 shares its weights by layer_groups with one of the dense_layers",
+    ),
+    "expert of no width": ({"n_experts": 2, "d_expert": 0}, "d_expert 0 must be 1 or more"),
     "no vocabulary": ({"vocab_size": 0}, "vocab_size is not set"),
     "two vocabularies": (
         {"family": "encoder-decoder", "source_vocab_size": 5},
@@ -310,6 +322,7 @@ CHOICES = {
     "activation": st.sampled_from(["relu", "gelu", "gelu_tanh", "quick_gelu", "silu", "relu2"]),
     "gated": st.booleans(),
     "n_experts": st.sampled_from([0, 2, 5]),
+    "attention_gate": st.booleans(),
     "norm": st.sampled_from(["layernorm", "rmsnorm"]),
     "norm_position": st.sampled_from(["pre", "post", "sandwich", "output"]),
     "norm_eps": st.floats(1e-12, 1e-3),
@@ -323,7 +336,7 @@ CHOICES = {
 
 
 @pytest.mark.ledger("E5")
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.fixed_dictionaries({}, optional=CHOICES))
 def test_json_round_trip_is_exact(choices):
     """Any config comes back from JSON equal, floats to the last bit, and writes the same text again."""

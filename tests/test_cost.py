@@ -73,6 +73,18 @@ ODD: dict[str, ModelConfig] = {
         activation="quick_gelu",
         router_bias=True,
     ),
+    "experts-shared": small.replace(
+        n_experts=4, d_expert=24, d_shared_expert=20, gated=True, dense_layers=(1,), activation="silu"
+    ),
+    "experts-shared-grouped-layers": small.replace(
+        n_experts=3, d_shared_expert=20, layer_groups=2, dense_layers=(2,), bias=False
+    ),
+    "gated-heads": small.replace(attention_gate=True),
+    "gated-heads-normed": small.replace(
+        **{"attention_gate": True, "n_kv_heads": 2, "positions": "rope", "rope_fraction": 0.5},
+        **{"qk_norm": "head", "norm": "rmsnorm", "qkv_bias": False},
+    ),
+    "two-stacks-gated-heads": both.replace(attention_gate=True, pruned_heads={"blocks.0.cross": (1,)}),
     "sink": small.replace(attention_sink=True),
     "sink-grouped-capped-window": small.replace(
         attention_sink=True, attention_softcap=5.0, n_kv_heads=2, window=3, positions="rope"
@@ -204,7 +216,7 @@ def test_a_token_meets_its_experts_and_no_others() -> None:
 @pytest.mark.parametrize("name", ALL)
 def test_flops_are_those_that_torch_counts(name: str) -> None:
     # Their layers are all alike, and counting is slow.
-    config = ALL[name] if ALL[name].n_layers <= 8 else ALL[name].replace(n_layers=8)
+    config = ALL[name] if ALL[name].n_layers <= 8 else ALL[name].replace(n_layers=3)
     device = "cpu" if config.n_experts else "meta"  # which expert a token visits depends on real numbers
     model = Transformer(config) if config.n_experts else meta_model(config)
     with attending(model, "eager"):
@@ -418,6 +430,7 @@ KINDS = {
     "linear-encoder": encoder.replace(attention="linear(relu)"),
     "low-rank": encoder.replace(attention="low-rank(8)"),
     "gated-delta": small.replace(attention=("full", "gated-delta", "full")),
+    "linear-gated": small.replace(attention="linear", attention_gate=True),
     "sinks": small.replace(attention="window(32, sinks=2)", n_kv_heads=2),
     "dilated": small.replace(attention="dilated(4, 3)"),
     "blocks": encoder.replace(attention="blocks(32, 3, 4, 0, 1)"),

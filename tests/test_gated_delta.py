@@ -155,17 +155,6 @@ def test_a_layer_in_pieces_equals_one_call(where, packed):
             assert worst(torch.cat(said, dim=1)[shown], whole[shown]) <= 1e-5
 
 
-def test_rows_of_a_state_can_be_reordered():
-    model, x, rows = layer(), vectors(), torch.tensor([1, 1, 0])
-    state = GatedDeltaState()
-    state.reorder(rows)  # nothing yet
-    with torch.no_grad():
-        model(x[:, :5], None, PACKED[:, :5], state)
-        state.reorder(rows)
-        out = model(x[rows, 5:], None, PACKED[rows, 5:], state)
-        assert worst(out, model(x, None, PACKED)[rows, 5:]) <= 1e-5
-
-
 def test_gradients_of_a_layer_are_those_of_finite_differences():
     model = layer(kernel=3).double()
     x = vectors().double()[:, :6].requires_grad_()
@@ -187,6 +176,9 @@ def test_a_layer_shows_its_steps():
 
     layer()(vectors(), tap=Shown())
     assert seen == {
+        "q_projected": (B, T, K * E),
+        "k_projected": (B, T, K * E),
+        "v_projected": (B, T, H * VALUE),
         "q": (B, K, T, E),
         "k": (B, K, T, E),
         "v": (B, H, T, VALUE),

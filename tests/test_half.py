@@ -21,6 +21,7 @@ def pytest_generate_tests(metafunc):
     metafunc.parametrize(("name", "dtype"), cases)
 
 
+@pytest.mark.usefixtures("short_pieces")
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 def test_every_choice_passes_the_check(name, dtype, differences):
     model = ch.Transformer(build(**CHOICES[name]).config).to(getattr(torch, dtype))

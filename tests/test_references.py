@@ -24,21 +24,21 @@ def attend_by_loops(q, k, v, mask=None, bias=None, scale=None, softcap=None):
     """One query, one head, one key at a time, in Python floats."""
     (B, H, T, E), (K, S) = q.shape, k.shape[1:3]
     scale = 1 / math.sqrt(E) if scale is None else scale
-    out = torch.zeros(B, H, T, v.shape[-1], dtype=torch.float64)
+    q, k, v = q.tolist(), k.tolist(), v.tolist()  # lists are much quicker to read one number from
+    seen, added = (None if x is None else x.expand(B, H, T, S).tolist() for x in (mask, bias))
+    out = torch.zeros(B, H, T, len(v[0][0][0]), dtype=torch.float64)
     for b, h, t in itertools.product(range(B), range(H), range(T)):
         shared = h * K // H
         scores = {}
         for s in range(S):
-            if mask is not None and not mask[b % mask.shape[0], h % mask.shape[1], t, s]:
+            if seen is not None and not seen[b][h][t][s]:
                 continue
-            score = sum(float(q[b, h, t, e]) * float(k[b, shared, s, e]) for e in range(E)) * scale
+            score = sum(one * other for one, other in zip(q[b][h][t], k[b][shared][s])) * scale
             score = softcap * math.tanh(score / softcap) if softcap else score
-            scores[s] = score + (
-                float(bias[b % bias.shape[0], h % bias.shape[1], t, s]) if bias is not None else 0.0
-            )
+            scores[s] = score + (added[b][h][t][s] if added is not None else 0.0)
         total = sum(math.exp(score) for score in scores.values())
-        for s, score in scores.items():
-            out[b, h, t] += math.exp(score) / total * v[b, shared, s].double()
+        weighed = [[math.exp(score) / total * x for x in v[b][shared][s]] for s, score in scores.items()]
+        out[b, h, t] = torch.tensor([sum(column) for column in zip(*weighed)], dtype=torch.float64)
     return out
 
 

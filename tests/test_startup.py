@@ -122,9 +122,14 @@ def test_no_public_name_is_a_module_too():
 
 
 def test_names_do_not_depend_on_what_was_imported_before():
-    script = "import clearhead.training.run, clearhead.costs, clearhead as ch; print(ch.train, ch.cost)"
+    script = """
+import sys
+import clearhead.training.run, clearhead.costs, clearhead as ch
+print(ch.train, ch.cost, "torch._dynamo" in sys.modules)
+"""
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.count("<function") == 2
+    assert done.stdout.endswith(" False\n"), "the compiler takes two seconds to load: not before it is used"
 
 
 def test_an_old_name_warns_once_and_works():

@@ -587,6 +587,7 @@ def test_a_sink_is_a_column_before_the_softmax_as_in_transformers(kernel, masked
     assert float(pattern.sum(-1).max()) < 1  # something went to the sink
 
 
+@pytest.mark.usefixtures("short_pieces")
 @pytest.mark.parametrize("name", list(SINKS))
 def test_a_model_with_sinks_is_the_same_however_it_is_run(name):
     model = with_sinks(**SINKS[name])

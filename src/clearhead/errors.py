@@ -50,7 +50,8 @@ def refuse(mistake: object, message: str, error: type[ClearheadError] = InputErr
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """' (did you mean "x"?)' for the known name closest to `name`, or an empty string."""
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    names = list(known)
+    close = [name] if name in names else difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     return f' (did you mean "{close[0]}"?)' if close else ""
 
 

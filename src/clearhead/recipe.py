@@ -6,6 +6,7 @@ to start from.
 """
 
 import dataclasses
+import functools
 import inspect
 import json
 import os
@@ -330,7 +331,7 @@ def _value(text: str, several: bool = False) -> Any:
 def _written(section: str, table: Any) -> str:
     """Write one section as TOML; a key that is unset is written as a comment."""
     values = table if section == "model" else vars(table)
-    notes = {name: f"  # {comment}" for name, comment in _comments(type(table)).items()}
+    notes = {name: f"  # {comment}" for name, comment in _comments(table.__class__).items()}
     lines = [
         (f"# {name} =" if value is None else f"{name} = {_toml(plain(value))}") + notes.get(name, "")
         for name, value in values.items()
@@ -338,6 +339,7 @@ def _written(section: str, table: Any) -> str:
     return "\n".join([f"[{section}]", *lines, ""])
 
 
+@functools.cache
 def _comments(cls: type) -> dict[str, str]:
     """Return the comment beside each field in the source of a dataclass and of its bases."""
     found: dict[str, str] = {}

@@ -1,7 +1,9 @@
-"""The first second: an example is there while the model loads, and then makes room for it."""
+"""The first second: an example is there while the model loads, and then makes room for it.
+
+That it is one second, benchmarks/explorer.py measures.
+"""
 
 import threading
-import time
 
 import pytest
 
@@ -21,10 +23,8 @@ def test_an_example_until_the_model_is_there(watched):
 
     with serving(Opened("slow", slowly)) as served:
         seen = watched()
-        start = time.perf_counter()
         seen.page.goto(served.url)
         seen.page.locator("#input-tokens .chip").first.wait_for()
-        took = time.perf_counter() - start
         assert "loading slow" in seen.texts("#model-name")[0]
         assert "recorded" in seen.page.inner_text("#banner")
         assert seen.page.is_disabled("#input-run")
@@ -46,4 +46,3 @@ def test_an_example_until_the_model_is_there(watched):
             seen.page.evaluate("clearhead.store.get('run').run")
         )
         assert seen.wrong == []
-        assert took < 10, "one second on a quiet machine: benchmarks/explorer.py measures it"

@@ -6,7 +6,7 @@ import gzip
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clearhead.data.plan import DataPlan
@@ -76,7 +76,7 @@ CONTENT = st.one_of(st.binary(max_size=200), st.lists(PIECES, max_size=40).map(b
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60)
 @given(content=CONTENT, other=CONTENT, split=st.booleans(), zipped=st.booleans())
 def test_random_content(tmp_path: Path, name, content, other, split, zipped):
     path = tmp_path / name
@@ -97,7 +97,7 @@ def test_random_content(tmp_path: Path, name, content, other, split, zipped):
     assert message and "\n" not in message
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100)
 @given(
     content=CONTENT,
     format=st.sampled_from(

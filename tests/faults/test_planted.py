@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 import clearhead as ch
-from clearhead.generate import decode
 from tests.faults import lengths
 from tests.faults.plants import PLANTS
 from tests.harness import build
+
+assert lengths  # which adds to the plants
 
 LLAMA = {
     "positions": "rope",
@@ -94,7 +95,7 @@ CASES: dict[str, tuple[dict, set[str]]] = {
     "gates_unclamped": ({**LLAMA, "gated_clamp": 7.0, "gated_shift": 1.0}, CODE - {"model = formula"}),
     "mean_over_padding": (CLASSIFIER, PADDED | {"model = formula (lively)", "accumulated = whole"}),
     "ring_forgets": (WINDOWED, RING | CACHED),
-    # from some length, distance or position on
+    # from some distance or position on
     "learned_past_100": ({"max_positions": 128}, {LONG, FAR, PROMPTED}),
     "last_learned_position": ({"max_positions": 128}, {LONG, FAR, PROMPTED}),
     "offset_shortens_the_table": ({**BART, "max_positions": 128}, {LONG, FAR, PROMPTED}),
@@ -105,6 +106,7 @@ CASES: dict[str, tuple[dict, set[str]]] = {
     "dynamic_stands_still_alone": ({**LLAMA, "rope_scaling": DYNAMIC}, {SWITCH}),
     "longrope_keeps_what_it_read": ({**LLAMA, "rope_scaling": LONGROPE}, {SWITCH}),
     "longrope_is_read_again_late": ({**LLAMA, "rope_scaling": LONGROPE}, {SWITCH}),
+    # from some length on, for which rows have a thousand tokens
     "coarse_distances": ({"positions": "alibi"}, {LONG, PROMPTED}),
     "coarse_sinusoids": ({"positions": "sinusoidal"}, {LONG, PROMPTED}),
     "long_rows_lose_the_window": (WINDOWED, {LONG, PROMPTED}),
@@ -131,15 +133,16 @@ def failed(model: ch.Transformer) -> set[str]:
 
 
 ON_A_CPU = {"biases_of_many_rows"}  # weights are packed there alone
+THOUSAND = [*CASES][[*CASES].index("coarse_distances") : [*CASES].index("forgotten_optimizer")]
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.cpu if name in ON_A_CPU else ()) for name in CASES]
 )
-def test_a_planted_fault_is_caught_where_it_should_be(name, monkeypatch):
+def test_a_planted_fault_is_caught_where_it_should_be(name, monkeypatch, request):
     (plant, wants_model), (changes, rows) = PLANTS[name], CASES[name]
-    if plant.__module__ != lengths.__name__:
-        monkeypatch.setattr(decode, "PREFILL_CHUNK", 64)  # the long rows need not be long
+    if name not in THOUSAND:
+        request.getfixturevalue("short_pieces")
     if not wants_model:
         plant(monkeypatch)
     model = build(**{"n_layers": 1, **changes})

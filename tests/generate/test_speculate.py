@@ -56,7 +56,7 @@ def prompts(count: int, seed: int = 0) -> list[list[int]]:
 def test_lookup_gives_the_same_tokens(shape, options):
     """Token for token, with log-probabilities, alternatives and stop reasons, in fewer runs of the model."""
     runs = tokens = 0
-    for seed in range(2):
+    for seed in range(2 if options == "greedy" else 1):
         m = loaded(shape, seed)
         wanted = m.generate(prompts(4), 60, seed=seed, logprobs=True, alternatives=2, **OPTIONS[options])
         made = m.generate(

@@ -132,7 +132,7 @@ def whole(kind: str, ids: list[int], prompt: list[int] = ()) -> str:
 
 @pytest.mark.ledger("G4")
 @pytest.mark.parametrize("kind", ["byte level", "byte fallback"])
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(text=texts)
 def test_any_text(kind, text):
     ids = KINDS[kind].encode(text).ids
@@ -144,7 +144,7 @@ def test_any_text(kind, text):
 
 @pytest.mark.ledger("G4")
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_any_tokens(kind, data):
     """Half characters, bytes that are no character, special tokens in between, unknown ids."""
@@ -172,7 +172,7 @@ def test_what_leaves_no_text_breaks_no_run_of_bytes(between):
 
 @pytest.mark.ledger("G4")
 @pytest.mark.parametrize("kind", ["byte level", "byte fallback"])
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     text=texts,
     extra=texts,

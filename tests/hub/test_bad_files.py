@@ -18,7 +18,7 @@ import pytest
 import tokenizers
 import torch
 import transformers
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
@@ -445,7 +445,7 @@ def test_null_and_absent_values_are_the_default_or_one_line(folder: Path, key: s
 
 # Fuzz: whatever the bytes, the only exception is a ClearheadError -------------------------------------------
 
-QUICK = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+QUICK = settings(max_examples=100)
 JSON = st.recursive(
     st.none()
     | st.booleans()

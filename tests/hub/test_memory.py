@@ -71,9 +71,10 @@ def test_peak_memory_of_loading(kind: str, tmp_path: Path) -> None:
         ch.Model(ch.Transformer(config)).save(tmp_path / name)
     for dtype, width in (("None", 4), ("float64", 8)):  # as it stands, and each tensor converted
         command = [sys.executable, "-c", MEASURE, str(tmp_path / "small"), str(tmp_path / "model"), dtype]
-        peak = min(  # the system may round up to huge pages, or not
-            int(subprocess.run(command, check=True, capture_output=True, text=True).stdout) for _ in range(3)
-        )
+        for _ in range(3):  # the system may round up to huge pages, or not
+            peak = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+            if peak <= 1.1 * count * width:
+                break
         assert peak <= 1.1 * count * width, (
             f"{kind} as {dtype}: peak is {peak / (count * width):.2f} times the weights"
         )

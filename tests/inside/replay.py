@@ -198,7 +198,7 @@ class Replay:
         v, at = self.values, name.rpartition(".")[0]
         if leaf in ("before", "after"):
             return self.norm(self.stream, name)
-        ends = [f"{block}.{sublayer}.{end}" for end in ("out", "down", "mixed")]
+        ends = [f"{block}.{sublayer}.{end}" for end in ("out", "down", "with_shared", "mixed")]
         answer = next(v[end] for end in ends if end in v)
         if leaf == "inside":
             return self.norm(answer, name)
@@ -210,8 +210,8 @@ class Replay:
 
     def attention(self, at: str, block: str, part: str, leaf: str) -> torch.Tensor:
         config, v = self.config, self.values
-        if leaf in ("q", "k", "v"):
-            x = self.memory if part == "cross" and leaf != "q" else self.read(block, part)
+        if leaf in ("q", "k", "v", "gate"):
+            x = self.memory if part == "cross" and leaf in "kv" else self.read(block, part)
             return self.linear(x, f"{at}.{leaf}")
         if leaf.endswith("_heads"):
             x = (
@@ -257,7 +257,10 @@ class Replay:
             )
         if leaf == "pattern":
             return torch.softmax(torch.where(scores <= lowest, -torch.inf, scores), -1)
-        if leaf == "z":
+        if leaf == "z" and config.attention_gate:
+            gate = torch.stack(v[f"{at}.gate"].split(config.d_value, -1), 1)
+            return v[f"{at}.mixed"] / (1 + torch.exp(-gate))
+        if leaf in ("z", "mixed"):
             pattern, values = v[f"{at}.pattern"], v[f"{at}.v_heads"]
             shared = pattern.shape[1] // values.shape[1]
             return torch.stack(
@@ -286,9 +289,10 @@ class Replay:
 
     def feedforward(self, name: str, at: str, leaf: str) -> torch.Tensor:
         config, v = self.config, self.values
-        if config.n_experts:
+        layer = int(name.partition("blocks.")[2].partition(".")[0])
+        if config.n_experts and layer not in config.dense_layers and not at.endswith(".shared"):
             return self.experts(name, at.removesuffix(".experts"), leaf)
-        x = self.read(at.removesuffix(".feedforward"), "feedforward")
+        x = self.read(at.removesuffix(".shared").removesuffix(".feedforward"), "feedforward")
         if leaf in ("up", "gate"):
             return self.linear(x, name)
         if leaf in BENT:
@@ -315,8 +319,11 @@ class Replay:
         """Row by row: `pairs` are (expert, token, which of its choices), expert by expert."""
         config, v = self.config, self.values
         x = self.read(at.removesuffix(".feedforward"), "feedforward")
-        if leaf == "router":
+        if leaf in ("router", "shared_gate"):
             return self.linear(x, name)
+        if leaf == "with_shared":
+            share = 1 / (1 + torch.exp(-v[f"{at}.shared_gate"]))
+            return v[f"{at}.mixed"] + share * v[f"{at}.shared.down"]
         logits, rows = v[f"{at}.router"][0], x[0]
         if leaf == "chosen":
             return torch.stack(

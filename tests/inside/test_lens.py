@@ -57,6 +57,7 @@ HEADS = {
     "experts": {"n_experts": 3, "positions": "alibi"},
     "shared layers": {"layer_groups": 1, "positions": "relative"},
     "pruned": {"pruned_heads": {"blocks.0.attention": (1,)}, "norm_unit_offset": True},
+    "gated heads": {"attention_gate": True, "n_kv_heads": 2, "n_experts": 2, "d_shared_expert": 5},
     "wide values": {"d_value": 6, "positions": "sinusoidal"},
 }
 

@@ -92,11 +92,12 @@ def every_activation(model: ch.Transformer, texts: list, tap: str) -> dict[tuple
         {"activation": "silu", "gated": True, "norm": "rmsnorm"},
         {"norm_position": "post", **ENCODER},
         {"n_experts": 3, "n_active_experts": 2},
+        {"n_experts": 2, "d_expert": 6, "d_shared_expert": 5, "n_layers": 3, "dense_layers": (1,)},
         {"parallel": True, "layer_groups": 1},
         BOTH,
         {"positions": "sinusoidal", **IMAGES},
     ],
-    ids=["decoder", "gated", "encoder", "experts", "parallel shared", "both", "patches"],
+    ids=["decoder", "gated", "encoder", "experts", "shared expert", "parallel shared", "both", "patches"],
 )
 @pytest.mark.parametrize("batch", [4096, 12], ids=["one batch", "small batches"])
 def test_the_running_top_is_the_top_of_all_activations(changes, batch, monkeypatch, differences):
@@ -104,11 +105,10 @@ def test_the_running_top_is_the_top_of_all_activations(changes, batch, monkeypat
     model = build(**{**changes, "d_ff": 8})
     texts = texts_for(model)
     found = memories(model, iter(texts), top=4)
-    assert len(found.shelves) == (3 if changes is BOTH else 2) * max(1, model.config.n_experts)
+    several = 7 if model.config.dense_layers else 2 * max(1, model.config.n_experts)
+    assert len(found.shelves) == (3 if changes is BOTH else several)
     for shelf in found.shelves:
-        part = f"{shelf.stack}blocks.{shelf.layer}.feedforward" + (
-            "" if shelf.expert is None else f".experts.{shelf.expert}"
-        )
+        part = f"{shelf.stack}blocks.{shelf.layer}.{shelf.part}"
         everything = every_activation(model, texts, f"{part}.post")
         table = np.stack(list(everything.values()))
         for row in range(len(shelf.units)):

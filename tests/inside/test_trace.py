@@ -79,6 +79,8 @@ SHAPES = {
     "experts": GROUPED | {"n_experts": 4, "n_active_experts": 2},
     "clamped": GROUPED | CLAMPED,
     "experts-clamped": GROUPED | CLAMPED | {"n_experts": 4, "bias": True, "router_bias": True},
+    "experts-shared": GROUPED
+    | {"n_experts": 4, "d_expert": 5, "d_shared_expert": 6, "dense_layers": (0,), "attention_gate": True},
     "experts-softmax-first": {"n_experts": 3, "router_order": "softmax_topk", "router_renormalise": False},
     "output-norm": {
         "norm_position": "output",
@@ -96,6 +98,10 @@ SHAPES = {
         "d_embedding": 8,
     },
 }
+
+
+MEMORY = "gated-delta(key_heads=2, value_heads=6, d_key=5, d_value=3)"
+TRACED = {**ODD, "gated-delta": ODD["gated-heads"].replace(attention=("full", MEMORY, "full"))}
 
 
 def given(model: ch.Transformer, length: int = 8, source: int = 5) -> dict:
@@ -220,6 +226,9 @@ def sizes(model: ch.Transformer, step, length: int, source: int) -> dict[str, in
         "E": plan.d_head,
         "Ev": plan.d_value,
         "F": plan.d_ff,
+        "Fx": plan.d_expert,
+        "Fs": plan.d_shared_expert,
+        **{"Kd": 2, "Hd": 6, "Ed": 5, "Vd": 3, "Cd": 2 * 2 * 5 + 6 * 3},  # of MEMORY
         "X": config.n_experts,
         "A": config.n_active_experts,
         "2": 2,
@@ -254,9 +263,9 @@ def sizes(model: ch.Transformer, step, length: int, source: int) -> dict[str, in
 
 
 @pytest.mark.ledger("F1")
-@pytest.mark.parametrize("name", list(ODD))
+@pytest.mark.parametrize("name", list(TRACED))
 def test_symbols_say_the_shapes_and_taps_the_values(name):
-    model = scramble(ch.Transformer(ODD[name])).eval()
+    model = scramble(ch.Transformer(TRACED[name])).eval()
     asked = given(model, 12, 7)
     seen = ch.trace(model, **asked, top=3)
     for step in seen.steps:
@@ -279,20 +288,20 @@ def test_symbols_say_the_shapes_and_taps_the_values(name):
     with torch.no_grad(), ch.record(model, "*") as recorded:
         model(ids, **more)
     tapped = [tap for step in seen.steps for tap in step.taps]
-    assert sorted(tapped) == sorted(tap for tap in ch.tap_names(ODD[name]) if ".experts." not in tap)
+    assert sorted(tapped) == sorted(tap for tap in ch.tap_names(TRACED[name]) if ".experts." not in tap)
     for step in seen.steps:
         for tap in step.taps:
             assert worst(step.value, recorded[tap]) <= 1e-5, tap
-    if ODD[name].n_experts:
+    if TRACED[name].n_experts:
         ends = {
-            "pre": "gate_clamped" if ODD[name].gated_clamp else "gate" if ODD[name].gated else "up",
-            "post": "gated" if ODD[name].gated else "activated",
+            "pre": "gate_clamped" if TRACED[name].gated_clamp else "gate" if TRACED[name].gated else "up",
+            "post": "gated" if TRACED[name].gated else "activated",
             "out": "down",
         }
         for tap, step in ends.items():
             each = [
                 recorded[f"blocks.0.feedforward.experts.{number}.{tap}"]
-                for number in range(ODD[name].n_experts)
+                for number in range(TRACED[name].n_experts)
             ]
             assert worst(seen[f"blocks.0.feedforward.experts.{step}"].value, torch.cat(each)) <= 1e-5
 

@@ -71,6 +71,20 @@ BART = {
     "max_position_embeddings": 64,
 }
 MARIAN = {**BART, "pad_token_id": 40, "decoder_start_token_id": 40, "eos_token_id": 0}
+NEXT = {
+    **GROUPED,
+    "head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 5,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+    "shared_expert_intermediate_size": 16,
+    "mlp_only_layers": [2],
+}
 VIT = {**TEXT, "image_size": 28, "patch_size": 4, "num_labels": 5}
 LABELS = {"num_labels": 3}
 
@@ -102,6 +116,7 @@ SUBJECTS = {
         {**GROUPED, **WINDOW, "use_sliding_window": True, "max_window_layers": 1},
     ),
     "Qwen3": Subject("Qwen3Config", "Qwen3ForCausalLM", {**GROUPED, "head_dim": 8}),
+    "Qwen3-Next": Subject("Qwen3NextConfig", "Qwen3NextForCausalLM", NEXT),
     "Gemma": Subject("GemmaConfig", "GemmaForCausalLM", {**GROUPED, "head_dim": 10}),
     "Gemma2": Subject("Gemma2Config", "Gemma2ForCausalLM", {**GROUPED, **WINDOW, "head_dim": 10}),
     "Gemma3": Subject("Gemma3TextConfig", "Gemma3ForCausalLM", {**GROUPED, **WINDOW, "head_dim": 8}),

@@ -241,8 +241,22 @@ GEMMA3_KEYS = {
             {"rope_theta": 500.0, "rope_scaling": YARN},
             {"window": (7, None, 7), "rope_base": 500.0, "gated_clamp": 7.0},
         ),
+        (
+            "Qwen3Next",
+            {**SMALL, "num_hidden_layers": 6, "mlp_only_layers": [0]},
+            {"partial_rotary_factor": 0.5, "full_attention_interval": 3, "decoder_sparse_step": 2},
+            {
+                "attention": (
+                    *(["gated-delta(key_heads=16, value_heads=32, d_key=128, d_value=128)"] * 2),
+                    "full",
+                )
+                * 2,
+                "rope_fraction": 0.5,
+                "dense_layers": (0, 2, 4),
+            },
+        ),
     ],
-    ids=["GPT-NeoX", "Qwen 2", "Gemma 2", "Gemma 3", "gpt-oss"],
+    ids=["GPT-NeoX", "Qwen 2", "Gemma 2", "Gemma 3", "gpt-oss", "Qwen3-Next"],
 )
 def test_keys_of_older_files(kind, options, keys, expected):
     config = config_of(kind, {**options, **keys})
@@ -294,6 +308,70 @@ def test_mixtral(options, tmp_path):
 )
 def test_gpt_oss(options, tmp_path):
     check("GptOss", options, tmp_path)
+
+
+NEXT = {
+    **GROUPED,
+    "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+    "head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 5,
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+    "shared_expert_intermediate_size": 20,
+}
+FULL, DELTA = ["full_attention"], ["linear_attention"]
+
+
+@pytest.mark.ledger("L6", "D5", "J2")
+@options(
+    two_of_five=NEXT,
+    tied_every_other={
+        **{**NEXT, **TIED, **HALF, "num_hidden_layers": 3, "layer_types": FULL + DELTA * 2},
+        **{
+            "decoder_sparse_step": 2,
+            "num_experts_per_tok": 5,
+            "norm_topk_prob": False,
+            "attention_bias": True,
+            "rope_theta": 500.0,
+        },
+        **{"linear_num_key_heads": 3, "linear_num_value_heads": 3, "linear_conv_kernel_dim": 2},
+    },
+    dense={**NEXT, "layer_types": FULL + DELTA, "num_experts": 0},
+)
+def test_qwen3_next(options, tmp_path):
+    check("Qwen3Next", options, tmp_path)
+
+
+def test_qwen3_next_has_its_published_size():
+    """80 billion parameters, of which a token meets 3 billion, without the token table and the output."""
+    config = config_of("Qwen3Next", {})
+    with torch.device("meta"):
+        model = transformers.Qwen3NextForCausalLM(config)
+    counts = ch.cost(ARCHITECTURES["qwen3_next"].read(config.to_dict()), 64).parameters
+    assert counts.total == sum(p.numel() for p in model.parameters())
+    assert counts.total == pytest.approx(80e9, rel=0.01)
+    assert counts.active - counts.embedding - counts.head == pytest.approx(3e9, rel=0.15)
+
+
+def test_a_head_for_several_tokens_is_carried(tmp_path):
+    """Released files have tensors `mtp.*`, which the reference leaves out: they are written back."""
+    model = reference("Qwen3NextForCausalLM", config_of("Qwen3Next", NEXT), tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    more = {"mtp.fc.weight": torch.randn(32, 64), "mtp.layers.0.mlp.gate.weight": torch.randn(5, 32)}
+    save_file({**tensors, **more}, tmp_path / "model.safetensors")
+    ours = ch.load(tmp_path)
+    ids = batch(model.config)[0]
+    with torch.no_grad():
+        close("logits", ours.model(ids).logits, model(ids).logits, LOGITS)
+    ours.save(tmp_path / "saved")
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    assert saved.keys() == {**tensors, **more}.keys()
+    assert all(torch.equal(saved[name], tensor) for name, tensor in {**tensors, **more}.items())
 
 
 @pytest.mark.ledger("I1")
@@ -466,6 +544,7 @@ def test_falcon(options, fresh, tmp_path):
         ("Gemma2", {**GROUPED, "head_dim": 10, "sliding_window": 6}),
         ("Mixtral", {**GROUPED, "num_local_experts": 3}),
         ("GptOss", OSS),
+        ("Qwen3Next", NEXT),
         ("Falcon", FALCON),
         (
             "GPT2",
@@ -510,6 +589,7 @@ def test_classifiers(kind, options, side, tmp_path):
         ("Gemma3TextModel", {**DEEP, "sliding_window": 8}),
         ("MixtralModel", {**GROUPED, "num_local_experts": 3}),
         ("GptOssModel", OSS),
+        ("Qwen3NextModel", NEXT),
         ("FalconModel", {**FALCON, **NEW}),
         ("PhiModel", SMALL),
     ],
@@ -552,6 +632,9 @@ def test_base_models(kind, options, tmp_path):
         ),
         ("GptOss", OSS, "model.layers.1.mlp.experts.gate_up_proj"),
         ("GptOss", OSS, "model.layers.2.mlp.experts.down_proj_bias"),
+        ("Qwen3Next", NEXT, "model.layers.0.linear_attn.in_proj_qkvz.weight"),
+        ("Qwen3Next", NEXT, "model.layers.1.self_attn.q_proj.weight"),
+        ("Qwen3Next", NEXT, "model.layers.1.mlp.shared_expert.up_proj.weight"),
         ("GPTNeoX", SMALL, "gpt_neox.layers.0.attention.query_key_value.bias"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -594,6 +677,17 @@ def test_a_missing_and_an_unknown_tensor_are_named(kind, options, key, tmp_path)
         ("Mixtral", {**GROUPED, "num_local_experts": 3}, {"num_local_experts": 0}, "num_local_experts 0"),
         ("GptOss", OSS, {"swiglu_alpha": 1.5}, 'swiglu_alpha "1.5": supported are 1.702, 1.0'),
         ("GptOss", OSS, {"swiglu_limit": 0.0}, "gated_clamp 0.0 must be above 0"),
+        ("Qwen3Next", NEXT, {"hidden_act": "gelu"}, 'hidden_act "gelu": supported are silu'),
+        (
+            "Qwen3Next",
+            NEXT,
+            {"layer_types": ["sliding_attention"] * 2},
+            r"layer_types \['sliding_attention'\]",
+        ),
+        ("Qwen3Next", NEXT, {"layer_types": FULL}, "1 layer_types for 2 layers"),
+        ("Qwen3Next", NEXT, {"linear_num_key_heads": 3}, "value heads that are no multiple"),
+        ("Qwen3Next", NEXT, {"linear_conv_kernel_dim": 1}, "kernel 1: it must be a whole number, 2 or more"),
+        ("Qwen3Next", NEXT, {"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size 0"),
     ],
 )
 def test_what_cannot_be_said_is_refused(kind, options, changes, said, tmp_path):

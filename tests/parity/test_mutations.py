@@ -16,6 +16,7 @@ FIELDS = {
     "Llama scaled": ("rope_scaling", "rope_theta"),
     "Mistral": ("layer_types", "per_layer_config"),
     "gpt-oss": ("swiglu_limit", "swiglu_alpha", "layer_types"),
+    "Qwen3-Next": ("mlp_only_layers",),
     "Gemma3": ("attn_logit_softcapping", "rope_local_base_freq"),
     "Phi3 longrope": ("original_max_position_embeddings",),
     "SmolLM3 windows": ("layer_types", "use_sliding_window", "sliding_window"),

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
@@ -62,7 +62,6 @@ def test_stages_agree_with_the_whole(kind: str, task: str) -> None:
 
 
 @given(text=st.text())
-@settings(deadline=None)
 def test_stages_agree_on_any_unicode(text: str) -> None:
     for kind in ("bpe", "wordpiece", "unigram"):
         agree(trained(kind, "mlm"), stages(trained(kind, "mlm"), text), text)

@@ -36,7 +36,7 @@ transformers.logging.set_verbosity_error()
 
 @pytest.mark.ledger("A1")
 @given(text=st.text())
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 def test_bytes_and_bpe_are_exact_on_any_unicode(text: str) -> None:
     for tokenizer in (byte_tokenizer(), trained("byte"), trained("bpe"), trained("bpe", "seq2seq")):
         assert tokenizer.decode(tokenizer.encode(text).ids) == text
@@ -44,7 +44,6 @@ def test_bytes_and_bpe_are_exact_on_any_unicode(text: str) -> None:
 
 @pytest.mark.ledger("A1")
 @given(text=st.text(st.sampled_from(sorted(set(TEXT)))))
-@settings(deadline=None)
 def test_characters_that_were_seen_come_back_as_they_were(text: str) -> None:
     found = trained("char").encode(text)
     assert trained("char").decode(found.ids) == text
@@ -52,7 +51,6 @@ def test_characters_that_were_seen_come_back_as_they_were(text: str) -> None:
 
 
 @given(text=st.text(st.characters(exclude_categories=("Cs",), exclude_characters="▁")))
-@settings(deadline=None)
 def test_unigram_falls_back_on_bytes(text: str) -> None:
     """Exact but for one space at the very start, which is what the first word begins with anyhow."""
     tokenizer = trained("unigram")

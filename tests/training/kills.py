@@ -28,7 +28,7 @@ from clearhead.training.state import CHECKPOINTS, newest
 from tests.training.test_run import TEXT, TINY, child, same, weights
 
 REFUSED = 2
-STEPS = 20  # for each kill: more than a run makes before it comes
+STEPS = 30  # for each kill: more than a run makes before it comes
 LATEST = 0.15  # seconds after the start
 WRITE = 0.005  # seconds that the write of a checkpoint takes
 

@@ -19,6 +19,13 @@ assert text  # the fixture
 
 
 QUICK = ("train.steps=2", "train.validate_every=2")
+FSYNC = os.fsync  # as it is before the suite spares its runs the wait
+
+
+@pytest.fixture(autouse=True)
+def _synced(monkeypatch):
+    """A write takes its time here, so that a kill can come within it."""
+    monkeypatch.setattr(os, "fsync", FSYNC)
 
 
 def wait(number: int) -> int:

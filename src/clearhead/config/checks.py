@@ -5,23 +5,32 @@ import itertools
 from collections.abc import Sequence
 
 from clearhead import errors
+from clearhead.config.ends import Rules, embedding_rules, head_rules
 from clearhead.config.fields import BIASES, Fields, StackSpec
 from clearhead.config.kinds import Blocks, GatedDeltaKind, Kind, LowRank
 from clearhead.errors import ConfigError, nearest
 from clearhead.typed import check_least, check_values
 
 refuse = functools.partial(errors.refuse, error=ConfigError)
-Rules = list[tuple[object, str]]  # a mistake that may have been made, and the line of its error
 
 MOST_LAYERS, MOST_WIDE = 10_000, 2**24  # far beyond any model
 LAYERS = ("n_layers", "n_encoder_layers")
 HEADS = ("n_heads", "n_kv_heads", "n_encoder_heads")
-WIDTHS = ("d_model", "d_head", "d_encoder_head", "d_value", "d_ff", "d_encoder_ff", "d_embedding")
+WIDTHS = ("d_model", "d_head", "d_encoder_head", "d_value", "d_ff", "d_encoder_ff", "d_expert", "d_embedding")
 COUNTS = ("max_positions", "patch_size", "n_channels", "conv_kernel", "conv_stride")
-FROM_ZERO = ("vocab_size", "n_types", "n_experts", "n_classes", "d_input", "position_offset")
+FROM_ZERO = (
+    "vocab_size",
+    "n_types",
+    "n_experts",
+    "d_shared_expert",
+    "n_classes",
+    "d_input",
+    "position_offset",
+)
 ABOVE_ZERO = ("rope_base", "rope_local_base", "attention_softcap", "logit_softcap", "gated_clamp")
 PROBABILITIES = ("dropout", "attention_dropout", "embedding_dropout", "feedforward_dropout", "layer_drop")
 GATED = ("gated_clamp", "gated_shift")
+MIXTURE = ("router_bias", "d_expert", "d_shared_expert", "dense_layers")
 TWO_STACKS = ("n_encoder_layers", "n_encoder_heads", "d_encoder_head", "d_encoder_ff", "source_vocab_size")
 
 
@@ -54,9 +63,12 @@ def check_given(config: Fields) -> None:
                 )
                 for name in GATED
             ),
-            (
-                config.router_bias and not config.n_experts,
-                "router_bias needs a router: set n_experts, or leave router_bias out",
+            *(
+                (
+                    not config.n_experts and getattr(config, name),
+                    f"{name} needs a router: set n_experts, or leave {name} out",
+                )
+                for name in MIXTURE
             ),
             (
                 config.norm == "rmsnorm" and config.norm_bias,
@@ -91,14 +103,15 @@ def check_specs(config: Fields, stacks: Sequence[StackSpec]) -> None:
     _check(_attention(config))
     for stack in stacks:
         _check(_heads(stack))
+        _check(_mixture(stack))
         for layer, kind in enumerate(stack.kinds):
             _check(_kind(config, stack, layer, kind))
     _check(_positions(config))
     for stack in stacks if config.positions == "rope" else ():
         _check(_rope(config, stack))
     _check_pruned(config, stacks)
-    _check(_embedding(config))
-    _check(_head(config))
+    _check(embedding_rules(config))
+    _check(head_rules(config))
 
 
 def _check(rules: Rules) -> None:
@@ -125,6 +138,22 @@ def _heads(stack: StackSpec) -> Rules:
         (
             stack.n_heads % stack.n_kv_heads,
             f"{heads} {stack.n_heads} is not divisible by n_kv_heads {stack.n_kv_heads}",
+        ),
+    ]
+
+
+def _mixture(stack: StackSpec) -> Rules:
+    dense, last = {*stack.dense_layers}, stack.n_layers - 1
+    wrong = next((layer for layer in dense if not 0 <= layer <= last), None)
+    mixed = [layer for layer in range(stack.n_layers) if layer not in dense]
+    whole = {stack.block_of[layer] for layer in dense if 0 <= layer <= last}
+    torn = next((layer for layer in mixed if stack.block_of[layer] in whole), None)
+    return [
+        (wrong is not None, f"dense_layers names layer {wrong}, and there are layers 0 to {last}"),
+        (not mixed, "dense_layers leaves no layer to the experts: set n_experts 0, or name fewer layers"),
+        (
+            torn is not None,
+            f"layer {torn} shares its weights by layer_groups with one of the dense_layers: name both",
         ),
     ]
 
@@ -271,76 +300,3 @@ def _check_pruned(config: Fields, stacks: Sequence[StackSpec]) -> None:
                 f"pruned_heads differ in layers {first} and {layer}, and layer_groups shares weights between "
                 "them: name the same heads for both",
             )
-
-
-def _embedding(config: Fields) -> Rules:
-    both, kind, head = config.family == "encoder-decoder", config.input, config.head
-    predicts = head in ("lm", "mlm")
-    reads = kind == "tokens" or both or predicts
-    shared = both and kind == "tokens" and config.share_embeddings
-    return [
-        (
-            config.d_embedding != config.d_model and not config.embedding_projection,
-            f"d_embedding {config.d_embedding} must be projected to d_model {config.d_model}: "
-            "leave embedding_projection out",
-        ),
-        (
-            kind != "tokens" and not both and predicts,
-            f"head {head} predicts ids and input is {kind}: "
-            "choose head classifier, tagger, embedding or none",
-        ),
-        (
-            reads and config.vocab_size < 1,
-            "vocab_size is not set: give the number of tokens of the tokenizer, 1 at least",
-        ),
-        (
-            shared and config.source_vocab_size != config.vocab_size,
-            f"share_embeddings needs one vocabulary, and source_vocab_size {config.source_vocab_size} "
-            f"differs from vocab_size {config.vocab_size}: set share_embeddings false",
-        ),
-        *(_image(config) if kind == "patches" else ()),
-        (
-            kind in ("vectors", "frames") and config.d_input < 1,
-            f"d_input {config.d_input} must be 1 or more",
-        ),
-        (
-            config.conv_kernel % 2 == 0,
-            f"conv_kernel {config.conv_kernel} is even, and would shift the frames: choose an odd width",
-        ),
-        (
-            config.class_token and kind != "patches",
-            f"class_token belongs to input patches, and input is {kind}: put a CLS id in the text instead",
-        ),
-    ]
-
-
-def _image(config: Fields) -> Rules:
-    if config.image_size is None:
-        return [(True, "input patches needs image_size, as (height, width)")]
-    size, patch = config.image_size, config.patch_size
-    needed = (size[0] // patch) * (size[1] // patch) + config.class_token
-    table = config.positions == "learned" and config.family != "encoder-decoder"
-    return [
-        (
-            any(side % patch for side in size) or min(size) < patch,
-            f"image_size {size} is not a whole number of patches of {patch}: change one of the two",
-        ),
-        (
-            table and config.max_positions < needed,
-            f"max_positions {config.max_positions} is below the {needed} positions of one image: raise it",
-        ),
-    ]
-
-
-def _head(config: Fields) -> Rules:
-    return [
-        (
-            config.head in ("classifier", "tagger") and config.n_classes < 1,
-            f"head {config.head} needs n_classes, 1 at least",
-        ),
-        (
-            config.head == "mlm" and config.family != "encoder",
-            f"head mlm reads both sides of a mask and family is {config.family}: "
-            "choose family encoder, or head lm",
-        ),
-    ]

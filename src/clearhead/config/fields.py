@@ -101,6 +101,8 @@ class StackFields:
     # Attention
     attention_softcap: float | None = None  # scores become cap * tanh(scores / cap)
     attention_sink: bool = False  # a learned score per head that no key has: it takes weight from all of them
+    # what the heads found, times a sigmoid of a projection; gated-delta layers have a gate of their own
+    attention_gate: bool = False
     qk_norm: Literal["none", "head", "full"] = "none"  # norm on queries and keys, per head or over all heads
 
     # Feed-forward
@@ -115,6 +117,8 @@ class StackFields:
     router_order: Literal["topk_softmax", "softmax_topk"] = "topk_softmax"
     router_renormalise: bool = True  # softmax_topk: make the chosen weights sum to one
     router_bias: bool = False
+    d_shared_expert: int = 0  # width of one more expert that each token visits, weighed by a sigmoid; 0: none
+    dense_layers: tuple[int, ...] = ()  # layers, counted from 0, with one feed-forward in place of a mixture
 
     # Residual
     norm_position: NormPosition = "pre"
@@ -143,6 +147,7 @@ class Fields(StackFields):
     d_value: int | None = None  # width of a value head; None: d_head
     d_ff: int | None = None  # None: 4 * d_model
     d_encoder_ff: int | None = None  # encoder-decoder: None: d_ff
+    d_expert: int | None = None  # width of an expert; None: d_ff
     # None: every layer its own weights; k: runs of layers share k sets of weights
     layer_groups: int | None = None
 
@@ -222,6 +227,7 @@ class StackSpec(StackFields):
     d_head: int
     d_value: int
     d_ff: int
+    d_expert: int
     block_of: tuple[int, ...]  # number of the block of each layer; layers that share weights have the same
     d_embedding: int  # width of what is embedded, before a projection to d_model
     embedding_projection: bool
@@ -285,6 +291,13 @@ class StackSpec(StackFields):
             keys, values, d_key, d_value = self.delta_sizes(kind)
             return [(values, d_key, d_value), (kind.kernel - 1, 2 * keys * d_key + values * d_value)]
         return []
+
+    def feedforwards(self, layer: int) -> dict[str, int]:
+        """Return the width of each feed-forward of a layer, by its name in the block; experts are several."""
+        if not self.n_experts or layer in self.dense_layers:
+            return {"feedforward": self.d_ff}
+        experts = {f"feedforward.experts.{number}": self.d_expert for number in range(self.n_experts)}
+        return {**experts, **({"feedforward.shared": self.d_shared_expert} if self.d_shared_expert else {})}
 
     def heads_of(self, attention: str) -> tuple[int, ...]:
         """Return the heads that pruning has left in the attention of this name."""

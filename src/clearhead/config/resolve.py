@@ -29,6 +29,7 @@ def derive(config: Fields) -> dict[str, Any]:
         "d_value": d_head,
         "d_ff": d_ff,
         "d_encoder_ff": d_ff if both else None,
+        "d_expert": d_ff if config.n_experts else None,
         "source_vocab_size": config.vocab_size if both else None,
         "d_embedding": D,
         "embedding_projection": config.d_embedding not in (None, D),
@@ -98,19 +99,20 @@ def _stack(config: Fields, **own: Any) -> StackSpec:
     """Return the specification of a stack; `own` has the values that differ from the config's fields."""
     size: dict[str, Any] = {
         **{"prefix": "", "causal": False, "cross": False, "input": config.input},
-        **{"n_layers": config.n_layers, "d_head": config.d_head},
+        **{"n_layers": config.n_layers, "d_head": config.d_head, "d_ff": config.d_ff},
         **own,
     }
     layers, d_head = size["n_layers"], size["d_head"]
     groups = min(config.layer_groups or layers, layers)
     tokens = size["input"] == "tokens"
-    # A scale and a value width that follow from d_head follow from the d_head of this stack.
+    # A scale and widths that follow from d_head and d_ff follow from those of this stack.
     scaled = config.d_head is not None and config.attention_scale == config.d_head**-0.5
     return _filled(
         StackSpec,
         config,
         **size,
         d_value=d_head if config.d_value == config.d_head else config.d_value,
+        d_expert=size["d_ff"] if config.d_expert in (None, config.d_ff) else config.d_expert,
         attention_scale=d_head**-0.5 if scaled else config.attention_scale,
         d_rotary=int(d_head * config.rope_fraction),
         block_of=tuple(layer * groups // layers for layer in range(layers)),

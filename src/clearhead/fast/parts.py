@@ -115,7 +115,8 @@ class PackedLinear(Direct):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] -> [..., N]."""
-        if x.numel() // self.in_features not in PACKED_ROWS:
+        # The compiler cannot take a packed weight as an input, and lays weights out by itself.
+        if torch.compiler.is_compiling() or x.numel() // self.in_features not in PACKED_ROWS:
             return nnf.linear(x, self.weight, self.bias)
         if self.packed is None:
             self._pack()

@@ -9,7 +9,7 @@ def rope_skips(key: str, interval_key: str, interval: int) -> ConfigPart:
     """Return the part for layers that do not rotate: a list with 0 for each of them, or every n-th layer."""
 
     def read(theirs: Json) -> Json:
-        every, layers = theirs.get(interval_key) or interval, _count_layers(theirs)
+        every, layers = theirs.get(interval_key) or interval, count_layers(theirs)
         rotates = theirs.get(key) or [(layer + 1) % every for layer in range(layers)]
         return {"rope_skips": tuple(layer for layer, yes in enumerate(rotates[:layers]) if not yes)}
 
@@ -69,7 +69,7 @@ def sliding_windows(
         else:
             slides = [
                 width is not None and slides_by_default(config_json, layer)
-                for layer in range(_count_layers(config_json))
+                for layer in range(count_layers(config_json))
             ]
         if all(slides) or not any(slides):
             return {"window": width if any(slides) else None}
@@ -94,7 +94,8 @@ def sliding_windows(
     return ConfigPart(read, write)
 
 
-def _count_layers(config_json: Json) -> int:
+def count_layers(config_json: Json) -> int:
+    """Return the number of layers that config.json states."""
     layers = int(config_json["num_hidden_layers"])
     refuse(layers > MOST_LAYERS, f"config.json has num_hidden_layers {layers:,}: {MOST_LAYERS:,} is the most")
     return layers

@@ -7,13 +7,13 @@ from typing import Any
 
 from clearhead.config import ModelConfig
 from clearhead.errors import CheckpointError, nearest
-from clearhead.hub import bart, bert, gpt, gpt_oss, llama, llama_relatives, t5, vit
+from clearhead.hub import bart, bert, gpt, gpt_oss, llama, llama_relatives, qwen_next, t5, vit
 from clearhead.hub.architecture import Architecture
 
 # In the order in which `nearest_to` tries them: of several that are exact, the best known comes first.
 KNOWN = (
     *(gpt.GPT2, llama.LLAMA, llama_relatives.MISTRAL, llama_relatives.MIXTRAL),
-    *(llama_relatives.QWEN2, llama_relatives.QWEN3),
+    *(llama_relatives.QWEN2, llama_relatives.QWEN3, qwen_next.QWEN3_NEXT),
     *(llama_relatives.GEMMA, llama_relatives.GEMMA2, llama_relatives.GEMMA3),
     *(gpt.GPT_NEOX, gpt.FALCON, llama_relatives.PHI, llama_relatives.PHI3, llama_relatives.OLMO2),
     *(llama_relatives.STABLELM, llama_relatives.GRANITE, llama_relatives.SMOLLM3, gpt_oss.GPT_OSS),

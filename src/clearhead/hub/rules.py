@@ -40,23 +40,6 @@ def _transposed(tensors: Tensors) -> Tensors:
     return [x.t().contiguous() for x in tensors]
 
 
-def _head_groups(x: Tensor, config: ModelConfig) -> Tensor:
-    """[heads·E, ...] -> [K, heads of the group, E, ...]."""
-    assert config.n_kv_heads and config.d_head
-    return x.reshape(config.n_kv_heads, -1, config.d_head, *x.shape[1:])
-
-
-def _load_head_groups(theirs: Tensors, shapes: list[Shape], config: ModelConfig) -> Tensors:
-    groups = _head_groups(theirs[0], config)
-    parts = torch.split(groups, [groups.shape[1] - 2, 1, 1], dim=1)
-    return [part.reshape(-1, *theirs[0].shape[1:]).contiguous() for part in parts]
-
-
-def _save_head_groups(ours: Tensors, config: ModelConfig) -> Tensors:
-    groups = torch.cat([_head_groups(x, config) for x in ours], dim=1)
-    return [groups.reshape(-1, *ours[0].shape[1:]).contiguous()]
-
-
 def _load_interleaved(theirs: Tensors, shapes: list[Shape], config: ModelConfig) -> Tensors:
     X, whole = config.n_experts, theirs[0]
     parts = whole.reshape(X, *whole.shape[1:-1], -1, len(shapes) // X)  # expert in out part
@@ -88,8 +71,6 @@ JOINED_TRANSPOSED = Operation(
     lambda theirs, shapes, config: _split(_transposed(theirs)[0], shapes),
     lambda ours, config: _transposed([torch.cat(ours)]),
 )
-# Their one tensor holds the queries, the key and the value of each key/value head in turn.
-HEAD_GROUPS = Operation(_load_head_groups, _save_head_groups)
 # Their one tensor [expert, out, in] holds matrices of every expert, those of one expert end to end.
 EXPERTS = Operation(
     lambda theirs, shapes, config: [x.contiguous() for x in _split(theirs[0].flatten(0, 1), shapes)],
@@ -98,6 +79,25 @@ EXPERTS = Operation(
 # Their one tensor [expert, in, out] (of biases [expert, out]) holds every expert, and of several matrices of
 # an expert the outputs in turn: gate, up, gate, up, ...
 INTERLEAVED_EXPERTS = Operation(_load_interleaved, _save_interleaved)
+
+
+def grouped(count: Callable[[ModelConfig], int]) -> Operation:
+    """Return the operation for one tensor of theirs that holds, group by group, a share of each of ours."""
+
+    def load(theirs: Tensors, shapes: list[Shape], config: ModelConfig) -> Tensors:
+        groups = theirs[0].reshape(count(config), -1, *theirs[0].shape[1:])
+        parts = torch.split(groups, [shape[0] // groups.shape[0] for shape in shapes], dim=1)
+        return [part.flatten(0, 1).contiguous() for part in parts]
+
+    def save(ours: Tensors, config: ModelConfig) -> Tensors:
+        groups = [x.reshape(count(config), -1, *x.shape[1:]) for x in ours]
+        return [torch.cat(groups, dim=1).flatten(0, 1)]
+
+    return Operation(load, save)
+
+
+# Their one tensor holds the queries, the key and the value of each key/value head in turn.
+HEAD_GROUPS = grouped(lambda config: config.n_kv_heads or config.n_heads)
 
 
 def reshaped(shape: Callable[[ModelConfig], Shape]) -> Operation:
@@ -121,6 +121,7 @@ class Rule:
     operation: Operation = SAME
     copy: bool = False  # written even where an earlier rule has written its parameter
     when: Mapping[str, Any] = field(default_factory=dict)  # values of config fields that it needs
+    beside: str = ""  # a parameter that its layer must have
 
     def applies(self, config: ModelConfig) -> bool:
         """Return whether the rule holds for models with this config."""
@@ -166,7 +167,9 @@ def matches(rules: Iterable[Rule], names: Iterable[str]) -> Iterator[Rule]:
         pattern = re.compile(re.sub(r"\\\{(\w)\\\}", r"(?P<\1>\\d+)", template))
         for found in filter(None, map(pattern.fullmatch, known)):
             ours = _our_names(rule, found.groupdict(), present)
-            if present.issuperset(ours):
+            if present.issuperset(ours) and (
+                not rule.beside or _fill(rule.beside, found.groupdict()) in present
+            ):
                 yield dataclasses.replace(rule, theirs=_fill(rule.theirs, found.groupdict()), ours=ours)
 
 

@@ -85,8 +85,10 @@ def check_bounds(folder: Path, config: ModelConfig, entries: Entries) -> None:
 
 def _least_weights(stack: StackSpec) -> int:
     """Return the number of feed-forward weights: each of them is in the file once."""
-    matrices = 3 if stack.gated else 2
-    return len(set(stack.block_of)) * max(stack.n_experts, 1) * matrices * stack.d_model * stack.d_ff
+    matrices, blocks = 3 if stack.gated else 2, len(set(stack.block_of))
+    dense = len({stack.block_of[layer] for layer in stack.dense_layers}) if stack.n_experts else blocks
+    mixture = stack.n_experts * stack.d_expert + stack.d_shared_expert
+    return (dense * stack.d_ff + (blocks - dense) * mixture) * matrices * stack.d_model
 
 
 def equal(a: Entry, b: Entry) -> bool:

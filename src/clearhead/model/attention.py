@@ -35,13 +35,15 @@ class Attention(nn.Module):
         self.layout, self.norm_over = spec.rope_layout, spec.qk_norm
         self.kernel = "fused"
 
+        width = self.n_heads * self.d_value
         self.q = nn.Linear(spec.d_model, self.n_heads * self.d_head, bias=spec.qkv_bias)
         self.k = nn.Linear(spec.d_model, self.n_kv_heads * self.d_head, bias=spec.qkv_bias)
         self.v = nn.Linear(spec.d_model, self.n_kv_heads * self.d_value, bias=spec.qkv_bias)
-        self.out = nn.Linear(self.n_heads * self.d_value, spec.d_model, bias=spec.attention_out_bias)
+        self.out = nn.Linear(width, spec.d_model, bias=spec.attention_out_bias)
         whole, normed = spec.qk_norm == "full", spec.qk_norm != "none"
         q_width, k_width = (self.q.out_features, self.k.out_features) if whole else (self.d_head, self.d_head)
         self.sink = nn.Parameter(torch.zeros(self.n_heads)) if spec.attention_sink else None
+        self.gate = nn.Linear(spec.d_model, width, bias=spec.qkv_bias) if spec.attention_gate else None
         self.q_norm = norms.make_norm(spec.norm, q_width) if normed else None
         self.k_norm = norms.make_norm(spec.norm, k_width) if normed else None
 
@@ -69,6 +71,9 @@ class Attention(nn.Module):
             k = tap.step("k_rotated", positions.rotate(k, view.rotary, self.layout))
         q, k, v = tap("q", q), tap("k", k), tap("v", v)
         z = self.attend(q, k, v, view, None if known else cache, tap)  # B H T E
+        if self.gate is not None:
+            gate = tap.step("gate", self.gate(x)).view(B, T, self.n_heads, -1).transpose(1, 2)
+            z = tap.step("mixed", z) * gate.sigmoid()
         z = tap("z", z).transpose(1, 2).reshape(B, T, self.n_heads * self.d_value)  # B T H·E
         return tap("out", self.out(tap.step("concat", z)))
 
@@ -107,7 +112,7 @@ class Attention(nn.Module):
     def head_shares(self) -> dict[str, tuple[int, bool, int]]:
         """Return how heads share out each weight: its axis, if by key/value heads, the width of a head."""
         E, Ev = self.d_head, self.d_value
-        inputs = {"q": (0, False, E), "k": (0, True, E), "v": (0, True, Ev)}
+        inputs = {"q": (0, False, E), "k": (0, True, E), "v": (0, True, Ev), "gate": (0, False, Ev)}
         shares = {f"{name}.{kind}": inputs[name] for name in inputs for kind in ("weight", "bias")}
         return {**shares, "out.weight": (1, False, Ev), "sink": (0, False, 1)}
 
@@ -158,8 +163,8 @@ def attention_steps(
     # Values are a view of the joined product and keep all of it: q and k too, as they were before rotation.
     changed = spec.positions == "rope" if spec.qk_norm == "none" else run.half
     pinned = B * T * (H + K) * E * run.size if own and changed and fused and sees.chooses else 0
-    # Partly rotated queries are concatenated. The answer takes on their layout and is copied once more.
-    copies = 2 if fused and own and spec.positions == "rope" and spec.d_rotary < E else 1
+    # Partly rotated queries are concatenated. The answer takes on their layout and, ungated, is copied again.
+    partly = fused and own and spec.positions == "rope" and spec.d_rotary < E and not spec.attention_gate
     kept, answer = attend_bytes(spec, run, own, H, T, S, sees, fused), B * T * H * Ev * run.size
     queries, met = T, S
     if blocks is not None:  # gathered keys and values, queries and answers by blocks, log-sums, masks
@@ -169,7 +174,12 @@ def attention_steps(
         mask = queries * met * (run.size if not eager else 1)
         kept, pinned = B * (gathered + queries * H * ((E + Ev) * run.size + 4) + mask), 0
     yield Step(f"{name}.scores", kind, m=H // K * queries, n=met, k=E, count=B * K, kept=kept)
-    yield Step(f"{name}.z", kind, m=H // K * queries, n=Ev, k=met, count=B * K, kept=copies * answer + pinned)
+    yield Step(
+        f"{name}.z", kind, m=H // K * queries, n=Ev, k=met, count=B * K, kept=(1 + partly) * answer + pinned
+    )
     if spec.attention_sink:
         yield Step(f"{name}.sink", kind, H)
+    if spec.attention_gate:  # its sigmoid, the answer before it, and in half precision its own input
+        kept = 2 * answer + (B * T * D * run.size if run.half else 0)
+        yield linear_step(f"{name}.gate", kind, B * T, D, H * Ev, spec.qkv_bias, kept=kept)
     yield linear_step(f"{name}.out", kind, B * T, H * Ev, D, spec.attention_out_bias)

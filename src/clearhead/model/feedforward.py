@@ -52,14 +52,15 @@ class FeedForward(nn.Module):
     A clamp bounds gate and up; a shift is added to up.
     """
 
-    def __init__(self, spec: StackSpec) -> None:
+    def __init__(self, spec: StackSpec, width: int | None = None) -> None:
         super().__init__()
+        width = width or spec.d_ff
         self.activation = ACTIVATIONS[spec.activation]
         self.clamp, self.shift = spec.gated_clamp, spec.gated_shift or None
         self.dropout = spec.feedforward_dropout
-        self.gate = nn.Linear(spec.d_model, spec.d_ff, bias=spec.feedforward_bias) if spec.gated else None
-        self.up = nn.Linear(spec.d_model, spec.d_ff, bias=spec.feedforward_bias)
-        self.down = nn.Linear(spec.d_ff, spec.d_model, bias=spec.feedforward_bias)
+        self.gate = nn.Linear(spec.d_model, width, bias=spec.feedforward_bias) if spec.gated else None
+        self.up = nn.Linear(spec.d_model, width, bias=spec.feedforward_bias)
+        self.down = nn.Linear(width, spec.d_model, bias=spec.feedforward_bias)
 
     def forward(self, x: Tensor, tap: Tap = SILENT) -> Tensor:
         """Map [B, T, D] -> [B, T, D]."""
@@ -91,10 +92,10 @@ ACTIVATION_COPIES = {"relu": 0, "quick_gelu": 2}
 
 
 def feedforward_steps(
-    spec: StackSpec, run: Pass, name: str, rows: int, copies: int = 1, idle: int = 0
+    spec: StackSpec, run: Pass, name: str, rows: int, F: int, copies: int = 1, idle: int = 0
 ) -> Iterator[Step]:
     """Yield the steps of a feed-forward, or of `copies` experts of which a token skips `idle`, on `rows`."""
-    D, F, bias, wide_values = spec.d_model, spec.d_ff, spec.feedforward_bias, rows * spec.d_ff * run.size
+    D, bias, wide_values = spec.d_model, spec.feedforward_bias, rows * F * run.size
 
     def experts(step: Step) -> Step:
         parameters, weights = copies * step.parameters, copies * step.weights
@@ -113,14 +114,16 @@ def feedforward_steps(
 
 
 class Experts(nn.Module):
-    """X feed-forwards and the router that chooses among them."""
+    """X feed-forwards and the router that chooses among them; perhaps one more that every token visits."""
 
     def __init__(self, spec: StackSpec) -> None:
         super().__init__()
         self.n_active = spec.n_active_experts
         self.order, self.renormalise = spec.router_order, spec.router_renormalise
         self.router = nn.Linear(spec.d_model, spec.n_experts, bias=spec.router_bias)
-        self.experts = nn.ModuleList(FeedForward(spec) for _ in range(spec.n_experts))
+        self.experts = nn.ModuleList(FeedForward(spec, spec.d_expert) for _ in range(spec.n_experts))
+        self.shared = FeedForward(spec, spec.d_shared_expert) if spec.d_shared_expert else None
+        self.shared_gate = nn.Linear(spec.d_model, 1, bias=False) if self.shared else None
         self.routed: Tensor | None = None  # router logits of the latest pass in training, for `balance_loss`
 
     def __getstate__(self) -> dict[str, object]:
@@ -141,7 +144,12 @@ class Experts(nn.Module):
         runs = enumerate(torch.split(tap.step("sorted", rows[token]), counts))
         answers = [self.experts[number](run, tap.part(f"experts.{number}")) for number, run in runs]
         answer = (torch.cat(answers) * weights.flatten()[order, None]).to(rows.dtype)
-        return tap("out", tap.step("mixed", torch.zeros_like(rows).index_add(0, token, answer).view_as(x)))
+        mixed = tap.step("mixed", torch.zeros_like(rows).index_add(0, token, answer).view_as(x))
+        if self.shared is not None and self.shared_gate is not None:
+            shared = self.shared(x, tap.part("shared"))
+            share = tap.step("shared_gate", self.shared_gate(x)).sigmoid()  # B T 1
+            mixed = tap.step("with_shared", mixed + share * shared)
+        return tap("out", mixed)
 
     def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Return weights and numbers of the experts of each token: [N, X] -> [N, A] twice."""
@@ -185,4 +193,9 @@ def expert_steps(spec: StackSpec, run: Pass, name: str, rows: int) -> Iterator[S
     # The inputs of the experts, one for each product in half precision, their outputs, and these weighted.
     each = (3 if run.half and spec.gated else 2) * run.size + run.wide
     yield Step(f"{name}.sorted", "feedforward", kept=rows * A * D * each)
-    yield from feedforward_steps(spec, run, f"{name}.experts", rows * A, copies=X, idle=X - A)
+    yield from feedforward_steps(spec, run, f"{name}.experts", rows * A, spec.d_expert, X, idle=X - A)
+    if spec.d_shared_expert:
+        yield from feedforward_steps(spec, run, f"{name}.shared", rows, spec.d_shared_expert)
+        copied = 2 + spec.gated if run.half else 0  # inputs: one for each product in half precision
+        kept = rows * (D * (1 + copied) + 1) * run.size
+        yield linear_step(f"{name}.shared_gate", "feedforward", rows, D, 1, bias=False, kept=kept)

@@ -76,7 +76,8 @@ class Block(nn.Module):
         self.attention_residual = Residual(spec)
         self.cross = Attention(spec, f"{name}.cross") if spec.cross else None
         self.cross_residual = Residual(spec) if spec.cross else None
-        self.feedforward = Experts(spec) if spec.n_experts else FeedForward(spec)
+        whole = "feedforward" in spec.feedforwards(layer)
+        self.feedforward = FeedForward(spec) if whole else Experts(spec)
         self.parallel = spec.parallel
         self.feedforward_residual = Residual(spec, reads_other=spec.parallel and spec.parallel_norms == 1)
 
@@ -113,16 +114,12 @@ class Block(nn.Module):
 
 def block_steps(spec: StackSpec, run: Pass, layer: int, tokens: int, memory: int) -> Iterator[Step]:
     """Yield the steps of one layer on rows of `tokens`; cross-attention reads `memory` tokens."""
-    name, rows, D, place = (
-        f"{spec.prefix}blocks.{layer}",
-        run.batch * tokens,
-        spec.d_model,
-        spec.norm_position,
-    )
-    expand = expert_steps if spec.n_experts else feedforward_steps
+    name, rows, D = f"{spec.prefix}blocks.{layer}", run.batch * tokens, spec.d_model
+    place, whole = spec.norm_position, spec.feedforwards(layer).get("feedforward")  # None: a mixture
     sublayers: dict[Part, Iterator[Step]] = {"attention": kind_steps(spec, run, layer, tokens)}
     if spec.cross:
         sublayers["cross"] = attention_steps(spec, run, f"{name}.cross", tokens, memory, FULL, "cross")
+    expand = partial(feedforward_steps, F=whole) if whole else expert_steps
     sublayers["feedforward"] = expand(spec, run, f"{name}.feedforward", rows)
     for part, steps in sublayers.items():
         residual = f"{name}.{part}_residual"
@@ -131,7 +128,7 @@ def block_steps(spec: StackSpec, run: Pass, layer: int, tokens: int, memory: int
         if place in ("pre", "sandwich") and not shared:
             yield norm_step(f"{residual}.before", spec.norm, run, rows, D, input_kept=second)
         if run.half or not shared:
-            products = 2 if part == "feedforward" and spec.gated and not spec.n_experts else 1
+            products = 2 if part == "feedforward" and spec.gated and whole else 1
             yield Step(f"{residual}.read", part, kept=(products if run.half else 1) * rows * D * run.size)
         yield from steps
         if place in ("sandwich", "output"):

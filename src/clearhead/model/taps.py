@@ -250,9 +250,6 @@ def tap_names(model: object) -> list[str]:
     has the prefix `encoder.`; the stack that feeds the head has none.
     """
     config = model if isinstance(model, ModelConfig) else unwrapped(model).config
-    experts = [f"experts.{number}.{tap}" for number in range(config.n_experts) for tap in FEEDFORWARD_TAPS]
-    inner = ["router", *experts, "out"] if experts else FEEDFORWARD_TAPS
-    after = [*([] if config.parallel else ["resid_mid"]), *(f"feedforward.{tap}" for tap in inner)]
     names = []
     for stack in config.stacks:
         blocks = []
@@ -260,6 +257,10 @@ def tap_names(model: object) -> list[str]:
             own = [tap for tap in ATTENTION_TAPS if kind.chooses or tap not in ("scores", "pattern")]
             taps = {"attention": own, **({"cross": ATTENTION_TAPS} if stack.cross else {})}
             attention = [f"{part}.{tap}" for part, some in taps.items() for tap in some]
+            inner = [f"{part}.{tap}" for part in stack.feedforwards(layer) for tap in FEEDFORWARD_TAPS]
+            if "feedforward" not in stack.feedforwards(layer):
+                inner = ["feedforward.router", *inner, "feedforward.out"]
+            after = [*([] if config.parallel else ["resid_mid"]), *inner]
             block = ["resid_pre", *attention, *after, "resid_post"]
             blocks += [f"blocks.{layer}.{name}" for name in block]
         names += [f"{stack.prefix}{name}" for name in ("embedding", *blocks, "hidden")]

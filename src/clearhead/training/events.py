@@ -4,6 +4,7 @@ The caller of `train` decides which events to show.
 """
 
 import json
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
@@ -14,6 +15,7 @@ from clearhead.errors import CheckpointError, MissingExtraError
 from clearhead.hub.files import write_text
 
 LOG, CURVE = "log.jsonl", "loss.png"
+DRAWN_EVERY = 10  # seconds at least between two drawings of the curve, but for the one at the end
 CURVES: tuple[tuple[str, str, dict[str, Any]], ...] = (  # kind of event, label, style
     ("stepped", "training batch", {"color": "0.7", "linewidth": 1}),
     ("validated", "validation", {"color": "C0"}),
@@ -104,6 +106,7 @@ def logged(folder: Path, step: int, on_event: OnEvent, tensorboard: bool = False
     kept = [line for line in read_log(folder) if line["step"] <= step and line["event"] != "finished"]
     write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
     board: Any = _tensorboard(folder) if tensorboard else None
+    drawn = time.monotonic()
 
     def tell(event: Event) -> None:
         if isinstance(event, Stepped | Validated | Finished):
@@ -111,6 +114,7 @@ def logged(folder: Path, step: int, on_event: OnEvent, tensorboard: bool = False
         on_event(event)
 
     def write(event: Stepped | Validated | Finished) -> None:
+        nonlocal drawn
         text = json.dumps({"event": type(event).__name__.lower(), **asdict(event)}, default=str)
         # JSON has no numbers that are not finite: null stands for them.
         line = json.dumps(json.loads(text, parse_constant=lambda name: None))
@@ -120,7 +124,9 @@ def logged(folder: Path, step: int, on_event: OnEvent, tensorboard: bool = False
             values = {"rate": event.rate, "norm": event.norm, "train": event.loss}
         else:
             values = event.metrics
-            draw(folder)
+            if isinstance(event, Finished) or time.monotonic() - drawn > DRAWN_EVERY:
+                draw(folder)
+                drawn = time.monotonic()
         for name, value in values.items() if board is not None else ():
             board.add_scalar(name, value, event.step)
 

@@ -213,11 +213,15 @@ def _switched(inputs: LongInputs) -> float:
 def shallow(lively: Transformer, config: ModelConfig) -> Transformer:
     """Return a copy with the last layer, and with the first of each kind: of each window, rotated or not.
 
-    It shares its weights with the lively copy; its windows are those of `config`.
+    Whether a layer has experts makes a kind too. It shares its weights with the lively copy; its windows are
+    those of `config`.
     """
     made = copy.deepcopy(lively, {id(weight): weight for weight in lively.parameters()})
     deepest = max(config.stacks, key=lambda spec: spec.n_layers)
-    kinds = [(kind, layer in config.rope_skips) for layer, kind in enumerate(deepest.kinds)]
+    kinds = [
+        (kind, layer in config.rope_skips, layer in config.dense_layers)
+        for layer, kind in enumerate(deepest.kinds)
+    ]
     kept = sorted({deepest.n_layers - 1, *(kinds.index(kind) for kind in kinds)})
     stacks = [stack for stack in (made.encoder, made.decoder) if stack is not None]
     counts = [sum(layer < spec.n_layers for layer in kept) for spec in config.stacks]
@@ -234,6 +238,7 @@ def shallow(lively: Transformer, config: ModelConfig) -> Transformer:
         window=None,
         attention=tuple(str(deepest.kinds[layer]) for layer in kept),
         rope_skips=tuple(number for number, layer in enumerate(kept) if layer in config.rope_skips),
+        dense_layers=tuple(number for number, layer in enumerate(kept) if layer in config.dense_layers),
         pruned_heads={name: heads for name, heads in pruned.items() if heads},
     )
     for stack, spec in zip(stacks, made.config.stacks):

@@ -82,7 +82,8 @@ class Plain(PlainInputs):
         """Run one layer: [T, D] -> [T, D]."""
         config = self.config
         attention = partial(self.attention, f"{name}.attention", layer, row, None)
-        feedforward = partial(self.experts if config.n_experts else self.feedforward, f"{name}.feedforward")
+        mixture = config.n_experts and layer not in config.dense_layers
+        feedforward = partial(self.experts if mixture else self.feedforward, f"{name}.feedforward")
         if config.parallel:
             first = self.norm(f"{name}.attention_residual.before", x)
             second = (
@@ -151,6 +152,8 @@ class Plain(PlainInputs):
                     * (keys_sum - torch.logaddexp(keys_sum, self.weight(f"{name}.sink")[number])).exp()
                 )
             z.append(weights @ one_v)
+        if config.attention_gate:
+            z = [torch.cat(z, dim=-1) / (1 + (-self.linear(f"{name}.gate", x)).exp())]
         return self.linear(f"{name}.out", torch.cat(z, dim=-1))
 
     def seen(self, queries: PlainRow, keys: PlainRow, causal: bool, kind: Kind) -> Tensor:
@@ -193,6 +196,9 @@ class Plain(PlainInputs):
             tokens = shares[:, expert].nonzero()[:, 0]
             answer = self.feedforward(f"{name}.experts.{expert}", x[tokens])
             answers[tokens] += shares[tokens, expert, None] * answer
+        if config.d_shared_expert:
+            share = 1 / (1 + (-self.linear(f"{name}.shared_gate", x)).exp())
+            answers = answers + share * self.feedforward(f"{name}.shared", x)
         return answers
 
     # What comes out -----------------------------------------------------------------------------------------

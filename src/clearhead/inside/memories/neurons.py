@@ -1,7 +1,7 @@
 """The neurons of a feed-forward: their names, what fires each most over a corpus, and what each promotes.
 
-A name such as "2.117" is layer 2, neuron 117; "2.0.117" has an expert between them; "encoder.0.5" is in the
-stack before the head's.
+A name such as "2.117" is layer 2, neuron 117; "2.0.117" has an expert between them, or the shared one,
+"2.shared.117"; "encoder.0.5" is in the stack before the head's.
 
 A corpus is read as passages, stretches of a text that the model reads at once. The answer at a place is what
 the head is there to say: the next token, or, for a masked model, the token itself. What fires a neuron is
@@ -18,6 +18,7 @@ Shapes: N neurons of one feed-forward, K contexts kept, B batch, T tokens, W tok
 tokens, D model, V tokens of the vocabulary or classes.
 """
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -159,7 +160,7 @@ class Shelf:
     own: str  # how the names of its neurons begin
     stack: str  # "", or "encoder."
     layer: int
-    expert: int | None
+    part: str  # the feed-forward, or the expert, in its block
     units: Tensor  # [N]
     top: int
     activations: Tensor = field(init=False)  # [N, K], -inf where there are fewer contexts
@@ -172,11 +173,6 @@ class Shelf:
     def __post_init__(self) -> None:
         self.activations = torch.full((len(self.units), self.top), -torch.inf)
         self.notes = torch.full((len(self.units), self.top, NOTE), NOTHING, dtype=torch.int32)
-
-    @property
-    def part(self) -> str:
-        """The feed-forward, or the expert, in its block."""
-        return "feedforward" if self.expert is None else f"feedforward.experts.{self.expert}"
 
     @property
     def tap(self) -> str:
@@ -209,10 +205,11 @@ def read_batch(m: Model, batch: Sequence[Passage], shelves: Sequence[Shelf]) -> 
         noted = notes_by_stack[shelf.stack]
         real, notes = real_tokens([range(len(one)) for one in noted]).flatten(), torch.cat(noted)
         experts = stack_of(m, shelf.stack).layers()[shelf.layer].feedforward
-        if isinstance(experts, Experts) and shelf.expert is not None:
+        expert = shelf.part.rpartition(".")[2]
+        if isinstance(experts, Experts) and expert.isdecimal():
             router = seen[f"{shelf.stack}blocks.{shelf.layer}.feedforward.router"]
             chosen = experts.choose(router.flatten(0, -2))[1].cpu()
-            here = (chosen == shelf.expert).any(-1)  # an expert gets its tokens in their order
+            here = (chosen == int(expert)).any(-1)  # an expert gets its tokens in their order
             real, notes = real[here], notes[here[real]]
         shelf.take(post[real], notes)
 
@@ -225,14 +222,13 @@ def stack_of(m: Model, prefix: str) -> Stack:
     return m.model.encoder if prefix and m.model.encoder is not None else m.model.main
 
 
-def feedforwards(m: Model) -> dict[str, tuple[StackSpec, int, int | None]]:
-    """Return the stack, layer and expert of every feed-forward, by how the names of its neurons begin."""
-    experts = range(m.config.n_experts) if m.config.n_experts else (None,)
+def feedforwards(m: Model) -> dict[str, tuple[StackSpec, int, str, int]]:
+    """Return the stack, layer, name and width of each feed-forward, by how the names of its neurons begin."""
     return {
-        f"{spec.prefix}{layer}" + ("" if expert is None else f".{expert}"): (spec, layer, expert)
+        f"{spec.prefix}{layer}{re.sub('^feedforward(.experts)?', '', part)}": (spec, layer, part, width)
         for spec in m.config.stacks
         for layer in range(spec.n_layers)
-        for expert in experts
+        for part, width in spec.feedforwards(layer).items()
     }
 
 
@@ -248,10 +244,10 @@ def empty_shelves(m: Model, layer: int | str | None, neurons: Sequence[str] | No
         asked is not None and not asked, "no neurons are named: name some, such as 0.5, or leave neurons out"
     )
     shelves = []
-    for name, (spec, number, expert) in feedforwards(m).items():
-        units = range(spec.d_ff) if asked is None else sorted({unit for own, unit in asked if own == name})
+    for name, (spec, number, part, width) in feedforwards(m).items():
+        units = range(width) if asked is None else sorted({unit for own, unit in asked if own == name})
         if units and wanted in (None, f"{spec.prefix}{number}"):
-            shelves.append(Shelf(name, spec.prefix, number, expert, torch.tensor(units), top))
+            shelves.append(Shelf(name, spec.prefix, number, part, torch.tensor(units), top))
     return shelves
 
 
@@ -259,7 +255,7 @@ def parse_neuron(m: Model, name: str) -> tuple[str, int]:
     """Return the feed-forward and the unit from a neuron's name."""
     own, _, unit = name.strip().removeprefix("self.").rpartition(".")
     if own in feedforwards(m) and unit.isdecimal():
-        width = feedforwards(m)[own][0].d_ff
+        width = feedforwards(m)[own][-1]
         refuse(int(unit) >= width, f'there is no neuron "{name}": this layer has neurons 0 to {width - 1}')
         return own, int(unit)
     form = "layer.expert.neuron, such as 0.0.5" if m.config.n_experts else "layer.neuron, such as 0.5"

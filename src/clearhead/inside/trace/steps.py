@@ -26,6 +26,7 @@ from clearhead.api import Model
 from clearhead.config import ModelConfig
 from clearhead.inside.inputs import InputTokens
 from clearhead.inside.results import Result
+from clearhead.inside.trace.delta_words import own_words
 from clearhead.inside.trace.words import INPUTS, words_of
 from clearhead.model.dtypes import wide
 from clearhead.model.steps import Step
@@ -159,14 +160,14 @@ class Recorder:
         **facts: Any,
     ) -> None:
         """Append a step."""
-        words = words_of(name, tuple(x.shape))
+        words = words_of(name, tuple(x.shape), own_words(self.config, name))
         known = {**facts_of(self.config, name, x), **facts}
         keeps = self.keep_values if isinstance(self.keep_values, bool) else name in self.keep_values
         self._recent.append((len(self.steps), x))
         self.steps.append(
             TraceStep(
                 name,
-                words.title,
+                words.title.format_map(known),
                 path_of(self.config, name),
                 words.symbols.format_map(known),
                 tuple(x.shape),
@@ -234,13 +235,17 @@ def facts_of(config: ModelConfig, name: str, x: Tensor) -> dict[str, Any]:
     window = name.rpartition("mask.")[2] if "mask." in name else spec.windows[0]
     nearer = "" if window in (None, "full") else f", nearer than {window}"
     hides = x.is_floating_point() and x.numel() and bool((x == torch.finfo(x.dtype).min).any())
+    inner = "Fx" if ".experts." in name and spec.d_expert != spec.d_ff else "F"
     weighed = "softmax(all), the chosen" + (" / their sum" if config.router_renormalise else "")
     return {
         "W": "D" if spec.d_embedding == spec.d_model else "W",
         "N": "N" if spec.input == "patches" else "T",
         "Ev": "E" if spec.d_value == spec.d_head else "Ev",
         "Tin": "Tin" if spec.input == "frames" else "T",
-        "rows": "B·T·A" if spec.n_experts else "B T",
+        "rows": "B·T·A" if ".experts." in name else "B T",
+        "F": "Fs" if ".shared." in name else inner,
+        "z": "gate" if config.attention_gate else "mix values",
+        "z_formula": "mixed · sigmoid(gate)" if config.attention_gate else "pattern · v",
         "q_normed": "B T H·E" if spec.qk_norm == "full" else "B H T E",
         "k_normed": "B S K·E" if spec.qk_norm == "full" else "B K S E",
         "bias": BIAS_FORMULAS.get(spec.positions, "a function of the distance"),

@@ -5,6 +5,7 @@ an entry here is shown by its name.
 """
 
 import re
+from collections.abc import Mapping
 from typing import NamedTuple
 
 
@@ -28,7 +29,14 @@ LEGEND = {
     "E": "width of a head",
     "Ev": "width of a value head, where it is not E",
     "R": "columns of a head that are rotated",
+    "Kd": "key heads of a gated delta layer",
+    "Hd": "value heads of a gated delta layer",
+    "Ed": "width of its key heads",
+    "Vd": "width of its value heads",
+    "Cd": "columns that its convolution reads: those of all queries, keys and values",
     "F": "width of the feed-forward",
+    "Fx": "width of an expert, where it is not F",
+    "Fs": "width of the shared expert",
     "X": "experts",
     "A": "experts that each token visits",
     "V": "vocabulary",
@@ -166,8 +174,16 @@ WORDS = {
         "Turned queries and keys fit by their distance, so order enters the scores.",
     ),
     "attention.z": Words(
+        *("{z}", "B H T {Ev}", "{z_formula}"),
+        "Each token takes in the values of those it looks at, by their shares.",
+    ),
+    "attention.mixed": Words(
         *("mix values", "B H T {Ev}", "pattern · v"),
         "Each token takes in the values of those it looks at, by their shares.",
+    ),
+    "attention.gate": Words(
+        *("gate", "B T H·{Ev}", "x · Wg{qkv_bias}"),
+        "How much of what the heads find each token will let through.",
     ),
     "attention.concat": Words(
         "concatenate", "B T H·{Ev}", "B H T E → B T H·E", "What the heads found is laid side by side."
@@ -245,29 +261,36 @@ WORDS = {
         *("mix experts", "B T D", "Σ weight · answer"),
         "Each token adds up the answers of its experts, by their weights.",
     ),
+    "feedforward.shared_gate": Words(
+        "gate", "B T 1", "x · Ws", "How much of the shared expert's answer a token takes."
+    ),
+    "feedforward.with_shared": Words(
+        *("add the shared expert", "B T D", "mixed + sigmoid(gate) · answer"),
+        "One expert works for every token, so that the others need not all learn the same.",
+    ),
     "feedforward.gate": Words(
-        "gate", "{rows} F", "x · Wg{feedforward_bias}", "Which of the wide features will be let through."
+        "gate", "{rows} {F}", "x · Wg{feedforward_bias}", "Which of the wide features will be let through."
     ),
     "feedforward.up": Words(
-        *("expand", "{rows} F", "x · Wu{feedforward_bias}"),
+        *("expand", "{rows} {F}", "x · Wu{feedforward_bias}"),
         "Each token by itself looks for many features, in a wider space.",
     ),
     "feedforward.gate_clamped": Words(
-        "clamp", "{rows} F", "min(gate, {clamp})", "Bounds the gate, so that none runs away."
+        "clamp", "{rows} {F}", "min(gate, {clamp})", "Bounds the gate, so that none runs away."
     ),
     "feedforward.up_clamped": Words(
-        *("clamp", "{rows} F", "min(max(up, −{clamp}), {clamp})"),
+        *("clamp", "{rows} {F}", "min(max(up, −{clamp}), {clamp})"),
         "Bounds what the gate multiplies, so that none runs away.",
     ),
     "feedforward.up_shifted": Words(
-        *("shift", "{rows} F", "up + {shift}"),
+        *("shift", "{rows} {F}", "up + {shift}"),
         "A feature that was not found still lets some of the gate through.",
     ),
     "feedforward.activated": Words(
-        "activate", "{rows} F", "{activation}(x)", "The bend: without it the two linear maps would be one."
+        "activate", "{rows} {F}", "{activation}(x)", "The bend: without it the two linear maps would be one."
     ),
     "feedforward.gated": Words(
-        "multiply", "{rows} F", "gate · up", "The gate lets some features through and holds others back."
+        "multiply", "{rows} {F}", "gate · up", "The gate lets some features through and holds others back."
     ),
     "feedforward.down": Words(
         *("contract", "{rows} D", "x · Wd{feedforward_bias}"),
@@ -301,13 +324,17 @@ WORDS = {
 }
 
 _PLACE = re.compile(r"^(?:encoder\.)?(?:blocks\.\d+\.)?")
+_INNER = re.compile(r"^feedforward\.(?:experts|shared)\.")
 _SUBLAYER = re.compile(r"^(?:attention|cross|feedforward)_residual\.")
 
 
-def words_of(name: str, shape: tuple[int, ...]) -> Words:
-    """Return the words of a step: those of "residual.add" for "blocks.3.attention_residual.add"."""
-    key = _SUBLAYER.sub("residual.", _PLACE.sub("", name)).replace("feedforward.experts.", "feedforward.")
+def words_of(name: str, shape: tuple[int, ...], own_words: Mapping[str, Words]) -> Words:
+    """Return the words of a step: those of "residual.add" for "blocks.3.attention_residual.add".
+
+    `own_words` are those of its kind of attention; they go before the usual ones.
+    """
+    key = _INNER.sub("feedforward.", _SUBLAYER.sub("residual.", _PLACE.sub("", name)))
     key = "mask" if key.startswith("mask.") else key
     title = key.rpartition(".")[2].replace("_", " ")
     own = Words(title, " ".join(map(str, shape)), title, f"A step of {key.rpartition('.')[0]} in this model.")
-    return WORDS.get(key) or WORDS.get(key.replace("cross.", "attention."), own)
+    return own_words.get(key) or WORDS.get(key) or WORDS.get(key.replace("cross.", "attention."), own)

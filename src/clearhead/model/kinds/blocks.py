@@ -49,11 +49,13 @@ def plan_blocks(
     size = block_size(kind)
     if size is None or min(queries.length, keys.length) < 4 * size or keys.until is not None:
         return None  # a compiled step of one token goes no further
-    plan: masks.BlockPlan | None = _planned(size, queries, keys, kind, causal, bias)
-    return plan
+    # How many blocks meet is known only from the tokens. To disable the compiler is to load it: not before.
+    planned = _planned
+    if torch.compiler.is_compiling():
+        planned = torch.compiler.disable(_planned)  # type: ignore[no-untyped-call]
+    return planned(size, queries, keys, kind, causal, bias)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # how many meet is known only from the tokens
 def _planned(
     size: int, queries: masks.Tokens, keys: masks.Tokens, kind: Kind, causal: bool, bias: Bias
 ) -> masks.BlockPlan | None:

@@ -103,12 +103,6 @@ class GatedDeltaState:
     memory: Tensor | None = None  # B H E V
     document: Tensor | None = None  # B: the document of the last real token
 
-    def reorder(self, rows: Tensor) -> None:
-        """Replace row i by row `rows[i]`."""
-        for name in ("tail", "memory", "document"):
-            held = getattr(self, name)
-            setattr(self, name, None if held is None else held[rows])
-
 
 class GatedDelta(nn.Module):
     """A layer of the gated delta rule: projections, short convolution, rule, gated norm, output."""
@@ -158,7 +152,7 @@ class GatedDelta(nn.Module):
         calls, and is updated.
         """
         B, T, _ = x.shape
-        mixed = [tap.step(name, part(x)) for name, part in (("q", self.q), ("k", self.k), ("v", self.v))]
+        mixed = [tap.step(f"{n}_projected", part(x)) for n, part in zip("qkv", (self.q, self.k, self.v))]
         convolved, starts = self._convolve(torch.cat(mixed, dim=-1), real, documents, state)
         q, k, v = tap.step("conv", convolved).tensor_split(self.borders, dim=-1)
         q, k = (_unit(each.reshape(B, T, self.n_key_heads, -1)).transpose(1, 2) for each in (q, k))

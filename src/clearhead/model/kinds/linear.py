@@ -45,14 +45,6 @@ class LinearState(NamedTuple):
     peak: Tensor  # B K: the largest log scale among the keys
     document: Tensor | None = None  # B: the document that the sums belong to
 
-    def of_rows(self, rows: Tensor) -> Self:
-        """Return the state of some rows."""
-        return self._replace(
-            sums=self.sums[rows],
-            peak=self.peak[rows],
-            document=None if self.document is None else self.document[rows],
-        )
-
 
 def elu(x: Tensor, projection: Tensor | None = None) -> Features:
     """Map x [B, H, T, E] to elu(x) + 1 (Katharopoulos et al. 2020), positive also where elu rounds to -1."""

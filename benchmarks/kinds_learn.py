@@ -1,0 +1,296 @@
+"""What the papers on kinds of attention show, small: each part takes minutes on one thread of a CPU.
+
+    python benchmarks/kinds_learn.py features [--save]
+    python benchmarks/kinds_learn.py copying [--steps 1200] [--kinds full linear] [--save]
+    python benchmarks/kinds_learn.py digits [--steps 400] [--kinds full linear] [--save]
+    python benchmarks/kinds_learn.py text [--steps 150] [--data ../shared/data] [--save]
+
+features: error of FAVOR+ against the exact softmax in float64, by number of random features; orthogonal or
+independent, positive or trigonometric (Performer, figure 2).
+copying: a row of symbols, and the same once more (Linear Transformers, figure 2).
+digits: handwritten digits of scikit-learn, one pixel after the other, then the pictures per second that a
+model of this size draws at 28 x 28 pixels (Linear Transformers, table 1).
+text: a character model with every kind of attention in the registry, on the same batches of the same text. A
+kind that a decoder refuses is trained as an encoder on masked characters, and full attention beside it.
+
+Seconds are CPU time. `--save` writes benchmarks/results/kinds_PART.json, and pictures of features and copying
+into docs/images.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import torch
+import torch.nn.functional as nnf
+from torch import Tensor
+
+import clearhead as ch
+from clearhead.config.kinds import KINDS
+from clearhead.inside.long.growth import peak_bytes
+from clearhead.model.kinds.linear import attend_linear, favor, orthogonal_features
+from clearhead.plot.canvas import name as entitle
+from clearhead.plot.canvas import new, single
+from clearhead.plot.canvas import save as save_picture
+from common import alternate, device_name, save
+
+ROOT = Path(__file__).resolve().parents[1]
+Batch = tuple[Tensor, Tensor]  # ids [B, T], and what is wanted [B, T], -100 where nothing is
+NOTHING = -100
+SIZES = (0.5, 1.0)  # standard deviations of queries and keys
+PAINTED = 16  # pictures drawn at once
+FIXED = 7  # seed of what is held out or drawn to judge
+
+
+def model_of(attention: str, vocabulary: int, length: int, **more: Any) -> ch.Transformer:
+    """A model of two layers of width 64, the same weights for every kind as far as they share them."""
+    torch.manual_seed(0)
+    sizes = {"d_model": 64, "n_layers": 2, "n_heads": 4, "d_ff": 256, **more}
+    config = ch.ModelConfig(vocab_size=vocabulary, max_positions=length, attention=attention, **sizes)
+    return ch.Transformer(config)
+
+
+def loss_of(model: ch.Transformer, batch: Batch) -> Tensor:
+    ids, wanted = batch
+    return nnf.cross_entropy(model(ids).logits.flatten(0, 1), wanted.flatten(), ignore_index=NOTHING)
+
+
+@torch.no_grad()
+def judged(model: ch.Transformer, batches: list[Batch]) -> dict[str, float]:
+    """Mean loss, and the share of tokens whose most probable guess is right."""
+    model.eval()
+    losses, hits, count = 0.0, 0, 0
+    for ids, wanted in batches:
+        logits, asked = model(ids).logits, wanted != NOTHING
+        losses += float(nnf.cross_entropy(logits[asked], wanted[asked], reduction="sum"))
+        hits, count = hits + int((logits[asked].argmax(-1) == wanted[asked]).sum()), count + int(asked.sum())
+    return {"loss": round(losses / count, 4), "accuracy": round(hits / count, 4)}
+
+
+def learn(
+    model: ch.Transformer, drawn: Iterator[Batch], held: list[Batch], steps: int, lr: float, every: int
+) -> dict[str, Any]:
+    """Train, and judge every so many steps; return the last figures, their history, time and memory."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.01)
+    warm = min(100, steps // 3)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min((step + 1) / warm, 0.5 + 0.5 * math.cos(math.pi * step / steps))
+    )
+    history, times = [], []
+    memory = peak_bytes(model, lambda: loss_of(model.train(), next(drawn)).backward())
+    for step in range(1, steps + 1):
+        model.train()
+        batch, start = next(drawn), time.process_time()
+        optimizer.zero_grad(set_to_none=True)
+        loss_of(model, batch).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        times.append(time.process_time() - start)
+        if step % every == 0 or step == steps:
+            history.append({"step": step, **judged(model, held)})
+    figures = {"loss": history[-1]["loss"], "accuracy": history[-1]["accuracy"]}
+    figures |= {"ms_a_step": round(1e3 * statistics.median(times), 1), "peak_mib": round(memory / 2**20, 1)}
+    print(f"{model.config.attention or 'full':<32} {figures}", flush=True)
+    return {**figures, "steps": steps, "seed": 0, "history": history}
+
+
+# Random features
+
+
+def features(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Relative error of the matrix of attention weights with random features, median over seeds."""
+    length, width, seeds, counts = 512, 16, range(25), [16 << power for power in range(6)]
+    eye, rows = torch.eye(length, dtype=torch.float64)[None, None], []  # as values: the weights come out
+    for size, kind, independent in itertools.product(SIZES, ("positive", "trigonometric"), (False, True)):
+        generator = torch.Generator().manual_seed(0)
+        q, k = size * torch.randn(2, 1, 1, length, width, dtype=torch.float64, generator=generator)
+        exact, medians = torch.softmax(q @ k.mT / width**0.5, dim=-1), []
+        for count in counts:
+            errors = []
+            for seed in seeds:
+                # A sine and a cosine of each row are two features.
+                drawn = orthogonal_features(count // (1 + (kind != "positive")), width, seed, independent)
+                fq, fk = favor(q, drawn, kind=kind), favor(k, drawn, kind=kind)
+                found, _ = attend_linear(fq.values, fk.values, eye, log_scale=fk.log_scale, causal=False)
+                errors.append(float((found - exact).norm() / exact.norm()))
+            medians.append(round(statistics.median(errors), 4))
+        name = f"{kind}, {'independent' if independent else 'orthogonal'}"
+        rows.append({"size": size, "features": name, "medians": medians})
+        print(f"{size:<6}{name:<28}{medians}", flush=True)
+    if options.save:
+        figure = new(11, 4)
+        for place, size in enumerate(SIZES):
+            axes = figure.add_subplot(1, len(SIZES), place + 1)
+            for row in rows:
+                if row["size"] == size:
+                    axes.plot(counts, row["medians"], marker="o", label=row["features"])
+            axes.set_xscale("log", base=2)
+            axes.set_yscale("log")
+            axes.legend()
+            entitle(
+                axes, f"queries and keys of deviation {size}", "features", "relative error of the weights"
+            )
+        save_picture(figure, ROOT / "docs" / "images" / "kinds_features.png")
+    return [{"tokens": length, "d_head": width, "seeds": len(seeds), "counts": counts, "rows": rows}]
+
+
+# Copying
+
+
+def copies(seed: int, symbols: int = 10, length: int = 15, batch: int = 16) -> Iterator[Batch]:
+    """Rows `0 w 0 w` of random symbols; what is wanted is the second half."""
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        half = nnf.pad(torch.randint(1, symbols + 1, (batch, length), generator=generator), (1, 0))
+        row = torch.cat([half, half], dim=1)
+        wanted = row[:, 1:].clone()
+        wanted[:, : length + 1] = NOTHING
+        yield row[:, :-1], wanted
+
+
+def copying(options: argparse.Namespace) -> list[dict[str, Any]]:
+    rows, steps = [], options.steps or 1200
+    for kind in options.kinds:
+        model = model_of(kind, 11, 32, positions="learned", n_heads=2)
+        held = list(itertools.islice(copies(FIXED), 8))
+        rows.append({"kind": kind, **learn(model, copies(0), held, steps, 3e-3, steps // 20)})
+    if options.save:
+        figure, axes = single(7, 4, "Copying 15 symbols", "steps", "loss of a copied symbol", grid="both")
+        for row in rows:
+            places = [point["step"] for point in row["history"]]
+            axes.plot(places, [point["loss"] for point in row["history"]], label=row["kind"])
+        axes.set_yscale("log")
+        axes.legend()
+        save_picture(figure, ROOT / "docs" / "images" / "kinds_copying.png")
+    return rows
+
+
+# Digits
+
+
+def pictures() -> Tensor:
+    """1,797 digits as 64 pixels of 17 greys: [N, 64]."""
+    from sklearn.datasets import load_digits
+
+    return torch.tensor(load_digits().images, dtype=torch.long).flatten(1)
+
+
+def pixels(rows: Tensor, batch: int = 16) -> Iterator[Batch]:
+    """Batches of digits: the pixels before each one, after a sign that begins, and the pixel itself."""
+    generator = torch.Generator().manual_seed(0)
+    while True:
+        wanted = rows[torch.randint(len(rows), (batch,), generator=generator)]
+        yield nnf.pad(wanted, (1, 0), value=17)[:, :-1], wanted
+
+
+def digits(options: argparse.Namespace) -> list[dict[str, Any]]:
+    data = pictures()
+    data = data[torch.randperm(len(data), generator=torch.Generator().manual_seed(FIXED))]
+    train, test = data[:1437], data[1437:]
+    held = [(nnf.pad(part, (1, 0), value=17)[:, :-1], part) for part in test.split(90)]
+    rows, painters = [], {}
+    for kind in options.kinds:
+        model = model_of(kind, 18, 64, positions="learned")
+        row = learn(model, pixels(train), held, options.steps or 400, 3e-3, 50)
+        rows.append({"kind": kind, "bits_a_pixel": round(row["loss"] / math.log(2), 4), **row})
+        painters[kind] = ch.Model(model_of(kind, 256, 785, positions="learned", n_layers=4).eval())
+    seconds = alternate({kind: partial(paint, m) for kind, m in painters.items()}, rounds=2, warm=0)
+    for row in rows:
+        row["pictures_a_second"] = round(PAINTED / seconds[row["kind"]], 3)
+        print(row["kind"], row["bits_a_pixel"], row["pictures_a_second"], flush=True)
+    return rows
+
+
+def paint(m: ch.Model) -> None:
+    """Draw pictures of 784 pixels, all at once, a pixel at a time."""
+    m.generate([[0]] * PAINTED, 784, temperature=1.0, seed=0)
+
+
+# Text
+
+
+def registered(most: int) -> Iterator[str]:
+    """Every kind in the registry, with sizes of at most `most` tokens, and each of its named choices."""
+    for kind in KINDS.values():
+        named = {name: get_args(hint) for name, hint in get_type_hints(kind).items()}
+        fields = [entry.name for entry in dataclasses.fields(kind) if named.get(entry.name)]
+        for values in itertools.product(*(named[name] for name in fields)):
+            yield str(kind(**dict(zip(fields, values))).shortened(most))
+
+
+def windows(
+    text: Tensor, family: str, symbols: int, length: int, seed: int, batch: int = 4
+) -> Iterator[Batch]:
+    """Batches of a text: each next character for a decoder, a share of masked ones for an encoder."""
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        starts = torch.randint(len(text) - length, (batch,), generator=generator)
+        rows = text[starts[:, None] + torch.arange(length + 1)]
+        if family == "decoder":
+            yield rows[:, :-1], rows[:, 1:]
+        else:
+            masked = torch.rand(batch, length, generator=generator) < 0.15
+            rows = rows[:, :-1]
+            yield rows.masked_fill(masked, symbols), rows.masked_fill(~masked, NOTHING)
+
+
+def text(options: argparse.Namespace) -> list[dict[str, Any]]:
+    said = (options.data / "tinyshakespeare" / "input.txt").read_text()
+    symbols = sorted(set(said))
+    ids = torch.tensor([symbols.index(one) for one in said])
+    train, test = ids.tensor_split((len(ids) * 9 // 10,))
+    length, steps, rows = 256, options.steps or 150, []
+
+    def row(kind: str, family: str) -> dict[str, Any]:
+        model = model_of(kind, len(symbols) + 1, length, positions="rope", family=family)
+        held = list(itertools.islice(windows(test, family, len(symbols), length, FIXED), 16))
+        drawn = windows(train, family, len(symbols), length, 0)
+        count = sum(part.numel() for part in model.parameters())
+        return {"kind": kind, "family": family, "parameters": count} | learn(
+            model, drawn, held, steps, 3e-3, 50
+        )
+
+    refused = []
+    for kind in options.kinds if options.given else registered(32):
+        try:
+            rows.append(row(kind, "decoder"))
+        except ch.ConfigError as error:
+            refused.append(kind)
+            print(f"as an encoder, on masked characters, since {error}", flush=True)
+    return rows + [row(kind, "encoder") for kind in (["full", *refused] if refused else ())]
+
+
+PARTS = {"features": features, "copying": copying, "digits": digits, "text": text}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("part", choices=list(PARTS))
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--kinds", nargs="+", help="default: full and the feature maps; of text, all")
+    parser.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "data")
+    parser.add_argument("--save", action="store_true")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    options.given = options.kinds is not None
+    options.kinds = options.kinds or ["full", "linear", "linear(favor)"]
+    results = PARTS[options.part](options)
+    if options.save:
+        about = {"device": device_name(), "torch": torch.__version__}
+        save(f"kinds_{options.part}", [{**about, "rows": results}])
+
+
+if __name__ == "__main__":
+    main()
