@@ -27,9 +27,9 @@ from clearhead.inside.long import LongReport as LongReport
 from clearhead.inside.long import long as long
 from clearhead.inside.trace import Trace as Trace
 from clearhead.inside.trace import trace as trace
+from clearhead.losses import balance_loss as balance_loss
 from clearhead.model.cache import Cache as Cache
 from clearhead.model.cache import WindowCache as WindowCache
-from clearhead.model.feedforward import balance_loss as balance_loss
 from clearhead.model.fixed_cache import FixedCache as FixedCache
 from clearhead.model.kinds.stream_cache import StreamCache as StreamCache
 from clearhead.model.taps import Recording as Recording
