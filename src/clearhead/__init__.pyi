@@ -20,6 +20,7 @@ from clearhead.evaluation.evaluate import Evaluation as Evaluation
 from clearhead.evaluation.evaluate import evaluate as evaluate
 from clearhead.explorer.record import Shown as Shown
 from clearhead.explorer.record import show as show
+from clearhead.fast.fixed_cache import FixedCache as FixedCache
 from clearhead.generate.request import Sampling as Sampling
 from clearhead.inside.checks import Check as Check
 from clearhead.inside.checks import check as check
@@ -27,10 +28,9 @@ from clearhead.inside.long import LongReport as LongReport
 from clearhead.inside.long import long as long
 from clearhead.inside.trace import Trace as Trace
 from clearhead.inside.trace import trace as trace
+from clearhead.losses import balance_loss as balance_loss
 from clearhead.model.cache import Cache as Cache
 from clearhead.model.cache import WindowCache as WindowCache
-from clearhead.model.feedforward import balance_loss as balance_loss
-from clearhead.model.fixed_cache import FixedCache as FixedCache
 from clearhead.model.kinds.stream_cache import StreamCache as StreamCache
 from clearhead.model.taps import Recording as Recording
 from clearhead.model.taps import edit as edit

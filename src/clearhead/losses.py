@@ -59,6 +59,7 @@ def batch_loss(
     chunk: int | None = None,
     balance: float = 0.01,
     objective: Objective | None = None,
+    total: Callable[[Tensor], Tensor] = lambda value: value,
 ) -> tuple[Tensor, int]:
     """Return the loss summed over the targets of `batch`, and the number of targets.
 
@@ -70,6 +71,7 @@ def batch_loss(
         balance: weight of the losses of routers, in training: that which spreads tokens evenly over experts,
             and that which teaches scores which tokens go through a layer.
         objective: the task's; None: the usual one of the head.
+        total: sums a value over the processes that share the rows of a batch.
     """
     config, arguments = model.config, arguments_for(model, batch)
     if isinstance(model.head, heads.LanguageHead):
@@ -82,9 +84,9 @@ def batch_loss(
     if model.training and balance:
         # Multiply by the targets, because these losses are part of the mean.
         if config.n_experts:
-            loss = loss + balance * batch.n_targets * _balance(model, batch)
+            loss = loss + balance * batch.n_shared * _balance(model, batch, total)
         if config.depth_capacity != 1:
-            loss = loss + balance * batch.n_targets * depth.router_loss(model)
+            loss = loss + balance * batch.n_shared * depth.router_loss(model, total)
     return loss, batch.n_targets
 
 
@@ -262,11 +264,32 @@ class _InChunks(torch.autograd.Function):
         return (None, None, None, None, *scaled)
 
 
-def _balance(model: transformer.Transformer, batch: Batch) -> Tensor:
+def balance_loss(
+    model: nn.Module, mask: Tensor | None = None, total: Callable[[Tensor], Tensor] = lambda value: value
+) -> Tensor:
+    """Compute X · Σ over experts of (share of choices) · (mean router probability) in the latest pass.
+
+    It covers all layers of a training pass, and is least when tokens spread evenly over the experts. `mask`
+    [B, T] leaves padding out. Where rows are shared out, `total` sums counts, and losses add up.
+    """
+    mixtures = [part for part in model.modules() if isinstance(part, feedforward.Experts)]
+    routed = [part.routed for part in mixtures if part.routed is not None]
+    if not routed:
+        return torch.zeros(())
+    logits = torch.cat([logits if mask is None else logits[mask.flatten()] for logits in routed])
+    probability = dtypes.wide(logits).softmax(-1)
+    chosen = probability.topk(mixtures[0].n_active, dim=-1).indices
+    counts = torch.zeros_like(probability).scatter(1, chosen, 1.0).sum(0)
+    counts = total(torch.cat([counts, counts.new_tensor([len(logits)])]))  # X + 1
+    share, number = counts[:-1] / counts[-1], counts[-1]
+    return logits.shape[-1] * (share * probability.sum(0) / number).sum()
+
+
+def _balance(model: transformer.Transformer, batch: Batch, total: Callable[[Tensor], Tensor]) -> Tensor:
     stacks = [
         (model.decoder, batch.mask),
         (model.encoder, batch.source_mask if model.decoder is not None else batch.mask),
     ]
     return torch.stack(
-        [feedforward.balance_loss(stack, mask) for stack, mask in stacks if stack is not None]
+        [balance_loss(stack, mask, total) for stack, mask in stacks if stack is not None]
     ).mean()

@@ -22,6 +22,7 @@ from typing import Any, Literal, Self, TypeAlias, get_args, get_origin
 from clearhead.config import ModelConfig
 from clearhead.data.plan import DataPlan
 from clearhead.errors import ConfigError, InputError, nearest, refuse
+from clearhead.parallel.plan import ParallelPlan
 from clearhead.tokens.plan import TokensPlan
 from clearhead.typed import (
     check_names,
@@ -69,7 +70,7 @@ RULES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     (
         "length_penalty",
         lambda value: -20 <= value <= 20,
-        "must lie in [-20, 20]: it is an exponent, 1 takes the mean",
+        "must lie in [-20, 20]: an exponent, 1 takes the mean",
     ),
 )
 
@@ -174,6 +175,7 @@ SECTIONS = {
     "model": ModelConfig,
     "train": TrainPlan,
     "generate": GeneratePlan,
+    "parallel": ParallelPlan,
 }
 
 
@@ -186,6 +188,7 @@ class Recipe:
     model: Mapping[str, Any] = field(default_factory=dict)  # fields of `ModelConfig`, and `base`
     train: TrainPlan = field(default_factory=TrainPlan)
     generate: GeneratePlan = field(default_factory=GeneratePlan)
+    parallel: ParallelPlan = field(default_factory=ParallelPlan)
 
     def __post_init__(self) -> None:
         hints = {BASE: str, **hints_of(ModelConfig)}

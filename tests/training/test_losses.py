@@ -16,8 +16,7 @@ import clearhead as ch
 from clearhead import losses
 from clearhead.batches.batch import IGNORE, Batch
 from clearhead.errors import InputError
-from clearhead.losses import batch_loss, default_chunk
-from clearhead.model.feedforward import balance_loss
+from clearhead.losses import balance_loss, batch_loss, default_chunk
 from clearhead.model.stack import Block
 from tests.harness import V, build, gradients, some_ids, worst
 

@@ -48,6 +48,16 @@ class Batch:
         return len(self) if one_each else int((self.targets != IGNORE).sum())
 
     @cached_property
+    def n_rows(self) -> int:
+        """Return the number of rows that count: 0 where a row stands in for none."""
+        return len(self)
+
+    @cached_property
+    def n_shared(self) -> int:
+        """Return the number of targets of the batch that these rows are a share of."""
+        return self.n_targets
+
+    @cached_property
     def n_tokens(self) -> int:
         """Return the number of real tokens on both sides; of images, the rows."""
         sides = ((self.ids, self.mask), (self.source, self.source_mask))
@@ -74,7 +84,8 @@ class Batch:
             },
         )
         # Counted here: on a device, counting would wait for it.
-        made.__dict__.update(n_targets=self.n_targets, n_tokens=self.n_tokens)
+        counts = ("n_targets", "n_shared", "n_tokens", "n_rows")
+        made.__dict__.update({name: getattr(self, name) for name in counts})
         return made
 
     def arguments(self) -> dict[str, Tensor]:

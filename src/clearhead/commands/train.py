@@ -34,6 +34,7 @@ from clearhead.commands.common import (
     writing,
 )
 from clearhead.errors import refuse
+from clearhead.parallel.world import first_here
 from clearhead.recipe import recipe_names
 from clearhead.report import confusion_tables, table
 from clearhead.training import events
@@ -110,11 +111,14 @@ def train(
             )
         finally:
             watcher.live.stop()
+    stopped = 128 + (signals or [signal.SIGTERM])[0] if done.reason == "stopped" else 0
+    if not first_here():
+        sys.exit(stopped)
     folder = quote(str(done.folder))
     if done.reason == "stopped":
         resuming = f"go on with: clearhead train --resume {folder}"
         print_notes([f"stopped at step {done.step}, saved; {resuming}"])
-        sys.exit(128 + signals[0])
+        sys.exit(stopped)
     body = {"folder": str(done.folder), "step": done.step, "reason": done.reason, "metrics": done.metrics}
     best = f"best at step {done.metrics['step']}: {_figures(done.metrics)}" if done.metrics else ""
     tries = [f"try   clearhead {done.command}", f"      clearhead check {folder}"]
@@ -151,6 +155,8 @@ def _stopping() -> Iterator[list[signal.Signals]]:
         if received and number == signal.SIGINT:
             raise KeyboardInterrupt
         received.append(signal.Signals(number))
+        if not first_here():
+            return
         note = "\nstopping after this step and saving; Ctrl-C again stops at once"
         print(note, file=sys.stderr, flush=True)
 

@@ -29,6 +29,7 @@ from clearhead.errors import InputError, nearest, refuse
 from clearhead.evaluation.metrics import METRICS, Counts
 from clearhead.hub.pixels import to_pixels
 from clearhead.model import dtypes, heads, transformer
+from clearhead.parallel.world import ALONE, World
 from clearhead.recipe import GeneratePlan
 from clearhead.tasks.spec import TaskSpec
 from clearhead.tasks.table import shape_of
@@ -143,10 +144,11 @@ def examine(
     device: torch.device,
     autocast: Autocast = nullcontext,
     objective: losses.Objective | None = None,
+    world: World = ALONE,
 ) -> Iterator[Examined]:
-    """Judge every batch of one epoch; `objective` None: the usual one of the head."""
-    for batch in batches.all():
-        batch = batch.to(device)
+    """Judge every batch of one epoch, each process its share; `objective` None: the usual one of the head."""
+    for each in batches.all():
+        batch = world.rows(each).to(device)
         arguments = losses.arguments_for(model, batch)
         answers: losses.Answered = ([], [])
         with transformer.evaluating(model), autocast():
@@ -165,7 +167,8 @@ def examine(
             counts = torch.ones(len(batch))
         numbers = torch.arange(len(batch)) if batch.numbers is None else batch.numbers
         sums, of_rows = (values.cpu().double().numpy() for values in (found, counts))
-        yield Examined(numbers.numpy(), sums, of_rows, *answers)
+        judged: list[Any] = [numbers.numpy(), sums, of_rows, *answers]
+        yield from world.gathered(Examined(*(column[: batch.n_rows] for column in judged)))
 
 
 @torch.no_grad()
@@ -175,10 +178,10 @@ def validate(
     batches: Batches,
     autocast: Autocast,
     device: torch.device,
-    metric: str = "loss",
+    world: World = ALONE,
 ) -> dict[str, float]:
     """Return the mean loss over all targets, perplexity for a vocabulary, and the metrics of the task."""
-    seen = list(examine(loaded.model, batches, device, autocast, task.objective))
+    seen = list(examine(loaded.model, batches, device, autocast, task.objective, world))
     count = sum(float(part.counts.sum()) for part in seen)
     refuse(
         not count,
@@ -191,12 +194,17 @@ def validate(
             [row for part in seen for row in getattr(part, side)] for side in ("said", "meant")
         )
         return found | task.scores(predicted, wanted, loaded.labels)
-    found["perplexity"] = math.exp(min(found["loss"], 700))
-    if task.writes and metric in WRITTEN:
-        with transformer.evaluating(loaded.model):
-            outputs, references = written(loaded, batches)
-        found |= {name: METRICS[name](outputs, references) for name in ("exact", metric)}
-    return found
+    return found | {"perplexity": math.exp(min(found["loss"], 700))}
+
+
+@torch.no_grad()
+def written_scores(loaded: Model, task: TaskSpec, batches: Batches, metric: str) -> dict[str, float]:
+    """Return the scores of what a model writes, where `metric` is one of these."""
+    if not (task.writes and metric in WRITTEN):
+        return {}
+    with transformer.evaluating(loaded.model):
+        outputs, references = written(loaded, batches)
+    return {name: METRICS[name](outputs, references) for name in ("exact", metric)}
 
 
 def vocabulary_losses(head: heads.LanguageHead, hidden: Tensor, targets: Tensor, chunk: int) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from clearhead.config.kinds import Kind
+from clearhead.fast.fixed_cache import FixedCache, FixedKeys
 from clearhead.fast.kernels import available, materialise, step_attend, step_linear
 from clearhead.fast.parts import (
     Direct,
@@ -30,7 +31,6 @@ from clearhead.model import masks, norms, positions
 from clearhead.model.attention import Attention
 from clearhead.model.cache import Cache, CrossKeys, LayerKeys
 from clearhead.model.feedforward import ACTIVATIONS, FeedForward
-from clearhead.model.fixed_cache import FixedCache, FixedKeys
 from clearhead.model.stack import Block, Residual, Stack
 from clearhead.model.taps import SILENT, Tap
 from clearhead.model.transformer import Transformer

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from clearhead.errors import first_line, refuse
+from clearhead.fast.fixed_cache import FixedCache
 from clearhead.fast.parts import fingerprint, refresh, same
 from clearhead.fast.prepare import prepared
 from clearhead.generate.decode import (
@@ -34,7 +35,6 @@ from clearhead.generate.request import Request
 from clearhead.generate.sampling import NOT_NUMBERS, adjust_by, best_of
 from clearhead.model.attention import Attention
 from clearhead.model.cache import Cache
-from clearhead.model.fixed_cache import FixedCache
 from clearhead.model.taps import SILENT, tap_for
 from clearhead.model.transformer import Transformer
 

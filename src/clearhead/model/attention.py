@@ -90,7 +90,7 @@ class Attention(nn.Module):
         if view.blocks is not None and kernel == "fused":
             return attend_blocks(
                 q, k, v, view.blocks, self.scale,
-                softcap=self.softcap, sink=self.sink, dropout=dropout, heads=heads,
+                softcap=self.softcap, sink=self.sinks(), dropout=dropout, heads=heads,
             )  # fmt: skip
         view = view.spelled_out()
         bias = view.bias
@@ -98,8 +98,12 @@ class Attention(nn.Module):
             bias = bias[:, heads]
         return KERNELS[kernel](
             q, k, v, view.mask, bias, self.scale, causal=view.causal, softcap=self.softcap,
-            sink=self.sink, dropout=dropout, tap=tap,
+            sink=self.sinks(), dropout=dropout, tap=tap,
         )  # fmt: skip
+
+    def sinks(self) -> Tensor | None:
+        """Return the score of each head's sink [H], where there is one."""
+        return self.sink
 
     def project(self, x: Tensor, source: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Project x [B, T, D] to queries [B, T, H·E], `source` [B, S, D] to keys and values [B, S, K·E]."""

@@ -108,7 +108,8 @@ class Cache:
         """Count the new tokens as read, after the last layer."""
         self.length += self._visible.length - (0 if self.tokens is None else self.tokens.length)
         self.tokens = self._visible
-        if not self.tokens.plain and not any(isinstance(keys, GrowingKeys) for keys in self.layers.values()):
+        bounded = all(isinstance(keys, RingKeys | StateKeys) for keys in self.layers.values())
+        if not self.tokens.plain and bounded:
             self.tokens = latest(self.tokens, max((kind.slots for kind in self.rings), default=1))
 
     def reorder(self, rows: Tensor, cross: bool = True) -> None:

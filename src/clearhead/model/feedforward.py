@@ -162,23 +162,6 @@ class Experts(nn.Module):
         return top.to(logits.dtype), chosen
 
 
-def balance_loss(model: nn.Module, mask: Tensor | None = None) -> Tensor:
-    """Compute X · Σ over experts of (share of choices) · (mean router probability) in the latest pass.
-
-    It covers all layers of a training pass, and is least when tokens spread evenly over the experts. `mask`
-    [B, T] leaves padding out.
-    """
-    mixtures = [part for part in model.modules() if isinstance(part, Experts)]
-    routed = [part.routed for part in mixtures if part.routed is not None]
-    if not routed:
-        return torch.zeros(())
-    logits = torch.cat([logits if mask is None else logits[mask.flatten()] for logits in routed])
-    probability = wide(logits).softmax(-1)
-    chosen = probability.topk(mixtures[0].n_active, dim=-1).indices
-    share = torch.zeros_like(probability).scatter(1, chosen, 1.0).mean(0)
-    return logits.shape[-1] * (share * probability.mean(0)).sum()
-
-
 def expert_steps(spec: StackSpec, run: Pass, name: str, rows: int) -> Iterator[Step]:
     """Yield the steps of a mixture on `rows` tokens."""
     X, A, D = spec.n_experts, spec.n_active_experts, spec.d_model

@@ -6,7 +6,6 @@ for encoders, mBART for pairs, ViT for images.
 """
 
 import dataclasses
-import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -27,6 +26,7 @@ from clearhead.presets import PRESETS, preset
 from clearhead.recipe import BASE, Recipe, TrainPlan
 from clearhead.tasks.spec import DECODER, TaskSpec
 from clearhead.tasks.table import task_named
+from clearhead.training.machine import room
 from clearhead.typed import hints_of, shaped
 
 ImageSize = tuple[int, int, int]  # height, width, channels
@@ -220,7 +220,7 @@ def _check_memory(config: ModelConfig, plan: TrainPlan) -> None:
     learns = best_device(plan.device).type == "cpu"
     count = cost(config).parameters.total
     needed = count * (LEARNING[plan.optimizer] if learns else 4)
-    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    there = room(torch.device("cpu"))
     refuse(
         needed > there,
         f"the model has {count:,} parameters, {'training' if learns else 'making'} it takes "

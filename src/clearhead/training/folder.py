@@ -17,11 +17,14 @@ from shlex import quote
 from clearhead.data.files import RECIPE
 from clearhead.data.given import ROWS
 from clearhead.errors import CheckpointError, refuse
+from clearhead.hub.files import write_text
+from clearhead.parallel.world import launch, restarted
 from clearhead.training.events import CURVE, LOG, Note, OnEvent
 from clearhead.training.state import BEST, CACHE, CHECKPOINTS, LAST, PRETRAIN, newest
 from clearhead.training.tries import PICTURE
 
 LOCK = ".lock"
+LAUNCH = ".launch"  # the name of the launch of several processes that writes the folder
 BEFORE = ".before"  # an earlier run, which waits for the first checkpoint of the one that replaces it
 MOVING = ".moving"  # the same on its way in or out: what it holds belongs into the folder
 OWN = (  # what a run writes
@@ -81,6 +84,18 @@ def resumed_folder(folder: Path, on_event: OnEvent) -> Iterator[Path]:
     with locked(folder, on_event):
         refuse(not (folder / RECIPE).is_file() or not resumable(folder), none, CheckpointError)
         yield folder
+
+
+def mark(folder: Path) -> None:
+    """Note which launch of several processes writes the folder: it goes on when they are restarted."""
+    if (name := launch()) is not None:
+        write_text(folder / LAUNCH, name)
+
+
+def ours(folder: Path) -> bool:
+    """Return True if these processes were restarted after a failure and have begun a run in the folder."""
+    path = folder / LAUNCH
+    return restarted() and path.is_file() and path.read_text() == launch() and resumable(folder)
 
 
 def resumable(folder: Path) -> bool:

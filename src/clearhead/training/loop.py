@@ -6,21 +6,23 @@ exactly as if it had not been, and no random state has to be saved.
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from clearhead.api import Model
 from clearhead.batches.batch import Batch, Batches
 from clearhead.errors import TrainingError
-from clearhead.evaluation.examples import validate
+from clearhead.evaluation.examples import validate, written_scores
 from clearhead.losses import batch_loss
 from clearhead.model.transformer import Transformer
+from clearhead.parallel import shards
+from clearhead.parallel.world import ALONE, World
 from clearhead.recipe import TrainPlan
 from clearhead.tasks.spec import TaskSpec
 from clearhead.training import faults, machine, optim, weights
@@ -34,6 +36,15 @@ from clearhead.training.state import (
     save_checkpoint,
     saved_steps,
 )
+
+
+@dataclass(frozen=True)
+class Work:
+    """The batches of a step: the rows of this process, and what all processes have together."""
+
+    batches: list[Batch]
+    targets: int
+    tokens: int
 
 
 @dataclass
@@ -56,7 +67,10 @@ class TrainingRun:
     example: Any = None  # what `tries.first_example` returned
     flops_per_token: float = 0.0
     state: State = field(default_factory=State)
+    world: World = ALONE  # the processes of the run
     compiled: Transformer | None = None  # a twin of the model that is compiled, with the same parts
+    empty: Transformer | None = None  # the model without weights, where several processes hold parts of it
+    partial: Sequence[nn.Parameter] = ()  # with gradients to be summed over the tensor axis
 
     @property
     def model(self) -> Transformer:
@@ -77,16 +91,16 @@ class TrainingRun:
         """Return the steps of the best validations, the best first."""
         return self.state.best(self.metric, self.metric != "loss", count)
 
-    def batches(self, step: int) -> list[Batch]:
-        """Return the batches of a step; the first step is 1."""
+    def batches(self, step: int) -> Work:
+        """Return the batches of a step, of which this process has some of the rows; the first step is 1."""
         size = self.plan.accumulate
-        return [
-            self.train.at(index).to(self.precision.device) for index in range((step - 1) * size, step * size)
-        ]
+        whole = [self.train.at(index) for index in range((step - 1) * size, step * size)]
+        counts = sum(batch.n_targets for batch in whole), sum(batch.n_tokens for batch in whole)
+        return Work([self.world.rows(batch).to(self.precision.device) for batch in whole], *counts)
 
     def seed(self, step: int) -> None:
         """Seed dropout for a step."""
-        torch.manual_seed(self.plan.seed * 1_000_003 + step)
+        torch.manual_seed(self.plan.seed * 1_000_003 + step + self.world.seed)
 
     def rate(self, step: int) -> float:
         """Return the learning rate of a step."""
@@ -95,17 +109,44 @@ class TrainingRun:
     def loss(self, batch: Batch) -> Tensor:
         """Return the loss of a batch, summed over its targets."""
         plan, objective = self.plan, self.task.objective
+        counted = bool(batch.n_rows)  # False: a row stands in for none
         with self.precision.autocast(), self.attention():
-            return batch_loss(self.runner, batch, plan.label_smoothing, plan.loss_chunk, objective=objective)[
-                0
-            ]
+            loss, _ = batch_loss(
+                self.runner,
+                batch,
+                plan.label_smoothing,
+                plan.loss_chunk,
+                objective=objective,
+                total=lambda value: self.world.sum(value * counted),
+            )
+        return loss * counted
 
     @contextmanager
     def usable(self) -> Iterator[Model]:
-        """Give the model as it would be used now: averaged and merged, where the plan asks for it."""
+        """Give the model as it would be used now: averaged and merged, where the plan asks for it.
+
+        One that is split is not merged, which `whole` does.
+        """
         averaged = self.ema.applied(self.model) if self.ema is not None else nullcontext()
-        with averaged, weights.merged(self.model) if self.plan.lora else nullcontext():
-            yield replace(self.loaded, model=self.runner)
+        merging = self.plan.lora and self.empty is None
+        with averaged, weights.merged(self.model) if merging else nullcontext():
+            try:
+                yield replace(self.loaded, model=self.runner)
+            finally:
+                shards.rest(self.model)
+
+    @contextmanager
+    def whole(self, usable: Model) -> Iterator[Model | None]:
+        """Give what `usable` gave as one plain model, on the CPU where it is split; None but in the first."""
+        if self.empty is None:
+            yield usable
+            return
+        made = shards.assembled(self.empty, self.model, keep=self.world.first)
+        if made is None:
+            yield None
+            return
+        with weights.merged(made) if self.plan.lora else nullcontext():
+            yield replace(usable, model=made.eval())
 
 
 def learn(run: TrainingRun, on_event: OnEvent, stop: Callable[[], bool]) -> Reason:
@@ -117,32 +158,34 @@ def learn(run: TrainingRun, on_event: OnEvent, stop: Callable[[], bool]) -> Reas
     model.train()
     upcoming = run.batches(state.step + 1)
     while state.step < run.steps and run.patient:
-        step, batches = state.step + 1, upcoming
+        step, work = state.step + 1, upcoming
         run.seed(step)
         optim.set_rate(optimizer, run.rate(step))
 
-        targets = max(1, sum(batch.n_targets for batch in batches))
+        targets = max(1, work.targets)
         total = torch.zeros((), device=run.precision.device)
-        for batch in batches:
-            loss = run.loss(batch)
-            scaler.scale(loss / targets).backward()  # type: ignore[no-untyped-call]
-            total += loss.detach()
+        with run.world.waiting(f"the gradients of step {step}"):
+            for batch in work.batches:
+                loss = run.loss(batch)
+                scaler.scale(loss / targets).backward()  # type: ignore[no-untyped-call]
+                total += loss.detach()
         if step < run.steps:
             upcoming = run.batches(step + 1)  # prepared while the device works
         meter.settle()  # on a GPU: reads the step before, while the device works on this one
 
+        run.world.complete(run.partial)
         scaler.unscale_(optimizer)
-        norm = torch.nn.utils.clip_grad_norm_(trained, plan.clip or math.inf)
-        read = optim.step_if_finite(optimizer, scaler, total / targets, norm)
+        norm = run.world.clip(trained, plan.clip or math.inf)
+        read = optim.step_if_finite(optimizer, scaler, run.world.sum(total) / targets, norm)
         optimizer.zero_grad(set_to_none=True)
         if run.ema is not None:
             run.ema.update(model)
-        state.step, state.tokens = step, state.tokens + sum(batch.n_tokens for batch in batches)
-        meter.pending = step, batches, read
+        state.step, state.tokens = step, state.tokens + work.tokens
+        meter.pending = step, work.batches, read
         if run.precision.device.type != "cuda":
             meter.settle()
 
-        stopping, best = stop(), False
+        stopping, best = run.world.any(stop()), False
         if due(step, plan.validate_every, run.steps):
             meter.settle()
             meter.tick()
@@ -170,14 +213,22 @@ def validate_run(run: TrainingRun) -> Validated:
     state = run.state
     with run.usable() as usable:
         metrics = validate(
-            usable, run.task, run.validation, run.precision.autocast, run.precision.device, run.metric
+            usable, run.task, run.validation, run.precision.autocast, run.precision.device, run.world
         )
-        samples = run.samples(usable)
+        with run.whole(usable) as whole:
+            scores, samples = run.world.once(lambda: written_by(run, whole))
+    metrics |= scores
     state.validations.append({"step": state.step, **metrics})
     best = run.best_steps() == [state.step] and not math.isnan(metrics[run.metric])
     state.stale = 0 if best else state.stale + 1
     run.model.train()
     return Validated(state.step, metrics, best, samples)
+
+
+def written_by(run: TrainingRun, model: Model | None) -> tuple[dict[str, float], tuple[str, ...]]:
+    """Return the scores and samples of what a whole model writes."""
+    assert model is not None, "only the first process has the whole model"
+    return written_scores(model, run.task, run.validation, run.metric), run.samples(model)
 
 
 def save(run: TrainingRun, scaler: Any = None) -> None:
@@ -190,8 +241,12 @@ def save(run: TrainingRun, scaler: Any = None) -> None:
         tensors |= {f"ema/{name}": tensor for name, tensor in run.ema.state(bool(plan.lora)).items()}
     if run.ema is not None or plan.lora:
         tensors |= {f"weights/{name}": parameter.clone() for name, parameter in run.model.named_parameters()}
-    with run.usable() as usable:
-        save_checkpoint(run.folder, usable, tensors, state)
+    tensors = dict(shards.wholes(tensors, keep=run.world.first))
+    with run.usable() as usable, run.whole(usable) as whole:
+        if whole is not None:
+            save_checkpoint(run.folder, whole, tensors, state)
+    if not run.world.first:
+        return
     steps = saved_steps(run.folder)
     best = [step for step in run.best_steps(len(state.validations)) if step in steps]
     if best:

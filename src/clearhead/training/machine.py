@@ -1,6 +1,7 @@
 """What training decides by the machine: device, precision, compiling, kernels; and the memory in use."""
 
 import functools
+import os
 import resource
 import sys
 import time
@@ -132,6 +133,13 @@ def quick_attention(
 def narrow(device: torch.device) -> bool:
     """Return True on a CPU without vector code in PyTorch, where `fast.training.suit_narrow` pays."""
     return device.type == "cpu" and torch.backends.cpu.get_cpu_capability() == "DEFAULT"
+
+
+def room(device: torch.device) -> int:
+    """Return the bytes of memory that the device has."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def memory(device: torch.device) -> int:

@@ -46,13 +46,14 @@ def parameter_groups(model: nn.Module, plan: TrainPlan) -> list[dict[str, Any]]:
     embedding.
     """
     tables = {id(part.weight) for part in model.modules() if isinstance(part, nn.Embedding)}
-    groups: dict[tuple[float, float], dict[str, Any]] = {}
+    groups: dict[tuple[object, ...], dict[str, Any]] = {}
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     for name, parameter in trained:
         decay = plan.weight_decay if parameter.ndim >= 2 and id(parameter) not in tables else 0.0
         scale = plan.layer_decay ** _below_head(model, name)
         new = {"params": [], "weight_decay": decay, "scale": scale}
-        groups.setdefault((decay, scale), new)["params"].append(parameter)
+        mesh = getattr(parameter, "device_mesh", None)  # one update takes parameters of one mesh
+        groups.setdefault((decay, scale, mesh), new)["params"].append(parameter)
     refuse(not groups, "train.freeze leaves nothing to train: freeze less")
     return list(groups.values())
 

@@ -1,17 +1,19 @@
 """A new run made ready: recipe, data, tokenizer, model, batches, optimizer."""
 
-from collections.abc import Iterator
+import hashlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from tokenizers import Tokenizer
+from torch import nn
 
 from clearhead.api import Model
 from clearhead.batches import batch, batching, encoded, even
 from clearhead.bundle import best_device
 from clearhead.config import ModelConfig
-from clearhead.costs import cost
+from clearhead.costs import LEARNING, cost
 from clearhead.data.examples import Corpus, Images
 from clearhead.data.files import RECIPE
 from clearhead.errors import refuse
@@ -21,6 +23,8 @@ from clearhead.fast.training import join_projections, recompute, suit_narrow
 from clearhead.hub.files import write_text
 from clearhead.hub.tokenizer import load_tokenizer, read_settings, special_ids
 from clearhead.model.heads import LanguageHead
+from clearhead.parallel.shards import emptied
+from clearhead.parallel.world import ALONE, World
 from clearhead.presets import PRESETS
 from clearhead.recipe import BASE, Recipe, TrainPlan
 from clearhead.tasks import spec, table
@@ -29,7 +33,7 @@ from clearhead.tokens.training import choose, train_tokenizer
 from clearhead.training import build, optim, weights
 from clearhead.training.events import Note, OnEvent
 from clearhead.training.loop import TrainingRun
-from clearhead.training.machine import choose_precision, narrow, pays, quick_attention
+from clearhead.training.machine import choose_precision, narrow, pays, quick_attention, room
 from clearhead.training.state import CACHE
 from clearhead.training.tries import first_example
 
@@ -38,7 +42,7 @@ APART = 50  # steps between validations, at least, where the recipe does not say
 SIDES: tuple[Literal["train", "validation"], ...] = ("train", "validation")
 
 
-def prepare(recipe: Recipe, folder: Path, on_event: OnEvent) -> TrainingRun:
+def prepare(recipe: Recipe, folder: Path, on_event: OnEvent, world: World = ALONE) -> TrainingRun:
     """Prepare a new run; what the recipe leaves open is chosen, reported, and written to `train.toml`."""
     corpus, name = open_examples(recipe.data)
     task = table.task_named(name)
@@ -46,23 +50,33 @@ def prepare(recipe: Recipe, folder: Path, on_event: OnEvent) -> TrainingRun:
     for line in corpus.notes:
         on_event(Note(line))
     base = build.base_of(recipe)
-    tokenizer, special = find_tokenizer(recipe, task, corpus, base, on_event)
+    world.agree(facts(corpus))
+    tokenizer, special = world.once(lambda: find_tokenizer(recipe, task, corpus, base, on_event))
     device = best_device(recipe.train.device)
     image = corpus.train.pixels.shape[1:] if isinstance(corpus.train, Images) else None
     loaded = build.build(
         recipe, name, tokenizer, special, corpus.labels, image, base, large=device.type != "cpu"
     )
     recipe = recipe.replace("data", task=name)
-    batches = encode_batches(recipe, task, corpus, loaded, folder, on_event)
+    batches = encode_batches(recipe, task, corpus, loaded, folder, on_event, world)
     for line in remarks(recipe, task, loaded, base):
         on_event(Note(line))
-    asked, precision = recipe.train.warmup, choose_precision(recipe.train, device).name
+    asked, precision = recipe.train.warmup, world.once(lambda: choose_precision(recipe.train, device).name)
     recipe = settled(recipe, task, corpus.labels, loaded, batches[0], precision)
     if asked not in (None, recipe.train.warmup):
         on_event(Note(f"warm-up of {recipe.train.warmup} steps: {asked} would be the whole run"))
-    write_text(folder / RECIPE, recipe.to_toml())
-    write_text(folder / FINGERPRINT, corpus.fingerprint)
-    return assemble(recipe, task, corpus, loaded, batches, folder, on_event)
+    if world.first:
+        write_text(folder / RECIPE, recipe.to_toml())
+        write_text(folder / FINGERPRINT, corpus.fingerprint)
+    return assemble(recipe, task, corpus, loaded, batches, folder, on_event, world)
+
+
+def facts(corpus: Corpus) -> dict[str, str]:
+    """Return what must be the same in every process of a run."""
+    code = hashlib.sha256()
+    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
+        code.update(path.read_bytes())
+    return {"data": corpus.fingerprint, "code": code.hexdigest()[:16], "torch": torch.__version__}
 
 
 def assemble(
@@ -73,6 +87,7 @@ def assemble(
     batches: tuple[batch.Batches, batch.Batches],
     folder: Path,
     on_event: OnEvent,
+    world: World = ALONE,
 ) -> TrainingRun:
     """Put a run together around its model: precision, low-rank updates, optimizer, averages, fast parts."""
     plan, device = recipe.train, best_device(recipe.train.device)
@@ -90,11 +105,26 @@ def assemble(
             plan.lora_targets,
             also=() if isinstance(loaded.model.head, LanguageHead) else ("head.*",),
         )
+    count = sum(one.numel() for one in loaded.model.parameters())
+    fits = count * LEARNING[plan.optimizer] < 0.6 * room(device)
+    world = world.arranged(recipe.parallel, device.type, fits)
+    whole = world.plan.tensor == 1  # a split layer has its own ways
+    empty = emptied(loaded.model) if world.size > 1 else None
     loaded.model.to(device)
-    optimizer = optim.make_optimizer(loaded.model, plan, device)
-    join_projections(loaded.model)
+    if whole:
+        join_projections(loaded.model)
     if plan.checkpointing:
         recompute(loaded.model)
+    wanted = plan.compile if plan.compile is not None else pays(task, recipe.data, plan, device)
+    partial: Sequence[nn.Parameter] = ()
+    if world.size > 1:
+        from clearhead.parallel.split import split  # takes seconds to import
+
+        on_event(Note(f"{world.size} processes: {world.plan}"))
+        if narrow(device) and whole and not wanted:
+            suit_narrow(loaded.model)
+        partial = split(loaded.model, world, wanted)
+    optimizer = optim.make_optimizer(loaded.model, plan, device)
     run = TrainingRun(
         folder=folder,
         task=task,
@@ -113,9 +143,11 @@ def assemble(
         flops_per_token=0.0
         if task.tokens is None
         else cost(loaded.config, length=loaded.max_length).flops.training_per_token,
+        world=world,
+        empty=empty,
+        partial=partial,
     )
-    wanted = plan.compile if plan.compile is not None else pays(task, recipe.data, plan, device)
-    if not (wanted and _compile(run, on_event)) and narrow(device):
+    if world.size == 1 and not (wanted and _compile(run, on_event)) and narrow(device):
         suit_narrow(loaded.model)
     return run
 
@@ -126,7 +158,7 @@ def _compile(run: TrainingRun, on_event: OnEvent) -> bool:
     run.compiled = like(run.model.train(), type(run.model))
     run.compiled.compile()
     try:
-        run.loss(run.batches(1)[0]).backward()  # type: ignore[no-untyped-call]
+        run.loss(run.batches(1).batches[0]).backward()  # type: ignore[no-untyped-call]
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
@@ -172,19 +204,24 @@ def find_tokenizer(
 
 
 def encode_batches(
-    recipe: Recipe, task: spec.TaskSpec, corpus: Corpus, loaded: Model, folder: Path, on_event: OnEvent
+    recipe: Recipe,
+    task: spec.TaskSpec,
+    corpus: Corpus,
+    loaded: Model,
+    folder: Path,
+    on_event: OnEvent,
+    world: World = ALONE,
 ) -> tuple[batch.Batches, batch.Batches]:
     """Encode the examples, cache them beside the run, and return the batches to train and to validate on."""
     length = min(recipe.data.max_length or loaded.max_length, loaded.max_length)
     cache = Path(recipe.data.cache) if recipe.data.cache is not None else folder / CACHE
     made = []
     for side in SIDES:
-        rows, special = begun(
-            encoded.encode_corpus(
+        with world.led():
+            ids = encoded.encode_corpus(
                 corpus, side, task.batching, loaded.tokenizer, loaded.labels, cache, special=loaded.special
-            ),
-            loaded,
-        )
+            )
+        rows, special = begun(ids, loaded)
         batches = batching.make_batches(
             task.batching,
             rows,

@@ -1,5 +1,6 @@
 """A run made ready from a checkpoint: as it was, or longer."""
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -10,6 +11,9 @@ from clearhead.api import load
 from clearhead.data.files import RECIPE
 from clearhead.errors import CheckpointError, ConfigError, TrainingError, refuse
 from clearhead.hub.files import write_text
+from clearhead.parallel import shards
+from clearhead.parallel.plan import ParallelPlan
+from clearhead.parallel.world import ALONE, World
 from clearhead.recipe import SECTIONS, Recipe, Settings, read_recipe
 from clearhead.tasks import table
 from clearhead.tasks.corpus import open_examples
@@ -24,7 +28,7 @@ from clearhead.typed import plain
 CHANGEABLE = tuple(
     f"train.{name}"
     for name in ("steps", "validate_every", "save_every", "patience", "keep_best", "keep_last", "log_every")
-) + ("train.samples",)
+) + ("train.samples", *(f"parallel.{field.name}" for field in dataclasses.fields(ParallelPlan)))
 
 
 def changed_recipe(folder: Path, settings: Settings) -> Recipe:
@@ -46,7 +50,9 @@ def changed_recipe(folder: Path, settings: Settings) -> Recipe:
     return new
 
 
-def restore(recipe: Recipe, folder: Path, checkpoint: Path, on_event: OnEvent) -> TrainingRun:
+def restore(
+    recipe: Recipe, folder: Path, checkpoint: Path, on_event: OnEvent, world: World = ALONE
+) -> TrainingRun:
     """Prepare a run again as it was at a checkpoint; write its recipe where that was changed."""
     corpus, name = open_examples(recipe.data)
     task = table.task_named(name)
@@ -57,17 +63,21 @@ def restore(recipe: Recipe, folder: Path, checkpoint: Path, on_event: OnEvent) -
         TrainingError,
     )
     loaded = load(checkpoint, dtype=torch.float32)
-    batches = encode_batches(recipe, task, corpus, loaded, folder, lambda event: None)  # told before
-    run = assemble(recipe, task, corpus, loaded, batches, folder, on_event)
+    batches = encode_batches(recipe, task, corpus, loaded, folder, lambda event: None, world)  # told before
+    run = assemble(recipe, task, corpus, loaded, batches, folder, on_event, world)
     tensors, run.state = load_checkpoint(checkpoint)
     _check_unchanged(run, tensors)
-    run.model.load_state_dict(_named(tensors, "weights/"), strict=False)
+    named = dict(run.model.named_parameters())
+    kept = _named(tensors, "weights/")
+    shards.put(named, {name: shards.part_like(one, named[name]) for name, one in kept.items()})
     restore_optimizer(run.optimizer, run.model, tensors)
     if run.ema is not None:
         run.ema.restore(_named(tensors, "ema/"))
     on_event(Note(f"resuming from step {run.state.step}"))
     _lengthen(run, read_recipe(folder / RECIPE).train.steps or run.steps, on_event)
-    write_text(folder / RECIPE, recipe.to_toml())
+    world.meet()  # all have read it
+    if world.first:
+        write_text(folder / RECIPE, recipe.to_toml())
     return run
 
 

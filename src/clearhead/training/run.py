@@ -3,6 +3,7 @@
 import glob
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,16 +13,18 @@ from clearhead.data import corpora, files
 from clearhead.data.given import Given, given_or_paths
 from clearhead.data.plan import DataPlan
 from clearhead.errors import refuse
-from clearhead.evaluation.examples import validate
+from clearhead.evaluation.examples import validate, written_scores
 from clearhead.hub.files import write_text
-from clearhead.recipe import BASE, Recipe, Settings, read_recipe
+from clearhead.parallel.world import World, joined
+from clearhead.recipe import BASE, SECTIONS, Recipe, Settings, read_recipe
 from clearhead.tasks import corpus, table
 from clearhead.training import loop, prepare, weights
 from clearhead.training import resume as continued
 from clearhead.training.events import Finished, Note, OnEvent, Reason, Started, logged
-from clearhead.training.folder import new_folder, resumed_folder
+from clearhead.training.folder import mark, new_folder, ours, resumed_folder
 from clearhead.training.state import BEST, CHECKPOINTS, LAST, PRETRAIN, newest
 from clearhead.training.tries import command_to_try
+from clearhead.typed import plain
 
 
 @dataclass(frozen=True)
@@ -70,12 +73,21 @@ def train(
             "resume continues with the run's own recipe and folder: "
             "leave data, recipe, out and overwrite out",
         )
-        with resumed_folder(Path(resume), on_event) as folder:
-            return _resume(folder, on_event, stop, settings)
-    plan, folder, given = planned(data, recipe, out, settings)
-    needed = (*plan.data.paths, *plan.data.validation, plan.tokens.model, plan.model.get(BASE))
-    with new_folder(folder, overwrite, [Path(path) for path in needed if path is not None], on_event) as keep:
-        return _start(with_rows(plan, given, folder, on_event), folder, on_event, stop, keep)
+    with joined() as world:
+        tell: OnEvent = on_event if world.first else lambda event: None
+        if resume is None:
+            plan, folder, given = planned(data, recipe, out, settings)
+        else:
+            folder = Path(resume)
+        if resume is not None or world.once(lambda: ours(folder)):
+            with world.holding(resumed_folder(folder, tell), folder):
+                return _resume(world, folder, tell, stop, settings if resume is not None else ())
+        needed = (*plan.data.paths, *plan.data.validation, plan.tokens.model, plan.model.get(BASE))
+        paths = [Path(path) for path in needed if path is not None]
+        with world.holding(new_folder(folder, overwrite, paths, tell), lambda: None) as keep:
+            world.agree({f"[{name}]": plain(getattr(plan, name)) for name in SECTIONS})
+            plan = world.once(lambda: with_rows(plan, given, folder, tell))
+            return _start(world, plan, folder, tell, stop, keep)
 
 
 def planned(
@@ -106,6 +118,7 @@ def with_rows(plan: Recipe, given: Given | None, folder: Path, on_event: OnEvent
 
 
 def _start(
+    world: World,
     recipe: Recipe,
     folder: Path,
     on_event: OnEvent,
@@ -113,25 +126,32 @@ def _start(
     keep: Callable[[], None] = lambda: None,
 ) -> Trained:
     """Run the first stage, if there are two, then the run itself; call `keep` at the first checkpoint."""
-    write_text(folder / files.RECIPE, recipe.to_toml())
+    if world.first:
+        write_text(folder / files.RECIPE, recipe.to_toml())
+        mark(folder)
     if recipe.train.pretrain:
-        first = _pretrain(recipe, folder / PRETRAIN, on_event, stop, keep)
+        first = _pretrain(world, recipe, folder / PRETRAIN, on_event, stop, keep)
         if first.reason == "stopped":
             return replace(first, folder=folder)
         recipe = recipe.replace("model", base=str(first.folder.absolute()))
         recipe = recipe.replace("tokens", kind=None).replace("train", pretrain=0)
-    run = prepare.prepare(recipe, folder, on_event)
+    run = prepare.prepare(recipe, folder, on_event, world)
     loop.save(run)
     keep()
     return _finish(run, on_event, stop)
 
 
 def _pretrain(
-    recipe: Recipe, folder: Path, on_event: OnEvent, stop: Callable[[], bool], keep: Callable[[], None]
+    world: World,
+    recipe: Recipe,
+    folder: Path,
+    on_event: OnEvent,
+    stop: Callable[[], bool],
+    keep: Callable[[], None],
 ) -> Trained:
     """Start or resume the first stage in its own folder: masked language modelling on the same texts."""
-    if newest(folder) is not None:
-        return _resume(folder, on_event, stop)
+    if world.once(lambda: newest(folder) is not None):
+        return _resume(world, folder, on_event, stop)
     _, task = corpus.open_examples(recipe.data)
     fits = " and ".join(sorted(name for name, spec in table.TASKS.items() if spec.pretrain))
     refuse(not table.TASKS[task].pretrain, f"train.pretrain is for {fits}, and this is {task}: set it to 0")
@@ -143,22 +163,28 @@ def _pretrain(
         **{"lora": 0, "freeze": (), "layer_decay": 1.0},  # keep trained weights, and there are none yet
     }
     recipe = recipe.replace("train", steps=steps, epochs=None, **later)
-    return _start(recipe.replace("data", task="mlm", texts_only=True), folder, on_event, stop, keep)
+    return _start(world, recipe.replace("data", task="mlm", texts_only=True), folder, on_event, stop, keep)
 
 
-def _resume(folder: Path, on_event: OnEvent, stop: Callable[[], bool], settings: Settings = ()) -> Trained:
-    checkpoint, recipe = newest(folder), continued.changed_recipe(folder, settings)
+def _resume(
+    world: World, folder: Path, on_event: OnEvent, stop: Callable[[], bool], settings: Settings = ()
+) -> Trained:
+    checkpoint = world.once(lambda: newest(folder))
+    recipe = world.once(lambda: continued.changed_recipe(folder, settings))
     if checkpoint is None:  # it ended in its first stage
-        return _start(recipe, folder, on_event, stop)
-    for unfinished in (folder / CHECKPOINTS).glob(".step-*"):
-        shutil.rmtree(unfinished, ignore_errors=True)
-    return _finish(continued.restore(recipe, folder, checkpoint, on_event), on_event, stop)
+        return _start(world, recipe, folder, on_event, stop)
+    if world.first:
+        mark(folder)
+        for unfinished in (folder / CHECKPOINTS).glob(".step-*"):
+            shutil.rmtree(unfinished, ignore_errors=True)
+    return _finish(continued.restore(recipe, folder, checkpoint, on_event, world), on_event, stop)
 
 
 def _finish(run: loop.TrainingRun, on_event: OnEvent, stop: Callable[[], bool]) -> Trained:
     """Train to the end, choose the weights, and write them to the folder itself."""
-    state = run.state
-    with logged(run.folder, state.step, on_event, run.plan.tensorboard) as tell:
+    state, first = run.state, run.world.first
+    log = logged(run.folder, state.step, on_event, run.plan.tensorboard) if first else nullcontext(on_event)
+    with log as tell:
         tell(
             Started(
                 folder=run.folder,
@@ -171,8 +197,9 @@ def _finish(run: loop.TrainingRun, on_event: OnEvent, stop: Callable[[], bool]) 
             )
         )
         reason = loop.learn(run, tell, stop)
+        run.world.meet()  # the last checkpoint is written
         chosen, metrics = _chosen(run, reason)
-        if reason != "stopped":
+        if reason != "stopped" and first:
             chosen.save(run.folder)
         tell(Finished(run.folder, state.step, state.seconds, metrics, reason))
     use = command_to_try(run.task, run.example, chosen, run.folder) if reason != "stopped" else ""
@@ -190,8 +217,8 @@ def _chosen(run: loop.TrainingRun, reason: Reason) -> tuple[Model, dict[str, flo
         loaded.model.load_state_dict(weights.average(states))
         loaded.model.to(run.precision.device)
         metrics = validate(
-            loaded, run.task, run.validation, run.precision.autocast, run.precision.device, run.metric
-        )
+            loaded, run.task, run.validation, run.precision.autocast, run.precision.device
+        ) | written_scores(loaded, run.task, run.validation, run.metric)
         loaded.model.to("cpu")
         return loaded, {"step": run.state.step, **metrics}
     step = int(found.name.removeprefix("step-"))

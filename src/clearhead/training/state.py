@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from clearhead.api import Model
 from clearhead.errors import CheckpointError, refuse
 from clearhead.hub.files import read_json, whole_folder
+from clearhead.parallel import shards
 
 TENSORS, COUNTERS = "training.safetensors", "training.json"
 CHECKPOINTS, LAST, BEST = "checkpoints", "last", "best"
@@ -149,4 +150,5 @@ def restore_optimizer(
         )
         on_cpu = key == "step" and not getattr(optimizer, "defaults", {}).get("fused")
         device = None if on_cpu else parameters[owner].device
-        optimizer.state[parameters[owner]][key] = tensors[name].clone().to(device=device)
+        value = tensors[name].clone().to(device=device)
+        optimizer.state[parameters[owner]][key] = value if on_cpu else shards.parted(value, parameters[owner])

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from clearhead.errors import CheckpointError, nearest, refuse
 from clearhead.model.dtypes import wide
+from clearhead.parallel.shards import local, part_like, put
 
 
 class Ema:
@@ -38,18 +39,21 @@ class Ema:
         share = 1 - min(self.decay, self.updates / (self.updates + 9))
         named = _trainable(model)
         torch._foreach_lerp_(
-            list(self.weights.values()), [wide(named[name].detach()) for name in self.weights], share
+            [local(weight) for weight in self.weights.values()],
+            [wide(local(named[name].detach())) for name in self.weights],
+            share,
         )
 
     @contextmanager
     def applied(self, model: nn.Module) -> Iterator[None]:
         """Give `model` the averaged weights within a `with` block; its own come back bit for bit."""
-        own = {name: parameter.detach().clone() for name, parameter in _trainable(model).items()}
+        named = _trainable(model)
+        own = {name: parameter.detach().clone() for name, parameter in named.items()}
         try:
-            model.load_state_dict(self.weights, strict=False)
+            put(named, self.weights)
             yield
         finally:
-            model.load_state_dict(own, strict=False)
+            put(named, own)
 
     def state(self, whole: bool = True) -> dict[str, Tensor]:
         """Return the average as tensors, for a checkpoint; not `whole`: where its model has the weights."""
@@ -68,7 +72,7 @@ class Ema:
             CheckpointError,
         )
         for name, weight in self.weights.items():
-            weight.copy_(state[name])
+            local(weight).copy_(part_like(state[name], weight))
 
 
 def _trainable(model: nn.Module) -> dict[str, nn.Parameter]:

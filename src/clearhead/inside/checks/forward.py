@@ -15,6 +15,7 @@ import torch
 
 from clearhead.api import Model, load
 from clearhead.config import ModelConfig
+from clearhead.fast.fixed_cache import FixedCache
 from clearhead.fast.prepare import prepared
 from clearhead.inside.checks.rows import TOLERANCE, Comparison, Inputs, gap
 from clearhead.inside.lens import stopped_at
@@ -22,7 +23,6 @@ from clearhead.inside.names import AttentionHead, attentions, states
 from clearhead.inside.parts.ablate import ablating
 from clearhead.inside.parts.prune import prune, units
 from clearhead.model.cache import Cache, WindowCache
-from clearhead.model.fixed_cache import FixedCache
 from clearhead.model.taps import record
 from clearhead.model.transformer import Transformer, attending
 

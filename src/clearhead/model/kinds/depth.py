@@ -198,10 +198,11 @@ class Router(nn.Module):
         return torch.zeros_like(real).scatter(1, order, among)
 
 
-def router_loss(model: nn.Module) -> Tensor:
+def router_loss(model: nn.Module, total: Callable[[Tensor], Tensor] = lambda value: value) -> Tensor:
     """Compute the cross-entropy between "s > 0" and "among the best", over real tokens of the latest pass.
 
-    It covers the routers of decoders, in training: those of encoders always go by rank.
+    It covers the routers of decoders, in training: those of encoders always go by rank. Where rows are shared
+    out, `total` sums a count, and losses add up.
     """
     losses = []
     for part in model.modules():
@@ -209,7 +210,8 @@ def router_loss(model: nn.Module) -> Tensor:
             scores, passed, real = part.routed
             if real is not None:
                 scores, passed = scores[real.expand_as(scores)], passed[real.expand_as(passed)]
-            losses.append(nnf.binary_cross_entropy_with_logits(scores, passed.to(scores.dtype)))
+            wanted, count = passed.to(scores.dtype), total(scores.new_tensor(float(scores.numel())))
+            losses.append(nnf.binary_cross_entropy_with_logits(scores, wanted, reduction="sum") / count)
     return torch.stack(losses).mean() if losses else torch.zeros(())
 
 

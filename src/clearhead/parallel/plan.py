@@ -1,0 +1,47 @@
+"""`[parallel]` of a recipe: into how many processes each axis of the work is split."""
+
+import math
+from dataclasses import dataclass, fields, replace
+from typing import Self
+
+from clearhead.errors import ConfigError, refuse
+from clearhead.typed import check_types, check_values
+
+AXES = ("data", "shard", "tensor")  # from the slowest link to the fastest
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelPlan:
+    """The mesh of processes that `torchrun` starts; one process needs none of it."""
+
+    data: int | None = None  # copies of the model, each with its share of the rows; None: what is left
+    shard: int | None = None  # processes that share out weights, gradients and moments; None: by memory
+    tensor: int = 1  # processes that share out the heads and the width of each layer
+    timeout: int = 600  # seconds that a process waits for another before the run is given up
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        sizes = [field.name for field in fields(self) if getattr(self, field.name) is not None]
+        check_values(self, sizes, lambda value: value >= 1, "must be 1 or more")
+
+    def settled(self, processes: int, fits: bool = True) -> Self:
+        """Return the plan with every size chosen; `fits`: the whole training state fits one device.
+
+        Processes that no size accounts for hold copies of the model where it fits, else shards of it.
+        """
+        free = [name for name in ("data", "shard") if getattr(self, name) is None]
+        given = math.prod(getattr(self, name) or 1 for name in AXES)
+        refuse(
+            processes % given != 0 or (not free and given != processes),
+            f"[parallel] asks for {given} processes ({self}), and {processes} were started: "
+            "start that many with torchrun --nproc-per-node, or change a size",
+            ConfigError,
+        )
+        left = processes // given
+        chosen = dict.fromkeys(free, 1)
+        if free:
+            chosen["data" if "data" in free and (fits or "shard" not in free) else "shard"] = left
+        return replace(self, **chosen)
+
+    def __str__(self) -> str:
+        return " x ".join(f"{name} {size}" for name in AXES if (size := getattr(self, name)) is not None)

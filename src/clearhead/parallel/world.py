@@ -1,0 +1,260 @@
+"""The processes of a run: which one this is, its share of each batch, and what all of them know together.
+
+`torchrun` starts the processes and tells each its number. `ALONE` is the world of one process, where nothing
+is split and nothing is sent.
+"""
+
+import itertools
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from typing import Any, Self, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from clearhead.batches.batch import Batch
+from clearhead.errors import ConfigError, TrainingError, refuse
+from clearhead.parallel import shards
+from clearhead.parallel.plan import AXES, ParallelPlan
+
+Made = TypeVar("Made")
+APART = 7_368_787  # between the seeds of two shares
+LOST = re.compile(r"gloo|nccl|timed? ?out|connection|peer|socket|store", re.IGNORECASE)  # others are gone
+_calls = itertools.count()
+
+
+@dataclass(frozen=True)
+class World:
+    """Processes in a mesh, and the place of this one."""
+
+    plan: ParallelPlan = field(default_factory=ParallelPlan)
+    rank: int = 0
+    size: int = 1
+    mesh: DeviceMesh | None = None  # data, shard, tensor; None: not arranged yet, or one process
+    together: dist.ProcessGroup | None = None  # the processes that differ in their share of the rows alone
+
+    @property
+    def first(self) -> bool:
+        """True in the process that writes and reports."""
+        return self.rank == 0
+
+    @property
+    def shares(self) -> int:
+        """Into how many shares the rows of a batch are split."""
+        return (self.plan.data or 1) * (self.plan.shard or 1)
+
+    @property
+    def share(self) -> int:
+        """The number of this process's share."""
+        return self.rank // self.plan.tensor
+
+    @property
+    def seed(self) -> int:
+        """What to add to a seed, so that shares draw apart and the parts of one layer alike."""
+        return self.share * APART
+
+    def arranged(self, plan: ParallelPlan, device: str, fits: bool) -> Self:
+        """Return the same processes in the mesh of a plan; see `ParallelPlan.settled`."""
+        plan = plan.settled(self.size, fits)
+        if self.size == 1:
+            return replace(self, plan=plan)
+        mesh = init_device_mesh(device, tuple(getattr(plan, name) for name in AXES), mesh_dim_names=AXES)
+        together = mesh["data", "shard"]._flatten("shares").get_group()
+        for group in dist.distributed_c10d._world.pg_map:
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=plan.timeout), group)
+        return replace(self, plan=plan, mesh=mesh, together=together)
+
+    def rows(self, batch: Batch) -> Batch:
+        """Return this process's share of the rows; where there are too few, one row that counts nothing."""
+        if self.shares == 1:
+            return batch
+        begin, end = (len(batch) * number // self.shares for number in (self.share, self.share + 1))
+        own = batch.rows(slice(begin, max(end, begin + 1)) if begin < len(batch) else slice(0, 1))
+        own.__dict__["n_shared"] = batch.n_targets
+        if begin == end:
+            own.__dict__.update(n_targets=0, n_tokens=0, n_rows=0)
+        return own
+
+    def sum(self, value: Tensor) -> Tensor:
+        """Return the sum of a value over the shares; it is changed in place."""
+        if self.shares > 1:
+            with self.waiting("the sum of the loss"):
+                dist.all_reduce(value, group=self.together)
+        return value
+
+    def any(self, flag: bool) -> bool:
+        """Return True in every process if `flag` is True in one."""
+        if self.size == 1:
+            return flag
+        found = torch.tensor(int(flag))
+        with self.waiting("the end of a step"):
+            dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        return bool(found)
+
+    def clip(self, parameters: Sequence[nn.Parameter], most: float) -> Tensor:
+        """Scale the gradients so that their norm over the whole model is `most` at most; return it [] before.
+
+        As PyTorch does for one process.
+        """
+        if self.size == 1:
+            return nn.utils.clip_grad_norm_(parameters, most)
+        gradients = [one.grad for one in parameters if one.grad is not None]
+        with self.waiting("the norm of the gradients"):
+            norm = shards.norm_of(gradients)
+        torch._foreach_mul_([shards.local(one) for one in gradients], (most / (norm + 1e-6)).clamp(max=1.0))
+        return norm
+
+    def complete(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Sum over the tensor axis the gradients of which each of its processes has a part."""
+        if parameters and self.mesh is not None:
+            group = self.mesh["tensor"].get_group()
+            with self.waiting("gradients over the tensor axis"):
+                for parameter in parameters:
+                    if parameter.grad is not None:
+                        dist.all_reduce(shards.local(parameter.grad), group=group)
+
+    def meet(self) -> None:
+        """Wait until every process is here."""
+        if self.size > 1:
+            with self.waiting("all processes to meet"):
+                dist.barrier()
+
+    @contextmanager
+    def holding(self, context: AbstractContextManager[Made], otherwise: Made) -> Iterator[Made]:
+        """Enter a context in the first process, for all; the others have `otherwise`, once it is entered."""
+        with context if self.first else nullcontext(otherwise) as value:
+            self.meet()
+            yield value
+
+    @contextmanager
+    def led(self) -> Iterator[None]:
+        """Run a block in the first process, then in the others, which find what it has written."""
+        if not self.first:
+            self.meet()
+        yield
+        if self.first:
+            self.meet()
+
+    def once(self, make: Callable[[], Made]) -> Made:
+        """Call `make` in the first process, and return what it made in every one."""
+        made: list[Any] = [make()] if self.first else [None]
+        if self.size > 1:
+            with self.waiting("what the first process prepares"):
+                dist.broadcast_object_list(made)
+        return made[0]  # type: ignore[no-any-return]
+
+    def gathered(self, own: Made) -> list[Made]:
+        """Return what each share has, in order."""
+        if self.shares == 1:
+            return [own]
+        found: list[Any] = [None] * self.shares
+        with self.waiting("the results of a batch"):
+            dist.all_gather_object(found, own, group=self.together)
+        return found
+
+    def agree(self, facts: Mapping[str, object]) -> None:
+        """Refuse a process whose data, settings or versions are not those of the first one."""
+        if self.size == 1:
+            return
+        found: list[Any] = [None] * self.size
+        with self.waiting("what each process works with"):
+            dist.all_gather_object(found, dict(facts))
+        for rank, theirs in enumerate(found):
+            for name, value in found[0].items():
+                refuse(
+                    theirs.get(name) != value,
+                    f"process {rank} has another {name} than process 0 ({theirs.get(name)}, not {value}): "
+                    "start all of them with the same files, versions and settings",
+                    ConfigError,
+                )
+
+    @contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """Name the process that others wait for in vain."""
+        if self.size == 1:
+            yield
+            return
+        _store().set(f"at/{self.rank}", f"{next(_calls):012} {what}")
+        try:
+            yield
+        except RuntimeError as error:
+            if isinstance(error, torch.OutOfMemoryError) or not LOST.search(str(error)):
+                raise
+            raise TrainingError(f"process {self.rank} waited for {what} in vain: {self._missing()}") from None
+
+    def _missing(self) -> str:
+        """Say which process is furthest behind, by what each said last."""
+        try:
+            places = {rank: _store().get(f"at/{rank}").decode() for rank in range(self.size)}
+        except RuntimeError:
+            return "the process that started it is gone"
+        rank = min(places, key=places.__getitem__)
+        return f"process {rank} came no further than {places[rank].partition(' ')[2]}"
+
+
+ALONE = World()
+
+
+def started() -> bool:
+    """Return True in a process that `torchrun` has started with others."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+def restarted() -> bool:
+    """Return True in a process that takes the place of one that failed."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+
+
+def launch() -> str | None:
+    """Return a name of the launch that started these processes; it stays when they are restarted."""
+    return f"{os.environ.get('TORCHELASTIC_RUN_ID')} {os.getppid()}" if started() else None
+
+
+@contextmanager
+def joined() -> Iterator[World]:
+    """Join the processes that `torchrun` has started; alone, give `ALONE`.
+
+    Of an error that ends them all, one process speaks. A group that the caller has opened stays open.
+    """
+    if not started():
+        yield ALONE
+        return
+    if dist.is_initialized():
+        yield World(rank=dist.get_rank(), size=dist.get_world_size())
+        return
+    graphics = torch.cuda.is_available()
+    if graphics:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if graphics else "gloo")
+    try:
+        yield World(rank=dist.get_rank(), size=dist.get_world_size())
+    except Exception:
+        if not _speaks():
+            raise SystemExit(2) from None
+        raise
+    finally:
+        dist.destroy_process_group()
+
+
+def first_here() -> bool:
+    """Return True in the process that reports, before and after it has joined the others."""
+    return os.environ.get("RANK", "0") == "0" or not started()
+
+
+def _speaks() -> bool:
+    """Return True in the first process that fails, which says why; the others end in silence."""
+    own = os.environ["RANK"]
+    try:
+        return bool(_store().compare_set("failed", "", own).decode() == own)
+    except RuntimeError:  # the store is gone, and with it the process that failed
+        return False
+
+
+def _store() -> Any:
+    return dist.distributed_c10d._get_default_store()

@@ -1,0 +1,66 @@
+"""Any model on any mesh gives one process's numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.parallel import meshes
+
+pytestmark = pytest.mark.ledger("I3")
+# In the suite each family and each axis; `python -m tests.parallel.meshes` takes all of them.
+CASES = [
+    ("decoder", {"data": 2}),
+    ("encoder", {"shard": 2}),
+    ("encoder-decoder", {"tensor": 2}),
+    ("vit", {"tensor": 2}),
+    ("moe", {"data": 2}),
+    ("decoder", {"tensor": 2}),
+]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Train every case in one process, and in two."""
+    folder = tmp_path_factory.mktemp("meshes")
+    data = {family: meshes.write_data(family, folder / family) for family in meshes.FAMILIES}
+    for family in dict.fromkeys(family for family, _ in CASES):
+        meshes.perform(meshes.job(family, data[family], folder / f"{family}-alone"))
+    jobs = [
+        meshes.job(family, data[family], folder / f"{family}-{'-'.join(mesh)}", mesh)
+        for family, mesh in CASES
+    ]
+    meshes.launch(2, jobs, folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("family", "mesh"), CASES, ids=lambda value: "-".join(value) if isinstance(value, dict) else value
+)
+def test_a_mesh_gives_the_numbers_of_one_process(family: str, mesh: dict[str, int], runs: Path) -> None:
+    loss, weights, moments = meshes.differences(runs / f"{family}-alone", runs / f"{family}-{'-'.join(mesh)}")
+    assert loss <= 1e-5
+    assert weights <= 1e-5
+    assert moments <= 1e-5
+
+
+@pytest.mark.parametrize(("begun", "ended"), [(1, 2), (2, 1)])
+def test_a_run_goes_on_with_another_number_of_processes(
+    begun: int, ended: int, runs: Path, tmp_path: Path
+) -> None:
+    """Ten steps on one mesh and ten on another are twenty in one process."""
+    data, out = runs / "decoder" / "text.txt", tmp_path / "run"
+    first = meshes.job("decoder", data, out, {"shard": 2} if begun == 2 else {}, settings={"train.steps": 10})
+    # A schedule by the number of steps would be that of the shorter run.
+    first["settings"]["train.schedule"] = "constant"
+    sizes = {"parallel.shard": 1} if ended == 1 else {"parallel.shard": 1, "parallel.tensor": 2}
+    second = {"resume": str(out), "settings": {"train.steps": 20, **sizes}}
+    for count, job in ((begun, first), (ended, second)):
+        if count == 1:
+            meshes.perform(job)
+        else:
+            meshes.launch(count, [job], tmp_path)
+    whole = meshes.job("decoder", data, tmp_path / "whole", settings={"train.schedule": "constant"})
+    meshes.perform(whole)
+    assert max(meshes.differences(out, tmp_path / "whole")) <= 1e-5
