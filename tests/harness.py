@@ -44,6 +44,7 @@ def some_ids(batch: int = 2, length: int = T, seed: int = 1, vocab: int = V) -> 
 def worst(a: Tensor, b: Tensor) -> float:
     """The largest absolute difference; infinite if anything is NaN."""
     assert a.shape == b.shape, f"{tuple(a.shape)} against {tuple(b.shape)}"
+    a, b = (one.int() if one.dtype == torch.bool else one for one in (a, b))
     difference = (a.detach() - b.detach()).abs().max().item() if a.numel() else 0.0
     return difference if difference == difference else float("inf")
 

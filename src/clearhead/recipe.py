@@ -67,11 +67,7 @@ RULES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
         f"must be {MAX_THREADS} at most: more than there are processors only slow it down",
     ),
     ("top_p", lambda value: 0 < value <= 1, "must be above 0, and 1 at most: 1 keeps every token"),
-    (
-        "length_penalty",
-        lambda value: -20 <= value <= 20,
-        "must lie in [-20, 20]: an exponent, 1 takes the mean",
-    ),
+    ("length_penalty", lambda value: -20 <= value <= 20, "must lie in [-20, 20]: 1 takes the mean"),
 )
 
 

@@ -34,7 +34,7 @@ from clearhead.commands.common import (
     writing,
 )
 from clearhead.errors import refuse
-from clearhead.parallel.world import first_here
+from clearhead.parallel.launch import first_here
 from clearhead.recipe import recipe_names
 from clearhead.report import confusion_tables, table
 from clearhead.training import events

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from clearhead.batches.batch import Batch
 from clearhead.errors import ConfigError, TrainingError, refuse
 from clearhead.parallel import shards
+from clearhead.parallel.launch import started
 from clearhead.parallel.plan import AXES, ParallelPlan
 
 Made = TypeVar("Made")
@@ -201,21 +202,6 @@ class World:
 ALONE = World()
 
 
-def started() -> bool:
-    """Return True in a process that `torchrun` has started with others."""
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1
-
-
-def restarted() -> bool:
-    """Return True in a process that takes the place of one that failed."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-
-
-def launch() -> str | None:
-    """Return a name of the launch that started these processes; it stays when they are restarted."""
-    return f"{os.environ.get('TORCHELASTIC_RUN_ID')} {os.getppid()}" if started() else None
-
-
 @contextmanager
 def joined() -> Iterator[World]:
     """Join the processes that `torchrun` has started; alone, give `ALONE`.
@@ -240,11 +226,6 @@ def joined() -> Iterator[World]:
         raise
     finally:
         dist.destroy_process_group()
-
-
-def first_here() -> bool:
-    """Return True in the process that reports, before and after it has joined the others."""
-    return os.environ.get("RANK", "0") == "0" or not started()
 
 
 def _speaks() -> bool:

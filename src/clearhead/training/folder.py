@@ -18,7 +18,7 @@ from clearhead.data.files import RECIPE
 from clearhead.data.given import ROWS
 from clearhead.errors import CheckpointError, refuse
 from clearhead.hub.files import write_text
-from clearhead.parallel.world import launch, restarted
+from clearhead.parallel.launch import launch, restarted
 from clearhead.training.events import CURVE, LOG, Note, OnEvent
 from clearhead.training.state import BEST, CACHE, CHECKPOINTS, LAST, PRETRAIN, newest
 from clearhead.training.tries import PICTURE

@@ -39,7 +39,7 @@ from clearhead.training.state import (
 
 
 @dataclass(frozen=True)
-class Work:
+class Portion:
     """The batches of a step: the rows of this process, and what all processes have together."""
 
     batches: list[Batch]
@@ -91,12 +91,12 @@ class TrainingRun:
         """Return the steps of the best validations, the best first."""
         return self.state.best(self.metric, self.metric != "loss", count)
 
-    def batches(self, step: int) -> Work:
+    def batches(self, step: int) -> Portion:
         """Return the batches of a step, of which this process has some of the rows; the first step is 1."""
         size = self.plan.accumulate
         whole = [self.train.at(index) for index in range((step - 1) * size, step * size)]
         counts = sum(batch.n_targets for batch in whole), sum(batch.n_tokens for batch in whole)
-        return Work([self.world.rows(batch).to(self.precision.device) for batch in whole], *counts)
+        return Portion([self.world.rows(batch).to(self.precision.device) for batch in whole], *counts)
 
     def seed(self, step: int) -> None:
         """Seed dropout for a step."""

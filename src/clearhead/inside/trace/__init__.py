@@ -23,8 +23,8 @@ from clearhead.costs import Cost, cost
 from clearhead.errors import InputError, nearest, refuse
 from clearhead.hub.encodings import framed
 from clearhead.inside.inputs import AnyModel, Given, InputTokens, Target, as_model, prepare_any
+from clearhead.inside.trace.legend import LEGEND
 from clearhead.inside.trace.steps import Peek, Prediction, Recorder, TraceStep, answer_steps, priced
-from clearhead.inside.trace.words import LEGEND
 from clearhead.model.taps import Listener, listening
 from clearhead.model.transformer import evaluating
 

@@ -1,4 +1,4 @@
-"""Words of the steps of linear and low-rank attention, and which words a kind of attention has."""
+"""Words of the steps of global, linear and low-rank attention, and which words a kind of attention has."""
 
 import re
 from collections.abc import Mapping
@@ -7,6 +7,18 @@ from clearhead.config import ModelConfig
 from clearhead.inside.trace.delta_words import DELTA
 from clearhead.inside.trace.words import Words
 
+GLOBAL = {
+    "attention.q_global": Words(
+        *("global query", "B T H·E", "x · Wq'{qkv_bias}"),
+        "What global tokens look for: those that see all others.",
+    ),
+    "attention.k_global": Words(
+        *("global key", "B S K·E", "x · Wk'{qkv_bias}"), "What each token offers to be found by global ones."
+    ),
+    "attention.v_global": Words(
+        *("global value", "B S K·{Ev}", "x · Wv'{qkv_bias}"), "What each token hands over to global ones."
+    ),
+}
 LINEAR = {
     "attention.pattern": Words(
         *("shares", "B H T S", "φ(q) · φ(k) / their sum"),
@@ -31,7 +43,12 @@ LOW_RANK = {
         "Scores become shares: how much each token takes from each mixture, one in all.",
     ),
 }
-KIND_WORDS: dict[str, Mapping[str, Words]] = {"linear": LINEAR, "low-rank": LOW_RANK, "gated-delta": DELTA}
+KIND_WORDS: dict[str, Mapping[str, Words]] = {
+    "global": GLOBAL,
+    "linear": LINEAR,
+    "low-rank": LOW_RANK,
+    "gated-delta": DELTA,
+}
 
 
 def own_words(config: ModelConfig, name: str) -> Mapping[str, Words]:

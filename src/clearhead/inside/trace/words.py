@@ -18,39 +18,6 @@ class Words(NamedTuple):
     why: str
 
 
-LEGEND = {
-    "B": "batch, here one row",
-    "T": "tokens that ask: the length of this stack's input",
-    "S": "tokens that are asked: T in self-attention, the source's length in cross-attention",
-    "D": "width of the model",
-    "W": "width of the token table, where it is not D",
-    "H": "heads",
-    "K": "key/value heads",
-    "E": "width of a head",
-    "Ev": "width of a value head, where it is not E",
-    "R": "columns of a head that are rotated",
-    "Kd": "key heads of a gated delta layer",
-    "Hd": "value heads of a gated delta layer",
-    "Ed": "width of its key heads",
-    "Vd": "width of its value heads",
-    "Cd": "columns that its convolution reads: those of all queries, keys and values",
-    "F": "width of the feed-forward",
-    "Fx": "width of an expert, where it is not F",
-    "Fs": "width of the shared expert",
-    "X": "experts",
-    "A": "experts that each token visits",
-    "V": "vocabulary",
-    "C": "classes",
-    "N": "patches of the image",
-    "I": "width of one input vector",
-    "Tin": "frames before the stride",
-    "top": "candidates shown",
-    "channels": "of the image",
-    "height": "of the image, in pixels",
-    "width": "of the image, in pixels",
-    "patch": "side of a patch, in pixels",
-}
-
 INPUTS = ("tokenize", "ids", "pixels", "vectors")
 WORDS = {
     # Input
@@ -150,16 +117,6 @@ WORDS = {
     "attention.k": Words("key", "B S K·E", "x · Wk{qkv_bias}", "What each token offers to be found by."),
     "attention.v": Words(
         "value", "B S K·{Ev}", "x · Wv{qkv_bias}", "What each token hands over when it is found."
-    ),
-    "attention.q_global": Words(
-        *("global query", "B T H·E", "x · Wq'{qkv_bias}"),
-        "What global tokens look for: those that see all others.",
-    ),
-    "attention.k_global": Words(
-        *("global key", "B S K·E", "x · Wk'{qkv_bias}"), "What each token offers to be found by global ones."
-    ),
-    "attention.v_global": Words(
-        *("global value", "B S K·{Ev}", "x · Wv'{qkv_bias}"), "What each token hands over to global ones."
     ),
     "attention.q_heads": Words(
         *("split heads, q", "B H T E", "B T H·E → B H T E"),
