@@ -16,7 +16,8 @@ from clearhead.report import count, size, table
 if TYPE_CHECKING:
     from rich.table import Table
 
-AXES = ("data", "shard", "tensor", "pipeline", "context", "expert")
+TRAINED = ("data", "shard", "tensor")  # the axes that `clearhead train` has
+AXES = (*TRAINED, "pipeline", "context", "expert")
 
 
 def plan(
@@ -52,8 +53,9 @@ def plan(
         str | None, option("explain this mesh alone: shard=8,tensor=2", metavar="AXIS=SIZE,...")
     ] = None,
     axes: Annotated[
-        tuple[str, ...], option("axes that a mesh may have, such as data shard tensor", metavar="AXIS")
-    ] = AXES,
+        tuple[str, ...],
+        option("axes that a mesh may have; others are pipeline, context and expert", metavar="AXIS"),
+    ] = TRAINED,
     top: Annotated[int, option("meshes to show, at most")] = 5,
     plot: Plot = None,
     json: Json = False,

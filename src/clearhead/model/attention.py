@@ -167,11 +167,11 @@ def attention_steps(
     partly = fused and own and spec.positions == "rope" and spec.d_rotary < E and not spec.attention_gate
     copies = 1 + partly
     kept, answer = attend_bytes(spec, run, own, H, T, S, sees, fused), B * T * H * Ev * run.size
-    pairs = T * S
+    asking, asked = H // K * T, S
     if blocks is not None:  # gathered keys and values, queries and answers by blocks, log-sums, masks
         size, count, whole = blocks  # of queries, so many see all keys
         queries, met = -(-T // size) * size, size * count
-        pairs = queries * met + whole * S
+        asking, asked = H // K, queries * met + whole * S  # pairs of the two
         gathered = queries // size * met * K * (E + Ev) * run.size
         mask = (B * queries * met + whole * S) * (run.size if not eager else 1)
         kept = B * (gathered + (queries + whole) * H * ((E + Ev) * run.size + 4)) + mask
@@ -179,8 +179,8 @@ def attention_steps(
             kept += B * T * (H * E + K * (E + Ev)) * run.size
         else:
             pinned = 0
-    yield Step(f"{name}.scores", kind, m=H // K, n=pairs, k=E, count=B * K, kept=kept)
-    yield Step(f"{name}.z", kind, m=H // K, n=Ev, k=pairs, count=B * K, kept=copies * answer + pinned)
+    yield Step(f"{name}.scores", kind, m=asking, n=asked, k=E, count=B * K, kept=kept)
+    yield Step(f"{name}.z", kind, m=asking, n=Ev, k=asked, count=B * K, kept=copies * answer + pinned)
     if spec.attention_sink:
         yield Step(f"{name}.sink", kind, H)
     if spec.attention_gate:  # its sigmoid, the answer before it, and in half precision its own input

@@ -12,6 +12,7 @@ from typing import Any
 from clearhead.costs import LEARNING
 from clearhead.parallel.division import MeshSizes
 from clearhead.parallel.hardware import Cluster
+from clearhead.parallel.plan import AXES
 from clearhead.parallel.stages import Amounts, PipelineStage, Work, costs_of, stages_of
 
 WEIGHT, GRADIENT = 4, 4  # bytes of each, as `train` keeps them; the optimizer has the rest of `LEARNING`
@@ -86,9 +87,11 @@ class MeshCost:
 
     @property
     def recipe(self) -> str:
-        """The lines of a recipe that ask for this mesh: the axes that divide something."""
-        sizes = self.mesh._asdict().items()
-        return "\n".join(["[parallel]", *(f"{axis} = {size}" for axis, size in sizes if size > 1)])
+        """The lines of a recipe that ask for this mesh; a comment where `train` has not all of its axes."""
+        sizes = {axis: size for axis, size in self.mesh._asdict().items() if size > 1}
+        if foreign := [axis for axis in sizes if axis not in AXES]:
+            return f"# clearhead train has no axis {' and '.join(foreign)}: it has {', '.join(AXES)}"
+        return "\n".join(["[parallel]", *(f"{axis} = {size}" for axis, size in sizes.items())])
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON values."""

@@ -14,6 +14,7 @@ from clearhead.parallel import hardware
 from clearhead.parallel.division import MeshSizes, check_axis, read_mesh, refusal
 from clearhead.parallel.estimate import MeshCost, estimate
 from clearhead.parallel.hardware import Cluster
+from clearhead.parallel.plan import AXES as TRAINED
 from clearhead.parallel.stages import Checkpointing, Work
 from clearhead.presets import preset
 
@@ -77,7 +78,7 @@ def plan(
     peak: float | str = "h100",
     node: int | str | None = None,
     mesh: MeshSizes | str | None = None,
-    axes: Sequence[str] = MeshSizes._fields,
+    axes: Sequence[str] = TRAINED,
     top: int = 5,
 ) -> MeshReport:
     """Return the fastest mesh of each combination of axes, with bytes, traffic and time of a training step.
@@ -95,7 +96,7 @@ def plan(
         peak: the name of a device, such as "h100" or "a100", or its half-precision FLOP/s.
         node: devices of a node, or text with the link inside it too, such as "8,450GB"; None: the device's.
         mesh: explain this mesh alone, as `MeshSizes` or text such as "shard=8,tensor=2".
-        axes: those that a mesh may have.
+        axes: those that a mesh may have; by default those that `train` has.
         top: meshes to return, at most.
     """
     config = preset(config) if isinstance(config, str) else config
