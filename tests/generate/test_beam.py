@@ -257,7 +257,7 @@ def test_equal_to_transformers(name, tmp_path):
             options,
         )
         ended += sum(one.stop_reason == "eos" for one in made)
-    assert 2 < ended < 34  # some end by themselves, some by length
+    assert 0 < ended < 36  # some end by themselves, some by length
 
 
 @pytest.mark.parametrize("options", [{"repetition_penalty": 1.4}, {"no_repeat_ngram": 2}, {"banned": (7, 9)}])

@@ -118,6 +118,14 @@ def test_a_model_does_not_depend_on_its_file(
     assert (tmp_path / "later" / "model.safetensors").read_bytes() == kept
 
 
+def test_weights_loaded_within_inference_mode_can_be_trained(tmp_path: Path) -> None:
+    path = small_model(tmp_path / "m", pickled=False)
+    with torch.inference_mode():
+        model = ch.load(path.parent).model
+    model(torch.arange(9)[None]).logits.sum().backward()
+    assert all(parameter.grad is not None for parameter in model.head.parameters())
+
+
 def test_mapped_weights_are_the_files_own(tmp_path: Path) -> None:
     path = small_model(tmp_path / "m", pickled=False)
     mapped = ch.load(path.parent, mapped=True).model

@@ -114,6 +114,7 @@ def empty_model(config: ModelConfig) -> Transformer:
         return Transformer(config)
 
 
+@torch.inference_mode(False)  # weights are ordinary tensors, wherever they are loaded
 def load_model(
     folder: Path, description: Description, dtype: torch.dtype | None = None, mapped: bool = False
 ) -> tuple[Transformer, Description]:
