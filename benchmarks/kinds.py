@@ -5,6 +5,8 @@
 One layer of 8 heads of 64, one row: forward and backward. Beside it, what `ch.cost` computes. The slope is
 that of log time against log length over the lengths from `SLOPE_FROM` on; the crossing is the shortest length
 at which a kind is quicker than full attention. Full attention stops where a step takes `PATIENCE` seconds.
+`--save` also draws docs/images/kinds_DEVICE.png: lines are measured, dots are the FLOPs of `ch.cost`, scaled to
+the first point of the line from `SLOPE_FROM` on.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import argparse
 import resource
 import statistics
 import time
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -32,6 +35,7 @@ KINDS = {
     "gated-delta": "gated-delta",
 }
 SLOPE_FROM, PATIENCE = 4096, 60.0
+IMAGES = Path(__file__).parents[1] / "docs" / "images"
 
 
 def measure(kind: str, length: int, device: str) -> dict[str, float]:
@@ -75,6 +79,40 @@ def slope(points: dict[int, dict[str, float]], name: str) -> float | None:
     return round(float(np.polyfit(np.log(lengths), np.log(values), 1)[0]), 3)
 
 
+def draw(rows: list[dict[str, object]], device: str) -> None:
+    """Draw time against length, each kind with its slope, beside the FLOPs that `ch.cost` counts."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    for number, row in enumerate(rows):
+        points: dict[int, dict[str, float]] = row["points"]  # type: ignore[assignment]
+        color = f"C{number}"
+        axes.loglog(
+            list(points),
+            [point["seconds"] for point in points.values()],
+            color=color,
+            label=f"{row['kind']}: slope {row['slope_of_time']}",
+        )
+        counted = {length: point for length, point in points.items() if length >= SLOPE_FROM}
+        if counted:
+            first = next(iter(counted.values()))
+            scale = first["seconds"] / first["flops"]
+            axes.plot(
+                list(counted),
+                [scale * point["flops"] for point in counted.values()],
+                ".",
+                color=color,
+                alpha=0.6,
+            )
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel("tokens")
+    axes.set_ylabel("seconds, forward and backward, one layer")
+    axes.set_title(f"What kinds of attention cost on {device}")
+    axes.legend(fontsize=8)
+    figure.savefig(IMAGES / f"kinds_{'cuda' if 'NVIDIA' in device else 'cpu'}.png", dpi=110)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -112,6 +150,7 @@ def main() -> None:
     print(f"peak of the process {peak / 2**30:.1f} GiB; median of the slopes of time "
           f"{statistics.median(row['slope_of_time'] or 0 for row in rows):.2f}")  # fmt: skip
     if options.save:
+        draw(rows, device_name())
         save(f"kinds_{options.device}", [{"device": device_name(), "peak_bytes": peak, "rows": rows}])
 
 
