@@ -5,8 +5,8 @@
 One layer of 8 heads of 64, one row: forward and backward. Beside it, what `ch.cost` computes. The slope is
 that of log time against log length over the lengths from `SLOPE_FROM` on; the crossing is the shortest length
 at which a kind is quicker than full attention. Full attention stops where a step takes `PATIENCE` seconds.
-`--save` also draws docs/images/kinds_DEVICE.png: lines are measured, dots are the FLOPs of `ch.cost`, scaled to
-the first point of the line from `SLOPE_FROM` on.
+`--save` also draws docs/images/kinds_DEVICE.png: lines are measured, dots are the FLOPs of `ch.cost`, scaled
+to the first point of the line from `SLOPE_FROM` on.
 """
 
 from __future__ import annotations
