@@ -13,7 +13,8 @@ import clearhead as ch
 from clearhead.errors import CheckpointError
 from clearhead.hub.files import read_json
 from clearhead.hub.registry import ARCHITECTURES
-from clearhead.model.feedforward import Experts, balance_loss
+from clearhead.losses import balance_loss
+from clearhead.model.feedforward import Experts
 from tests.parity.harness import (
     GRADIENTS,
     HIDDEN,

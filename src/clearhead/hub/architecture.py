@@ -55,6 +55,7 @@ class Architecture:
     carried: tuple[str, ...] = ()  # tensors of other heads than the class's own: kept, and written back
     tied: tuple[str, ...] = ()  # token tables that are one unless the file has others; the last is the output
     aliases: Mapping[str, str] = field(default_factory=dict)  # {further name: key}; it goes before the key
+    named: bool = False  # its tensors are another's: config.json must say that it is this one
     quantized: tuple[str, ...] = ()  # the quant_methods of files whose weights can be read
 
     def read(self, theirs: Json) -> ModelConfig:

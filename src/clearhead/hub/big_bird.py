@@ -80,4 +80,5 @@ BIG_BIRD = Architecture(
     },
     ignored=("bert.embeddings.position_ids", "bert.embeddings.token_type_ids"),
     carried=("bert.pooler.*", "cls.seq_relationship.*"),
+    named=True,
 )

@@ -82,7 +82,8 @@ def _recognise(folder: Path, theirs: dict[str, Any]) -> dict[str, Any]:
         return theirs
     found: list[tuple[int, dict[str, Any]]] = []
     for kind, architecture in ARCHITECTURES.items():
-        if theirs.get("model_type") not in (None, kind) or not architecture.names_all(entries):
+        stated = theirs.get("model_type", None if not architecture.named else "")
+        if stated not in (None, kind) or not architecture.names_all(entries):
             continue
         for name in architecture.classes:
             guess = {**theirs, "model_type": kind, "architectures": [name]}

@@ -84,8 +84,8 @@ export const attentionSection = {
       replace(grid, el("table", { class: `heads${most > 16 ? " tiny" : most > 8 ? " many" : ""}`, onkeydown: moveHead }, el("tbody", {}, cells)));
       const first = grid.querySelector('[aria-pressed="true"]') || grid.querySelector(".head");
       if (first) first.tabIndex = 0;
-      const cells = small.aggregated > 1 ? [`Each cell of a small picture stands for ${small.aggregated} tokens.`] : [];
-      note.textContent = [...cells, ...(app.store.get("model").unpatterned || [])].join(" ");
+      const scale = small.aggregated > 1 ? [`Each cell of a small picture stands for ${small.aggregated} tokens.`] : [];
+      note.textContent = [...scale, ...(app.store.get("model").unpatterned || [])].join(" ");
       showRoles();
       paintThumbs();
     }
