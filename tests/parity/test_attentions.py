@@ -151,9 +151,13 @@ def test_decoders(name: str, tmp_path: Path, differences: Differences) -> None:
     compare_maps(differences, attention(ours, ids[0].tolist()), "self", [each[0] for each in theirs])
 
 
+# Longformer of transformers lays attentions out by distance in the window, not by token.
+SQUARE = [name for name in ENCODERS if name != "Longformer"]
+
+
 @pytest.mark.ledger("K1", "K2")
 @pytest.mark.parametrize(
-    ("name", "label"), [(name, label) for name in ENCODERS for label in list(ENCODERS[name])[:2]]
+    ("name", "label"), [(name, label) for name in SQUARE for label in list(ENCODERS[name])[:2]]
 )
 def test_encoders(name: str, label: str, tmp_path: Path, differences: Differences) -> None:
     model = sharpened(
