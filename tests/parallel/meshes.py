@@ -24,6 +24,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 import clearhead as ch
+from clearhead.parallel.world import joined
 from clearhead.training.events import read_log
 
 # Adam divides by the size of a gradient: where that is zero but for rounding (the bias of keys), rounding is
@@ -181,7 +182,6 @@ if __name__ == "__main__" and len(sys.argv) == 1:
     worst = max(max(row[name] for name in ("loss", "weights", "moments")) for row in found)
     print(f"{len(found)} runs, largest difference {worst:.1e}")
 elif __name__ == "__main__":
-    torch.distributed.init_process_group("gloo")
-    for each in json.loads(Path(sys.argv[1]).read_text()):
-        perform(each)
-    torch.distributed.destroy_process_group()
+    with joined():
+        for each in json.loads(Path(sys.argv[1]).read_text()):
+            perform(each)

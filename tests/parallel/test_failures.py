@@ -32,9 +32,6 @@ def test_a_mistake_is_said_once(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.skipif(
-    "CLEARHEAD_KILLS" not in os.environ, reason="set CLEARHEAD_KILLS=1: a restart may fail to connect"
-)
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_process_changes_nothing(victim: int, tmp_path: Path) -> None:
     """`torchrun` starts all processes again, and the run goes on from its last checkpoint by itself."""

@@ -17,11 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.rendezvous import rendezvous
 
 from clearhead.batches.batch import Batch
 from clearhead.errors import ConfigError, TrainingError, refuse
 from clearhead.parallel import shards
-from clearhead.parallel.launch import started
+from clearhead.parallel.launch import restarts, started
 from clearhead.parallel.plan import AXES, ParallelPlan
 
 Made = TypeVar("Made")
@@ -217,7 +218,11 @@ def joined() -> Iterator[World]:
     graphics = torch.cuda.is_available()
     if graphics:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    dist.init_process_group("cpu:gloo,cuda:nccl" if graphics else "gloo")
+    store, rank, size = next(rendezvous("env://"))
+    # The store may outlive a restart, and hold the addresses of processes that are gone.
+    own = dist.PrefixStore(f"life {restarts()}", store)  # type: ignore[attr-defined]
+    backend = "cpu:gloo,cuda:nccl" if graphics else "gloo"
+    dist.init_process_group(backend, store=own, rank=rank, world_size=size)
     try:
         yield World(rank=dist.get_rank(), size=dist.get_world_size())
     except Exception:

@@ -18,7 +18,7 @@ from clearhead.data.files import RECIPE
 from clearhead.data.given import ROWS
 from clearhead.errors import CheckpointError, refuse
 from clearhead.hub.files import write_text
-from clearhead.parallel.launch import launch, restarted
+from clearhead.parallel.launch import launch, restarts
 from clearhead.training.events import CURVE, LOG, Note, OnEvent
 from clearhead.training.state import BEST, CACHE, CHECKPOINTS, LAST, PRETRAIN, newest
 from clearhead.training.tries import PICTURE
@@ -95,7 +95,7 @@ def mark(folder: Path) -> None:
 def ours(folder: Path) -> bool:
     """Return True if these processes were restarted after a failure and have begun a run in the folder."""
     path = folder / LAUNCH
-    return restarted() and path.is_file() and path.read_text() == launch() and resumable(folder)
+    return restarts() > 0 and path.is_file() and path.read_text() == launch() and resumable(folder)
 
 
 def resumable(folder: Path) -> bool:
