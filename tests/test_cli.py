@@ -1,8 +1,10 @@
 """The command line as a user meets it: help, JSON, exit codes, one line for a mistake."""
 
 import dataclasses
+import importlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -49,10 +51,14 @@ def folder(tmp_path):
 
 
 @pytest.mark.parametrize("command", cli.COMMANDS)
-def test_every_command_has_examples(command, capsys):
+def test_every_command_has_examples_and_its_options_are_known(command, capsys):
     code, out, _ = inside(command, "--help", capsys=capsys)
     assert code in (0, None)
     assert f"clearhead {command}" in out.split("For example:")[1]
+    listed = set(re.findall(r"(?m)^[│ ]*(?:-h, )?(--[a-z][a-z-]*)", re.sub(r"\x1b\[[0-9;]*m", "", out)))
+    module, function = cli.COMMANDS[command].target.split(":")
+    described = getattr(importlib.import_module(f"clearhead.commands.{module}"), function)
+    assert listed == {"--help", *cli._options(described)}
 
 
 @pytest.mark.ledger("I1")

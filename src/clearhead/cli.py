@@ -5,7 +5,9 @@ and 2 for wrong input.
 """
 
 import contextlib
+import dataclasses
 import functools
+import gc
 import importlib
 import inspect
 import io
@@ -15,8 +17,8 @@ import shutil
 import sys
 import textwrap
 import warnings
-from collections.abc import Callable
-from typing import Any, NoReturn, TextIO
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any, NoReturn, TextIO, get_args, get_origin, get_type_hints
 
 import clearhead
 from clearhead.commands import COMMANDS, GROUPS
@@ -75,31 +77,8 @@ def list_commands(bold: bool = False) -> str:
 
 def _run(name: str, arguments: list[str]) -> None:
     """Parse the arguments of one command and run it."""
-    import tyro
-
-    module, function = COMMANDS[name].target.split(":")
-    config = (tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone)
     try:
-        command = getattr(importlib.import_module(f"clearhead.commands.{module}"), function)
-
-        @functools.wraps(command)
-        def parsed(*given: Any, **options: Any) -> Callable[[], None]:
-            return lambda: command(*given, **options)
-
-        def parse(arguments: list[str]) -> Callable[[], None]:
-            settings: Any = {"prog": f"clearhead {name}", "config": config, "registry": _text_options()}
-            settings["description"] = _wrapped(inspect.getdoc(command) or "")
-            run: Callable[[], None] = tyro.cli(parsed, args=arguments, **settings)
-            return run
-
-        try:
-            with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-                run = parse(arguments)
-        except SystemExit:  # help, or a mistake: an option that does not exist is named before anything else
-            helping = {"-h", "--help"} & {*arguments} or any(one.startswith("--tyro") for one in arguments)
-            if not helping:
-                _check_options(name, arguments, lambda: parse(["--help"]))
-            run = parse(arguments)
+        run = _parsed(name, arguments)
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
             run()
@@ -114,6 +93,47 @@ def _run(name: str, arguments: list[str]) -> None:
     except KeyboardInterrupt:
         print("\nstopped", file=sys.stderr)
         sys.exit(130)
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Collect no garbage meanwhile: reading the options makes many objects and hardly any garbage."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+@_uncollected()
+def _parsed(name: str, arguments: list[str]) -> Callable[[], None]:
+    """Return the command with its arguments, ready to run."""
+    import tyro
+
+    module, function = COMMANDS[name].target.split(":")
+    config = (tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone)
+    command = getattr(importlib.import_module(f"clearhead.commands.{module}"), function)
+
+    @functools.wraps(command)
+    def parsed(*given: Any, **options: Any) -> Callable[[], None]:
+        return lambda: command(*given, **options)
+
+    def parse(arguments: list[str], **settings: Any) -> Any:
+        settings |= {"prog": f"clearhead {name}", "config": config, "registry": _text_options()}
+        settings["description"] = _wrapped(inspect.getdoc(command) or "")
+        return tyro.cli(parsed, args=arguments, **settings)
+
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            run, unknown = parse(arguments, return_unknown_args=True)
+        if unknown:
+            raise SystemExit(2)
+    except SystemExit:  # help, or a mistake: an option that does not exist is named before anything else
+        helping = {"-h", "--help"} & {*arguments} or any(one.startswith("--tyro") for one in arguments)
+        if not helping:
+            _check_options(name, arguments, command)
+        run = parse(arguments)
+    return run  # type: ignore[no-any-return]
 
 
 def _wrapped(text: str) -> str:
@@ -142,16 +162,28 @@ def _show_warning(
     sys.stderr.write(shown)
 
 
-def _check_options(name: str, arguments: list[str], show_help: Callable[[], object]) -> None:
-    """Stop where an option is not among those that the help of the command names."""
-    with contextlib.redirect_stdout(io.StringIO()) as shown, contextlib.suppress(SystemExit):
-        show_help()
-    known = set(re.findall(r"--[a-z][a-z-]*", shown.getvalue()))
+def _check_options(name: str, arguments: list[str], command: Callable[..., None]) -> None:
+    """Stop where the command has no option of a name."""
+    known = {"--help", *_options(command)}
     for given in arguments[: arguments.index("--")] if "--" in arguments else arguments:
         option = given.partition("=")[0].replace("_", "-")
         if re.fullmatch(r"--[\w-]+", given.partition("=")[0]) and option not in known:
             near = nearest(option, known)
             _stop(f'{name} has no option "{option}"{near}: clearhead {name} --help lists them')
+
+
+def _options(described: Any) -> Iterator[str]:
+    """Yield the options of a command, or of a dataclass among its parameters, as its help spells them."""
+    from tyro.conf import Fixed, Positional
+
+    nameless = [get_args(marked)[1] for marked in (Fixed[str], Positional[str])]
+    for name, hint in get_type_hints(described, include_extras=True).items():
+        kind, *notes = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+        if dataclasses.is_dataclass(kind):
+            yield from _options(kind)
+        elif name != "return" and not any(note in nameless for note in notes):
+            spelled = next((note.name for note in notes if getattr(note, "name", None)), name)
+            yield "--" + spelled.replace("_", "-")
 
 
 def _text_options() -> Any:
