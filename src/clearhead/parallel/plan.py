@@ -7,7 +7,9 @@ from typing import Self
 from clearhead.errors import ConfigError, refuse
 from clearhead.typed import check_types, check_values
 
-AXES = ("data", "shard", "tensor")  # from the slowest link to the fastest
+AXES = ("pipeline", "data", "shard", "context", "expert", "tensor")  # from the slowest link to the fastest
+ROWS = ("data", "shard", "expert")  # processes along them have different rows of a batch
+HELD = ("shard", "context", "expert")  # processes along them each hold a part of every weight
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,6 +19,9 @@ class ParallelPlan:
     data: int | None = None  # copies of the model, each with its share of the rows; None: what is left
     shard: int | None = None  # processes that share out weights, gradients and moments; None: by memory
     tensor: int = 1  # processes that share out the heads and the width of each layer
+    pipeline: int = 1  # processes that share out the layers, one behind the other
+    context: int = 1  # processes that share out the tokens of each row
+    expert: int = 1  # processes that share out the experts of a mixture
     timeout: int = 600  # seconds that a process waits for another before the run is given up
 
     def __post_init__(self) -> None:

@@ -59,7 +59,7 @@ def split(model: Transformer, world: World, compiled: bool = False) -> list[nn.P
     """
     assert world.mesh is not None
     partial = _split_tensors(model, world.mesh["tensor"]) if world.plan.tensor > 1 else []
-    over = world.mesh["data", "shard"]
+    over = world.mesh["data", "held"]
     for stack in (part for part in model.children() if isinstance(part, Stack)):
         for block in stack.blocks:
             if compiled:

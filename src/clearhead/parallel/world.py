@@ -5,6 +5,7 @@ is split and nothing is sent.
 """
 
 import itertools
+import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +24,7 @@ from clearhead.batches.batch import Batch
 from clearhead.errors import ConfigError, TrainingError, refuse
 from clearhead.parallel import shards
 from clearhead.parallel.launch import restarts, started
-from clearhead.parallel.plan import AXES, ParallelPlan
+from clearhead.parallel.plan import AXES, HELD, ROWS, ParallelPlan
 
 Made = TypeVar("Made")
 APART = 7_368_787  # between the seeds of two shares
@@ -38,7 +39,7 @@ class World:
     plan: ParallelPlan = field(default_factory=ParallelPlan)
     rank: int = 0
     size: int = 1
-    mesh: DeviceMesh | None = None  # data, shard, tensor; None: not arranged yet, or one process
+    mesh: DeviceMesh | None = None  # of `AXES`; None: not arranged yet, or one process
     together: dist.ProcessGroup | None = None  # the processes that differ in their share of the rows alone
 
     @property
@@ -49,12 +50,24 @@ class World:
     @property
     def shares(self) -> int:
         """Into how many shares the rows of a batch are split."""
-        return (self.plan.data or 1) * (self.plan.shard or 1)
+        return math.prod(self.extent(axis) for axis in ROWS)
 
     @property
     def share(self) -> int:
         """The number of this process's share."""
-        return self.rank // self.plan.tensor
+        number = 0
+        for axis in ROWS:
+            number = number * self.extent(axis) + self.place(axis)
+        return number
+
+    def extent(self, axis: str) -> int:
+        """Return the number of processes along an axis."""
+        return getattr(self.plan, axis) or 1
+
+    def place(self, axis: str) -> int:
+        """Return the number of this process along an axis."""
+        inner = math.prod(self.extent(other) for other in AXES[AXES.index(axis) + 1 :])
+        return self.rank // inner % self.extent(axis)
 
     @property
     def seed(self) -> int:
@@ -67,7 +80,8 @@ class World:
         if self.size == 1:
             return replace(self, plan=plan)
         mesh = init_device_mesh(device, tuple(getattr(plan, name) for name in AXES), mesh_dim_names=AXES)
-        together = mesh["data", "shard"]._flatten("shares").get_group()
+        mesh[HELD]._flatten("held")
+        together = mesh[ROWS]._flatten("shares").get_group()
         for group in dist.distributed_c10d._world.pg_map:
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=plan.timeout), group)
         return replace(self, plan=plan, mesh=mesh, together=together)
