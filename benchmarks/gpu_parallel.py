@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 WARM, STEPS, EVERY = 20, 60, 10
-LIMIT = 4 * 1024**3  # bytes that the GPU may use for the large model
+LIMIT = 1024**3  # bytes that the GPU may use for the large model
 
 
 def train(settings: list[str], report: Any, text: int = 20) -> None:
@@ -116,9 +116,9 @@ def large(offload: bool) -> dict[str, object]:
     import clearhead as ch
 
     torch.cuda.set_per_process_memory_fraction(LIMIT / torch.cuda.get_device_properties(0).total_memory)
-    sizes = {"d_model": 1536, "n_layers": 18, "n_heads": 16, "max_positions": 512}
+    sizes = {"d_model": 768, "n_layers": 18, "n_heads": 12, "max_positions": 512}
     settings = [f"model.{name}={value}" for name, value in sizes.items()]
-    settings += ["data.batch_size=4", "train.steps=6", "train.log_every=1", "train.compile=false"]
+    settings += ["data.batch_size=2", "train.steps=6", "train.log_every=1", "train.compile=false"]
     if offload:
         settings += ["train.offload=true", "train.checkpointing=true"]
     found: dict[str, Any] = {"job": "large", "offload": offload, "limit": LIMIT, "losses": []}

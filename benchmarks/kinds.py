@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 import clearhead as ch
-from common import device_name, save
+from common import device_name, processor_name, save
 
 KINDS = {
     "full": "full",
@@ -150,8 +150,9 @@ def main() -> None:
     print(f"peak of the process {peak / 2**30:.1f} GiB; median of the slopes of time "
           f"{statistics.median(row['slope_of_time'] or 0 for row in rows):.2f}")  # fmt: skip
     if options.save:
-        draw(rows, device_name())
-        save(f"kinds_{options.device}", [{"device": device_name(), "peak_bytes": peak, "rows": rows}])
+        name = device_name() if options.device == "cuda" else processor_name()
+        save(f"kinds_{options.device}", [{"device": name, "peak_bytes": peak, "rows": rows}])
+        draw(rows, name)
 
 
 if __name__ == "__main__":
