@@ -220,8 +220,8 @@ RESIDUALS = Experiment(
     },
     pictures=(
         Picture("loss", "Loss while training", "step", "nats a character", curve="curve"),
-        Picture("gradients", "Gradient before training", "layer", "norm", curve="gradients", logarithmic=True),
-        Picture("surface", "The loss around the weights", "along a line", "nats a character", curve="surface"),
+        Picture("gradients", "Gradient at first", "layer", "norm", curve="gradients", logarithmic=True),
+        Picture("surface", "Loss around the weights", "along a line", "nats a character", curve="surface"),
     ),
     seconds=25,
     setup={"model": "8 layers of width 48, 4 heads", **vars(SHORT)},

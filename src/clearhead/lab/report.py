@@ -61,9 +61,11 @@ def text(findings: Findings, facts: dict[str, str]) -> str:
         f"`{facts['command']}`, {facts['device']}, PyTorch {facts['torch']}, {findings.seconds:.0f} s in all."
     ]
     lines += [f"{setup}." if setup else ""]
-    lines += ["A claim is an order of two arms by one figure. It is supported where the interval of 95 % of the"
-              " difference, seed by seed, lies above what is claimed; not supported where it lies below; else"
-              " undecided, as with fewer than three seeds."]  # fmt: skip
+    lines += [
+        "A claim is an order of two arms by one figure. It is supported where the interval of 95 % of the "
+        "difference, seed by seed, lies above what is claimed; not supported where it lies below; else "
+        "undecided, as with fewer than three seeds."
+    ]
     return "\n".join(lines).rstrip() + "\n"
 
 

@@ -122,7 +122,7 @@ SMOOTHING = Experiment(
     setup=vars(PLAN),
 )
 
-# Mixtures of experts ------------------------------------------------------------------------------------------
+# Mixtures of experts ----------------------------------------------------------------------------------------
 
 
 def run_experts(weight: float, setting: Setting) -> Numbers:

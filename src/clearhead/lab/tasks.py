@@ -42,7 +42,8 @@ def model_of(family: str) -> Transformer:
 def answers(model: Transformer, rows: Tensor, wanted: Tensor) -> Tensor:
     """Return the logits of each symbol of the answer: [B, N, V].
 
-    Decoders are given the symbols before it. An encoder sees blanks where the answer goes, and fills in all of it at once.
+    Decoders are given the symbols before it. An encoder sees blanks where the answer goes, and fills in all
+    of them at once.
     """
     count = wanted.shape[1]
     begin = torch.full_like(wanted[:, :1], BEGIN)
