@@ -12,6 +12,7 @@ from clearhead.errors import CheckpointError, MissingExtraError, refuse
 from clearhead.generate.request import MAX_NEW_TOKENS
 from clearhead.hub import checkpoint, files, pixels, sentences
 from clearhead.hub.tokenizer import load_tokenizer, open_tokenizer, read_settings, special_ids
+from clearhead.model.transformer import Transformer
 from clearhead.tasks import generation, reading
 from clearhead.tasks.generation import Cancel, GenerateOptions, Hooks, OnText, TranslateOptions, generate
 from clearhead.tasks.results import Answer, Candidate, Classification, Generation, Score, Tags
@@ -278,13 +279,31 @@ def load(
         )
         path = _download(str(folder))
     model, description = checkpoint.load_model(path, checkpoint.describe(path), cast, mapped)
+    return _with_settings(path, model.to(place), description, tokenizer)
+
+
+def open_empty(
+    folder: Path, dtype: torch.dtype | None = None, tokenizer: str | Path | None = None
+) -> tuple[Model, checkpoint.Unread]:
+    """Return the model of a directory with parameters on the meta device, and its weights, still on disk."""
+    model, description, unread = checkpoint.open_model(folder, checkpoint.describe(folder), dtype)
+    return _with_settings(folder, model, description, tokenizer), unread
+
+
+def _with_settings(
+    path: Path,
+    model: Transformer,
+    description: checkpoint.Description,
+    tokenizer: str | Path | None,
+) -> Model:
+    """Return a model with what lies beside its weights in a directory."""
     generation = files.read_json_if_any(path / "generation_config.json")
     if tokenizer is None:
         found, settings = load_tokenizer(path), read_settings(path)
     else:
         found, settings = open_tokenizer(Path(tokenizer), path)
     return Model(
-        model.to(place),
+        model,
         found,
         generation,
         description,

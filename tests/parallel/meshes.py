@@ -154,11 +154,19 @@ def differences(a: Path, b: Path) -> tuple[float, float, float]:
     ]
     assert losses[0].keys() == losses[1].keys()
     found = [max(abs(losses[0][step] - losses[1][step]) for step in losses[0])]
-    for name in ("model.safetensors", "training.safetensors"):
-        ours, theirs = (load_file(path / "last" / name) for path in (a, b))
+    for name in ("model", "training"):
+        ours, theirs = (tensors(path / "last", name) for path in (a, b))
         assert ours.keys() == theirs.keys()
         found.append(max(float((ours[key].double() - theirs[key].double()).abs().max()) for key in ours))
     return found[0], found[1], found[2]
+
+
+def tensors(folder: Path, stem: str) -> dict[str, torch.Tensor]:
+    """Return the tensors of the files of a checkpoint, one or several, with the library that made the format."""
+    found: dict[str, torch.Tensor] = {}
+    for path in sorted(folder.glob(f"{stem}*.safetensors")):
+        found |= load_file(path)
+    return found
 
 
 def table(folder: Path) -> list[dict[str, Any]]:

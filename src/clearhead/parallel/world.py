@@ -41,6 +41,7 @@ class World:
     size: int = 1
     mesh: DeviceMesh | None = None  # of `AXES`; None: not arranged yet, or one process
     together: dist.ProcessGroup | None = None  # the processes that differ in their share of the rows alone
+    aside: dist.ProcessGroup | None = None  # all, in main memory: for what goes on beside training
 
     @property
     def first(self) -> bool:
@@ -81,10 +82,10 @@ class World:
             return replace(self, plan=plan)
         mesh = init_device_mesh(device, tuple(getattr(plan, name) for name in AXES), mesh_dim_names=AXES)
         mesh[HELD]._flatten("held")
-        together = mesh[ROWS]._flatten("shares").get_group()
+        together, aside = mesh[ROWS]._flatten("shares").get_group(), dist.new_group(backend="gloo")
         for group in dist.distributed_c10d._world.pg_map:
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=plan.timeout), group)
-        return replace(self, plan=plan, mesh=mesh, together=together)
+        return replace(self, plan=plan, mesh=mesh, together=together, aside=aside)
 
     def rows(self, batch: Batch) -> Batch:
         """Return this process's share of the rows; where there are too few, one row that counts nothing."""

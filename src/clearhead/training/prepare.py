@@ -20,10 +20,11 @@ from clearhead.errors import refuse
 from clearhead.evaluation.examples import begun, sampler
 from clearhead.fast.parts import like
 from clearhead.fast.training import join_projections, recompute, suit_narrow
+from clearhead.hub.checkpoint import Unread
 from clearhead.hub.files import write_text
 from clearhead.hub.tokenizer import load_tokenizer, read_settings, special_ids
 from clearhead.model.heads import LanguageHead
-from clearhead.parallel.shards import emptied
+from clearhead.parallel.shards import emptied, materialise
 from clearhead.parallel.world import ALONE, World
 from clearhead.presets import PRESETS
 from clearhead.recipe import BASE, Recipe, TrainPlan
@@ -88,8 +89,12 @@ def assemble(
     folder: Path,
     on_event: OnEvent,
     world: World = ALONE,
+    unread: Unread | None = None,
 ) -> TrainingRun:
-    """Put a run together around its model: precision, low-rank updates, optimizer, averages, fast parts."""
+    """Put a run together around its model: precision, low-rank updates, optimizer, averages, fast parts.
+
+    `unread`: the weights of a model that has none yet, of which each process reads its part.
+    """
     plan, device = recipe.train, best_device(recipe.train.device)
     assert plan.steps is not None and plan.metric is not None, "the recipe is not settled"
     if plan.threads is not None:
@@ -110,7 +115,8 @@ def assemble(
     world = world.arranged(recipe.parallel, device.type, fits)
     whole = world.plan.tensor == 1  # a split layer has its own ways
     empty = emptied(loaded.model) if world.size > 1 else None
-    loaded.model.to(device)
+    if world.size == 1:  # what is split goes to the device in parts
+        loaded.model.to(device)
     if whole:
         join_projections(loaded.model)
     if plan.checkpointing:
@@ -124,6 +130,9 @@ def assemble(
         if narrow(device) and whole and not wanted:
             suit_narrow(loaded.model)
         partial = split(loaded.model, world, wanted)
+        if unread is not None:
+            named = [name for name, _ in loaded.model.named_parameters()]
+            materialise(loaded.model, device, unread.each(named))
     optimizer = optim.make_optimizer(loaded.model, plan, device)
     run = TrainingRun(
         folder=folder,

@@ -137,6 +137,7 @@ def _start(
         recipe = recipe.replace("tokens", kind=None).replace("train", pretrain=0)
     run = prepare.prepare(recipe, folder, on_event, world)
     loop.save(run)
+    run.saver.finish(wait=True)
     keep()
     return _finish(run, on_event, stop)
 
@@ -196,8 +197,10 @@ def _finish(run: loop.TrainingRun, on_event: OnEvent, stop: Callable[[], bool]) 
                 device=str(run.precision.device),
             )
         )
-        reason = loop.learn(run, tell, stop)
-        run.world.meet()  # the last checkpoint is written
+        with run.saver.completing():
+            reason = loop.learn(run, tell, stop)
+            run.saver.finish(tell, wait=True)
+        run.world.meet()  # the links are moved
         chosen, metrics = _chosen(run, reason)
         if reason != "stopped" and first:
             chosen.save(run.folder)
