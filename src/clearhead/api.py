@@ -1,6 +1,6 @@
 """A model ready to use: `Model`, a bundle with the tasks as methods, and `load`, which opens a directory."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Unpack, overload
 
@@ -259,6 +259,7 @@ def load(
     allow_download: bool = False,
     tokenizer: str | Path | None = None,
     mapped: bool = False,
+    parallel: Mapping[str, int] | None = None,
 ) -> Model:
     """Open a model directory, clearhead's or Hugging Face's; no network unless `allow_download`.
 
@@ -266,7 +267,8 @@ def load(
     `device` is "cpu", "cuda", "cuda:1", "mps", or "auto" for the best there is. `tokenizer` names one that
     lies elsewhere: a directory, a tokenizer.json, a SentencePiece .model, llama2.c's .bin. `mapped` weights
     are the file's own pages: they are read when first used and shared between processes, and the file must
-    not be written to while the model is in use.
+    not be written to while the model is in use. `parallel`, such as {"tensor": 2}, splits the model by heads
+    over the processes that `torchrun` has started; each reads its part, and all call it with the same inputs.
     """
     cast, place = float_dtype(dtype), best_device(device)
     path = Path(folder)
@@ -278,6 +280,12 @@ def load(
             CheckpointError,
         )
         path = _download(str(folder))
+    if parallel is not None:
+        from clearhead.parallel.inference import split_for_use  # takes seconds to import
+
+        empty, unread = open_empty(path, cast, tokenizer)
+        split_for_use(empty.model, unread, parallel, place)
+        return empty
     model, description = checkpoint.load_model(path, checkpoint.describe(path), cast, mapped)
     return _with_settings(path, model.to(place), description, tokenizer)
 

@@ -26,6 +26,7 @@ from clearhead.hub.tokenizer import clean, encode, save_tokenizer, stop_ids
 from clearhead.hub.writing import Outgoing, write_tensors
 from clearhead.model.taps import unwrapped
 from clearhead.model.transformer import Transformer
+from clearhead.parallel.shards import is_split
 from clearhead.tokens.labels import decoded
 
 SHARD_SIZE = 5_000_000_000
@@ -256,7 +257,7 @@ class Bundle:
         """Write a Hugging Face directory: whole, or not at all. Other files of an existing directory stay."""
         parameters = dict(self.model.named_parameters())
         refuse(
-            any(hasattr(one, "device_mesh") for one in parameters.values()),
+            is_split(self.model),
             f"this model is split over processes: use the directory it was loaded from, {self.folder}",
         )
         described = self.described()

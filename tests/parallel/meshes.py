@@ -132,13 +132,15 @@ def perform(job: dict[str, Any]) -> None:
         ch.train(job["data"], out=job["out"], settings=job["settings"], on_event=on_event)
 
 
-def launch(processes: int, jobs: list[dict[str, Any]], folder: Path, *options: str) -> str:
+def launch(
+    processes: int, jobs: list[dict[str, Any]], folder: Path, *options: str, module: str = __name__
+) -> str:
     """Perform jobs in several processes; return what they printed."""
     path = folder / "jobs.json"
     path.write_text(json.dumps(jobs))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     done = subprocess.run(
-        [*command, *options, "-m", "tests.parallel.meshes", str(path)],
+        [*command, *options, "-m", module, str(path)],
         capture_output=True,
         text=True,
         timeout=600,
@@ -162,7 +164,7 @@ def differences(a: Path, b: Path) -> tuple[float, float, float]:
 
 
 def tensors(folder: Path, stem: str) -> dict[str, torch.Tensor]:
-    """Return the tensors of the files of a checkpoint, one or several, with the library that made the format."""
+    """Return the tensors of the files of a checkpoint, one or several, by name."""
     found: dict[str, torch.Tensor] = {}
     for path in sorted(folder.glob(f"{stem}*.safetensors")):
         found |= load_file(path)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from clearhead.hub.weights import cast as narrowed
 from clearhead.model.transformer import Transformer
 
 Place = tuple[tuple[int, int], ...]  # begin and length along each dimension
@@ -25,6 +26,11 @@ def local(tensor: Tensor) -> Tensor:
 def whole(tensor: Tensor) -> Tensor:
     """Return the whole tensor; all processes must ask for it together."""
     return cast(Tensor, tensor.full_tensor()) if hasattr(tensor, "full_tensor") else tensor
+
+
+def is_split(model: nn.Module) -> bool:
+    """Return True for a model of which each process holds a part."""
+    return any(hasattr(one, "device_mesh") for one in model.parameters())
 
 
 def place_of(held: Any) -> Place:
@@ -86,7 +92,8 @@ def materialise(model: Transformer, device: torch.device, values: Iterable[tuple
     named = dict(model.named_parameters())
     for name, value in values:
         if name in named:
-            local(named[name]).copy_(part_like(value, named[name]))
+            own = local(named[name])
+            narrowed(part_like(value, named[name]), own.dtype, name, into=own)
 
 
 def wholes(tensors: Mapping[str, Tensor], keep: bool) -> Iterator[tuple[str, Tensor]]:

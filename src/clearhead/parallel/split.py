@@ -58,7 +58,7 @@ def split(model: Transformer, world: World, compiled: bool = False) -> list[nn.P
     Returns: the parameters whose gradients are to be summed over the tensor axis, see `SplitAttention`.
     """
     assert world.mesh is not None
-    partial = _split_tensors(model, world.mesh["tensor"]) if world.plan.tensor > 1 else []
+    partial = split_tensors(model, world.mesh["tensor"]) if world.plan.tensor > 1 else []
     over = world.mesh["data", "held"]
     for stack in (part for part in model.children() if isinstance(part, Stack)):
         for block in stack.blocks:
@@ -122,7 +122,7 @@ class _Shared(torch.autograd.Function):
         return upstream, None
 
 
-def _split_tensors(model: Transformer, mesh: DeviceMesh) -> list[str]:
+def split_tensors(model: Transformer, mesh: DeviceMesh) -> list[str]:
     """Split heads, widths and vocabulary; return the names of parameters with partial gradients."""
     size, partial = mesh.size(), []
     for name, part in list(model.named_modules()):

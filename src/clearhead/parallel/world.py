@@ -224,28 +224,33 @@ def joined() -> Iterator[World]:
 
     Of an error that ends them all, one process speaks. A group that the caller has opened stays open.
     """
-    if not started():
-        yield ALONE
+    if not started() or dist.is_initialized():
+        yield join()
         return
-    if dist.is_initialized():
-        yield World(rank=dist.get_rank(), size=dist.get_world_size())
-        return
-    graphics = torch.cuda.is_available()
-    if graphics:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    store, rank, size = next(rendezvous("env://"))
-    # The store may outlive a restart, and hold the addresses of processes that are gone.
-    own = dist.PrefixStore(f"life {restarts()}", store)  # type: ignore[attr-defined]
-    backend = "cpu:gloo,cuda:nccl" if graphics else "gloo"
-    dist.init_process_group(backend, store=own, rank=rank, world_size=size)
     try:
-        yield World(rank=dist.get_rank(), size=dist.get_world_size())
+        yield join()
     except Exception:
         if not _speaks():
             raise SystemExit(2) from None
         raise
     finally:
         dist.destroy_process_group()
+
+
+def join() -> World:
+    """Join the processes that `torchrun` has started, if there are others, and stay with them."""
+    if not started():
+        return ALONE
+    if not dist.is_initialized():
+        graphics = torch.cuda.is_available()
+        if graphics:
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        store, rank, size = next(rendezvous("env://"))
+        # The store may outlive a restart, and hold the addresses of processes that are gone.
+        own = dist.PrefixStore(f"life {restarts()}", store)  # type: ignore[attr-defined]
+        backend = "cpu:gloo,cuda:nccl" if graphics else "gloo"
+        dist.init_process_group(backend, store=own, rank=rank, world_size=size)
+    return World(rank=dist.get_rank(), size=dist.get_world_size())
 
 
 def _speaks() -> bool:
