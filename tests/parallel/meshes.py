@@ -133,7 +133,11 @@ def perform(job: dict[str, Any]) -> None:
 
 
 def launch(
-    processes: int, jobs: list[dict[str, Any]], folder: Path, *options: str, module: str = __name__
+    processes: int,
+    jobs: list[dict[str, Any]],
+    folder: Path,
+    *options: str,
+    module: str = "tests.parallel.meshes",
 ) -> str:
     """Perform jobs in several processes; return what they printed."""
     path = folder / "jobs.json"
@@ -143,7 +147,7 @@ def launch(
         [*command, *options, "-m", module, str(path)],
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=3000,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr

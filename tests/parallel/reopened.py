@@ -1,8 +1,8 @@
 """Save on N processes, open on M: every pair of {1, 2, 3, 4} over three meshes, bit for bit.
 
-`python -m tests.parallel.reopened` prints the table, and with `--save` records it. Each checkpoint is opened on
-every other mesh, weights and optimizer are put in place, and a checkpoint is written again from there: files of
-both are compared tensor by tensor. Started by `torchrun` with a file of jobs, it performs them.
+`python -m tests.parallel.reopened` prints the table, and with `--save` records it. Each checkpoint is opened
+on every other mesh, weights and optimizer are put in place, and a checkpoint is written again from there. The
+files of both are compared tensor by tensor. Started by `torchrun` with a file of jobs, it performs them.
 """
 
 from __future__ import annotations
@@ -81,10 +81,9 @@ def differing(a: Path, b: Path) -> list[str]:
     return wrong
 
 
-def begun(folder: Path, name: str, mesh: Mapping[str, int], data: Path) -> dict[str, Any]:
+def begun(out: Path, mesh: Mapping[str, int], data: Path, family: str, **settings: Any) -> dict[str, Any]:
     """Describe a short run on a mesh."""
-    made = meshes.job("encoder", data, folder / name, settings={**SETTINGS, **sizes(mesh)})
-    return {**made, "out": str(folder / name)}
+    return meshes.job(family, data, out, settings={**SETTINGS, **settings, **sizes(mesh)})
 
 
 def opened(source: Path, out: Path, mesh: Mapping[str, int]) -> dict[str, Any]:
@@ -97,7 +96,11 @@ def table(folder: Path) -> list[dict[str, Any]]:
     data = meshes.write_data("encoder", folder / "data")
     saved = {f"{count} {name}": (count, mesh) for count in MESHES for name, mesh in MESHES[count].items()}
     for count in MESHES:
-        jobs = [begun(folder, name, mesh, data) for name, (size, mesh) in saved.items() if size == count]
+        jobs = [
+            begun(folder / name, mesh, data, "encoder")
+            for name, (size, mesh) in saved.items()
+            if size == count
+        ]
         launched(count, jobs, folder)
     rows = []
     for count in MESHES:
