@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from clearhead.api import Model
 from clearhead.batches.batch import Batch, Batches
 from clearhead.errors import TrainingError
-from clearhead.evaluation.examples import validate, written_scores
+from clearhead.evaluation.examples import WRITTEN, validate, written_scores
 from clearhead.losses import batch_loss
 from clearhead.model.transformer import Transformer
 from clearhead.parallel import shards
@@ -219,14 +219,15 @@ def due(step: int, every: int | None, steps: int) -> bool:
 
 def validate_run(run: TrainingRun) -> Validated:
     """Validate, and record whether this is the best validation so far."""
-    state = run.state
+    state, samples = run.state, tuple[str, ...]()
     with run.usable() as usable:
         metrics = validate(
             usable, run.task, run.validation, run.precision.autocast, run.precision.device, run.world
         )
-        with run.whole(usable) as whole:
-            scores, samples = run.world.once(lambda: written_by(run, whole))
-    metrics |= scores
+        if run.plan.samples or run.metric in WRITTEN:
+            with run.whole(usable) as whole:
+                scores, samples = run.world.once(lambda: written_by(run, whole))
+            metrics |= scores
     state.validations.append({"step": state.step, **metrics})
     best = run.best_steps() == [state.step] and not math.isnan(metrics[run.metric])
     state.stale = 0 if best else state.stale + 1
