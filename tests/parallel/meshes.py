@@ -54,7 +54,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }
 NONE: Mapping[str, int] = {}
-AXES = ("data", "shard", "tensor")
+AXES = ("data", "shard", "tensor", "expert")
 PAIRS = [dict.fromkeys(pair, 2) for pair in itertools.combinations(AXES, 2)]
 MESHES = [*({axis: 2} for axis in AXES), *PAIRS]
 
@@ -167,7 +167,7 @@ def table(folder: Path) -> list[dict[str, Any]]:
     for family in FAMILIES:
         data, alone = write_data(family, folder / family), folder / f"{family}-alone"
         perform(job(family, data, alone))
-        for mesh in MESHES:
+        for mesh in (mesh for mesh in MESHES if "expert" not in mesh or "model.n_experts" in FAMILIES[family]):
             out = folder / f"{family}-{'-'.join(mesh)}"
             launch(math.prod(mesh.values()), [job(family, data, out, mesh)], folder)
             loss, weights, moments = differences(alone, out)

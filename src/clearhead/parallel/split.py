@@ -37,6 +37,7 @@ from clearhead.model.positions import RelativePositions
 from clearhead.model.stack import Stack
 from clearhead.model.taps import Tap
 from clearhead.model.transformer import Transformer
+from clearhead.parallel.experts import split_experts
 from clearhead.parallel.world import World
 
 COLUMNS, ROWS = ColwiseParallel(), RowwiseParallel()
@@ -59,7 +60,10 @@ def split(model: Transformer, world: World, compiled: bool = False) -> list[nn.P
     """
     assert world.mesh is not None
     partial = _split_tensors(model, world.mesh["tensor"]) if world.plan.tensor > 1 else []
+    experts = split_experts(model, world.mesh["expert"]) if world.plan.expert > 1 else []
     over = world.mesh["data", "held"]
+    for own in experts:
+        fully_shard(own, mesh=world.mesh["data", "expert_held"])
     for stack in (part for part in model.children() if isinstance(part, Stack)):
         for block in stack.blocks:
             if compiled:

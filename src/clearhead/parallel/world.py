@@ -24,7 +24,7 @@ from clearhead.batches.batch import Batch
 from clearhead.errors import ConfigError, TrainingError, refuse
 from clearhead.parallel import shards
 from clearhead.parallel.launch import restarts, started
-from clearhead.parallel.plan import AXES, HELD, ROWS, ParallelPlan
+from clearhead.parallel.plan import AXES, EXPERT_HELD, HELD, ROWS, ParallelPlan
 
 Made = TypeVar("Made")
 APART = 7_368_787  # between the seeds of two shares
@@ -81,6 +81,7 @@ class World:
             return replace(self, plan=plan)
         mesh = init_device_mesh(device, tuple(getattr(plan, name) for name in AXES), mesh_dim_names=AXES)
         mesh[HELD]._flatten("held")
+        mesh[EXPERT_HELD]._flatten("expert_held")
         together = mesh[ROWS]._flatten("shares").get_group()
         for group in dist.distributed_c10d._world.pg_map:
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=plan.timeout), group)

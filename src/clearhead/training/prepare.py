@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -105,6 +106,7 @@ def assemble(
             plan.lora_targets,
             also=() if isinstance(loaded.model.head, LanguageHead) else ("head.*",),
         )
+    optim.freeze(loaded.model, plan.freeze)
     count = sum(one.numel() for one in loaded.model.parameters())
     fits = count * LEARNING[plan.optimizer] < 0.6 * room(device)
     world = world.arranged(recipe.parallel, device.type, fits)
@@ -124,7 +126,8 @@ def assemble(
         if narrow(device) and whole and not wanted:
             suit_narrow(loaded.model)
         partial = split(loaded.model, world, wanted)
-    optimizer = optim.make_optimizer(loaded.model, plan, device)
+    frozen = replace(plan, freeze=())  # a process may have no part of what a pattern names
+    optimizer = optim.make_optimizer(loaded.model, frozen, device)
     run = TrainingRun(
         folder=folder,
         task=task,

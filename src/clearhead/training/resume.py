@@ -68,6 +68,8 @@ def restore(
     tensors, run.state = load_checkpoint(checkpoint)
     _check_unchanged(run, tensors)
     named = dict(run.model.named_parameters())
+    elsewhere = set() if run.empty is None else dict(run.empty.named_parameters()).keys() - named.keys()
+    tensors = {name: one for name, one in tensors.items() if elsewhere.isdisjoint(name.split("/"))}
     kept = _named(tensors, "weights/")
     shards.put(named, {name: shards.part_like(one, named[name]) for name, one in kept.items()})
     restore_optimizer(run.optimizer, run.model, tensors)
