@@ -167,7 +167,9 @@ def table(folder: Path) -> list[dict[str, Any]]:
     for family in FAMILIES:
         data, alone = write_data(family, folder / family), folder / f"{family}-alone"
         perform(job(family, data, alone))
-        for mesh in (mesh for mesh in MESHES if "expert" not in mesh or "model.n_experts" in FAMILIES[family]):
+        for mesh in (
+            mesh for mesh in MESHES if "expert" not in mesh or "model.n_experts" in FAMILIES[family]
+        ):
             out = folder / f"{family}-{'-'.join(mesh)}"
             launch(math.prod(mesh.values()), [job(family, data, out, mesh)], folder)
             loss, weights, moments = differences(alone, out)

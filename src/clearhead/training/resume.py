@@ -104,9 +104,11 @@ def _check_unchanged(run: TrainingRun, tensors: Mapping[str, Tensor]) -> None:
     """Raise if the checkpoint does not fit the recipe, which lies beside it and may have been edited."""
     saved, parameters = _named(tensors, "weights/"), run.model.named_parameters()
     moments = {name.rpartition("/")[2] for name in _named(tensors, "optimizer/")}
+    turned, factored = "momentum" in moments, not moments.isdisjoint(("row_var", "variance"))
+    muon = any(group["orthogonal"] for group in run.optimizer.param_groups)
     fits = {
         "lora": all(saved.get(name, one).shape == one.shape for name, one in parameters),
-        "optimizer": not moments or ("exp_avg" in moments) == (run.plan.optimizer == "adamw"),
+        "optimizer": not moments or (turned, factored) == (muon, run.plan.optimizer == "adafactor"),
         "metric": all(run.metric in row for row in run.state.validations),
     }
     for key, fitting in fits.items():
