@@ -11,11 +11,10 @@ import torch.nn.functional as nnf
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from clearhead.fast.lora import LoraLinear
 from clearhead.fast.parts import like
-from clearhead.parallel.shards import local
 
 
 def shared(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -74,8 +73,11 @@ class SplitLora(LoraLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] -> [..., N]; of rows, x is the part of this process."""
-        a, b = local(self.a), local(self.b)  # R D, N R
-        inner = nnf.linear(shared(x, self.group), a) if self.columns else summed(nnf.linear(x, a), self.group)
+        a, b = self.a, self.b  # R D, N R
+        if self.columns:
+            inner, b = nnf.linear(shared(x, self.group), a), cast(DTensor, b).to_local()
+        else:
+            inner = summed(nnf.linear(x, cast(DTensor, a).to_local()), self.group)
         return self.base(x) + self.scale * nnf.linear(inner, b)  # type: ignore[no-any-return]
 
 
