@@ -27,9 +27,11 @@ class Muon(torch.optim.AdamW):
     A matrix of which this process holds a part is gathered, and each of its processes orthogonalises it.
     """
 
-    def __init__(self, groups: list[dict[str, Any]], dtype: torch.dtype, **settings: Any) -> None:
+    def __init__(
+        self, groups: list[dict[str, Any]], device: torch.device, dtype: torch.dtype, **settings: Any
+    ) -> None:
         super().__init__(groups, **settings)
-        self.dtype = dtype  # of the products
+        self.products = {"device": device, "dtype": dtype}  # weights may be in main memory
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Take a step; gradients of matrices are used up."""
@@ -48,15 +50,14 @@ class Muon(torch.optim.AdamW):
             kept["momentum"] = torch.zeros_like(gradient)
         local(kept["momentum"]).lerp_(local(gradient), 1 - MOMENTUM)
         local(gradient).lerp_(local(kept["momentum"]), MOMENTUM)  # Nesterov's
-        update = part_like(orthogonal(whole(gradient), self.dtype), parameter)
-        size = LIKE_ADAMW * math.sqrt(max(parameter.shape))
-        local(parameter).mul_(1 - rate * decay).add_(update, alpha=-rate * size)
+        update = part_like(orthogonal(whole(gradient).to(**self.products)), parameter)
+        here, size = local(parameter), LIKE_ADAMW * math.sqrt(max(parameter.shape))
+        here.mul_(1 - rate * decay).add_(update.to(here.device), alpha=-rate * size)
 
 
-def orthogonal(matrix: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+def orthogonal(matrix: Tensor) -> Tensor:
     """Return a matrix [N, D] with the same singular vectors, and singular values near 1."""
-    x = matrix.to(dtype)
-    x = x / torch.linalg.matrix_norm(x).clamp(min=1e-7)
+    x = matrix / torch.linalg.matrix_norm(matrix).clamp(min=1e-7)
     x = x.mT if matrix.shape[0] > matrix.shape[1] else x
     a, b, c = COEFFICIENTS
     for _ in range(ROUNDS):
