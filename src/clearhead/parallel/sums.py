@@ -73,12 +73,12 @@ class SplitLora(LoraLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] -> [..., N]; of rows, x is the part of this process."""
-        a, b = self.a, self.b  # R D, N R
+        held = cast(DTensor, self.b if self.columns else self.a).to_local()
         if self.columns:
-            inner, b = nnf.linear(shared(x, self.group), a), cast(DTensor, b).to_local()
+            update = nnf.linear(nnf.linear(shared(x, self.group), self.a), held)
         else:
-            inner = summed(nnf.linear(x, cast(DTensor, a).to_local()), self.group)
-        return self.base(x) + self.scale * nnf.linear(inner, b)  # type: ignore[no-any-return]
+            update = nnf.linear(summed(nnf.linear(x, held), self.group), self.b)
+        return self.base(x) + self.scale * update  # type: ignore[no-any-return]
 
 
 def split_lora(layer: LoraLinear, mesh: DeviceMesh, columns: bool) -> SplitLora:

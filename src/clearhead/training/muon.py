@@ -31,7 +31,7 @@ class Muon(torch.optim.AdamW):
         self, groups: list[dict[str, Any]], device: torch.device, dtype: torch.dtype, **settings: Any
     ) -> None:
         super().__init__(groups, **settings)
-        self.products = {"device": device, "dtype": dtype}  # weights may be in main memory
+        self.device, self.dtype = device, dtype  # of the products; weights may be in main memory
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Take a step; gradients of matrices are used up."""
@@ -50,14 +50,14 @@ class Muon(torch.optim.AdamW):
             kept["momentum"] = torch.zeros_like(gradient)
         local(kept["momentum"]).lerp_(local(gradient), 1 - MOMENTUM)
         local(gradient).lerp_(local(kept["momentum"]), MOMENTUM)  # Nesterov's
-        update = part_like(orthogonal(whole(gradient).to(**self.products)), parameter)
+        update = part_like(orthogonal(whole(gradient).to(self.device, self.dtype)), parameter)
         here, size = local(parameter), LIKE_ADAMW * math.sqrt(max(parameter.shape))
         here.mul_(1 - rate * decay).add_(update.to(here.device), alpha=-rate * size)
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
     """Return a matrix [N, D] with the same singular vectors, and singular values near 1."""
-    x = matrix / torch.linalg.matrix_norm(matrix).clamp(min=1e-7)
+    x: Tensor = matrix / torch.linalg.matrix_norm(matrix).clamp(min=1e-7)
     x = x.mT if matrix.shape[0] > matrix.shape[1] else x
     a, b, c = COEFFICIENTS
     for _ in range(ROUNDS):
