@@ -53,8 +53,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **{"model.qk_norm": "head", "model.positions": "alibi", "data.batch_size": 1},
     },
 }
+FAMILIES["muon"] = {
+    **FAMILIES["moe"],
+    **{"train.optimizer": "muon", "train.ema": 0.9, "train.schedule": "constant", "data.batch_size": 4},
+    **{"model.n_experts": 5, "model.d_shared_expert": 12, "model.gated": True},
+}
+FAMILIES["lora"] = {"train.lora": 2, "train.lora_targets": ["q", "k", "v", "out", "up", "down"]}
+BASE = {
+    "model.qk_norm": "full",
+    "model.attention": ["full", "linear"],
+    "model.n_kv_heads": 2,
+    "train.steps": 1,
+}
 NONE: Mapping[str, int] = {}
-AXES = ("data", "shard", "tensor")
+AXES = ("data", "shard", "tensor", "expert")
 PAIRS = [dict.fromkeys(pair, 2) for pair in itertools.combinations(AXES, 2)]
 MESHES = [*({axis: 2} for axis in AXES), *PAIRS]
 
@@ -96,7 +108,10 @@ def write_data(family: str, folder: Path) -> Path:
     if family == "encoder-decoder":
         rows = [f"{line}\t{' '.join(reversed(line.split()))}" for line in lines]
         return _written(folder / "pairs.tsv", ["source\ttarget", *rows])
-    return _written(folder / "text.txt", lines)
+    text = _written(folder / "text.txt", lines)
+    if family == "lora":
+        perform(job("decoder", text, folder / "base", settings=BASE))
+    return text
 
 
 def _written(path: Path, lines: list[str]) -> Path:
@@ -108,6 +123,9 @@ def job(family: str, data: Path, out: Path, mesh: Mapping[str, int] = NONE, **mo
     """Describe one run."""
     sizes = {f"parallel.{axis}": size for axis, size in mesh.items()}
     settings = {**COMMON, **FAMILIES[family], **sizes, **more.pop("settings", {})}
+    if family == "lora":
+        settings = {key: value for key, value in settings.items() if not key.startswith("model.")}
+        settings["model.base"] = str(data.parent / "base")
     return {"data": str(data), "out": str(out), "settings": settings, **more}
 
 
@@ -181,7 +199,9 @@ def table(folder: Path) -> list[dict[str, Any]]:
     for family in FAMILIES:
         data, alone = write_data(family, folder / family), folder / f"{family}-alone"
         perform(job(family, data, alone))
-        for mesh in MESHES:
+        for mesh in (
+            mesh for mesh in MESHES if "expert" not in mesh or "model.n_experts" in FAMILIES[family]
+        ):
             out = folder / f"{family}-{'-'.join(mesh)}"
             launch(math.prod(mesh.values()), [job(family, data, out, mesh)], folder)
             loss, weights, moments = differences(alone, out)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+import clearhead as ch
+from clearhead.parallel.experts import split_experts
 from tests.parallel import meshes
 
 pytestmark = pytest.mark.ledger("I3")
@@ -17,6 +20,9 @@ CASES = [
     ("vit", {"tensor": 2}),
     ("moe", {"data": 2}),
     ("decoder", {"tensor": 2}),
+    ("moe", {"expert": 2}),
+    ("muon", {"expert": 2}),
+    ("lora", {"tensor": 2}),
 ]
 
 
@@ -31,6 +37,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         meshes.job(family, data[family], folder / f"{family}-{'-'.join(mesh)}", mesh)
         for family, mesh in CASES
     ]
+    half = {"train.steps": 10}
+    meshes.perform(meshes.job("muon", data["muon"], folder / "muon-spread", settings=half))
+    jobs += [
+        {"resume": str(folder / "muon-spread"), "settings": {"train.steps": 20, "parallel.expert": 2}},
+        meshes.job("muon", data["muon"], folder / "muon-joined", {"expert": 2}, settings=half),
+    ]
     meshes.launch(2, jobs, folder)
     return folder
 
@@ -43,6 +55,31 @@ def test_a_mesh_gives_the_numbers_of_one_process(family: str, mesh: dict[str, in
     assert loss <= 1e-5
     assert weights <= 1e-5
     assert moments <= 1e-5
+
+
+def test_experts_and_muon_go_on_with_another_number_of_processes(runs: Path) -> None:
+    """Ten steps in one process and ten in two, and the other way round."""
+    settings = {"train.steps": 20, "parallel.expert": 1}
+    meshes.perform({"resume": str(runs / "muon-joined"), "settings": settings})
+    for name in ("muon-spread", "muon-joined"):
+        assert max(meshes.differences(runs / "muon-alone", runs / name)) <= 1e-5, name
+
+
+@pytest.mark.parametrize(
+    ("size", "changes", "words"),
+    [
+        (2, {}, "parallel.expert 2 shares out experts, and the model has none: use data, shard or tensor"),
+        (
+            5,
+            {"n_experts": 4},
+            "parallel.expert 5 is more than the 4 experts of decoder.blocks.0.feedforward: ",
+        ),
+    ],
+)
+def test_too_few_experts_are_refused(size: int, changes: dict[str, int], words: str) -> None:
+    model = ch.Transformer(ch.preset("micro-decoder").replace(**changes))
+    with pytest.raises(ch.ConfigError, match=words):
+        split_experts(model, SimpleNamespace(size=lambda: size, get_local_rank=lambda: 0))
 
 
 @pytest.mark.parametrize(("begun", "ended"), [(1, 2), (2, 1)])

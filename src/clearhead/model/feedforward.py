@@ -139,17 +139,21 @@ class Experts(nn.Module):
         chosen, weights = tap.step("chosen", chosen), tap.step("weights", weights)
 
         order = chosen.flatten().argsort(stable=True)  # (token, choice) pairs, sorted by expert
-        counts = chosen.flatten().bincount(minlength=len(self.experts)).tolist()
+        counts = chosen.flatten().bincount(minlength=logits.shape[-1])
         token = order // self.n_active  # which row each pair belongs to
-        runs = enumerate(torch.split(tap.step("sorted", rows[token]), counts))
-        answers = [self.experts[number](run, tap.part(f"experts.{number}")) for number, run in runs]
-        answer = (torch.cat(answers) * weights.flatten()[order, None]).to(rows.dtype)
+        answers = self.answer(tap.step("sorted", rows[token]), counts, tap)  # N·A D
+        answer = (answers * weights.flatten()[order, None]).to(rows.dtype)
         mixed = tap.step("mixed", torch.zeros_like(rows).index_add(0, token, answer).view_as(x))
         if self.shared is not None and self.shared_gate is not None:
             shared = self.shared(x, tap.part("shared"))
             share = tap.step("shared_gate", self.shared_gate(x)).sigmoid()  # B T 1
             mixed = tap.step("with_shared", mixed + share * shared)
         return tap("out", mixed)
+
+    def answer(self, rows: Tensor, counts: Tensor, tap: Tap) -> Tensor:
+        """Map rows [N·A, D], sorted by expert, of which each expert has `counts` [X] -> [N·A, D]."""
+        runs = enumerate(torch.split(rows, counts.tolist()))
+        return torch.cat([self.experts[number](run, tap.part(f"experts.{number}")) for number, run in runs])
 
     def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Return weights and numbers of the experts of each token: [N, X] -> [N, A] twice."""

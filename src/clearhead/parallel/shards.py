@@ -97,11 +97,25 @@ def materialise(model: Transformer, device: torch.device, values: Iterable[tuple
 
 
 def wholes(tensors: Mapping[str, Tensor], keep: bool) -> Iterator[tuple[str, Tensor]]:
-    """Yield whole tensors by name, on the CPU, one at a time; not `keep`: only help to gather them."""
-    for name, tensor in tensors.items():
-        found = whole(tensor.detach())
-        if keep:
-            yield name, found.cpu()
+    """Yield whole tensors by name, on the CPU, one at a time; not `keep`: only help to gather them.
+
+    The first process keeps them. One that it has no part of comes from the first process that has one.
+    """
+    everyone: list[dict[str, Any]] = [{name: (one.shape, one.dtype) for name, one in tensors.items()}]
+    if dist.is_initialized():
+        own, everyone = everyone[0], [{}] * dist.get_world_size()
+        dist.all_gather_object(everyone, own)
+    for name in dict.fromkeys(name for names in everyone for name in names):
+        source = next(rank for rank, names in enumerate(everyone) if name in names)
+        found = whole(tensors[name].detach()).cpu() if name in tensors else None
+        if keep and found is None:
+            shape, dtype = everyone[source][name]
+            found = torch.empty(shape, dtype=dtype)
+            dist.recv(found, source)
+        elif found is not None and source and source == dist.get_rank():
+            dist.send(found.contiguous(), 0)
+        if keep and found is not None:
+            yield name, found
 
 
 def rest(model: nn.Module) -> None:
@@ -141,6 +155,8 @@ def norm_of(tensors: Sequence[Tensor]) -> Tensor:
 
 def _copies(tensor: Any) -> int:
     """Return how many processes hold the same part of a tensor."""
-    places = zip(tensor.device_mesh.shape, tensor.placements)
-    parts = math.prod(size for size, place in places if hasattr(place, "dim"))
+    mesh = tensor.device_mesh
+    parts = math.prod(size for size, place in zip(mesh.shape, tensor.placements) if hasattr(place, "dim"))
+    if "expert_held" in mesh.mesh_dim_names:  # others along the expert axis hold other experts
+        parts *= mesh._get_root_mesh()["expert"].size()
     return dist.get_world_size() // int(parts)
