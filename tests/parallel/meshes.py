@@ -150,16 +150,22 @@ def perform(job: dict[str, Any]) -> None:
         ch.train(job["data"], out=job["out"], settings=job["settings"], on_event=on_event)
 
 
-def launch(processes: int, jobs: list[dict[str, Any]], folder: Path, *options: str) -> str:
+def launch(
+    processes: int,
+    jobs: list[dict[str, Any]],
+    folder: Path,
+    *options: str,
+    module: str = "tests.parallel.meshes",
+) -> str:
     """Perform jobs in several processes; return what they printed."""
     path = folder / "jobs.json"
     path.write_text(json.dumps(jobs))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     done = subprocess.run(
-        [*command, *options, "-m", "tests.parallel.meshes", str(path)],
+        [*command, *options, "-m", module, str(path)],
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=3000,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
@@ -172,11 +178,19 @@ def differences(a: Path, b: Path) -> tuple[float, float, float]:
     ]
     assert losses[0].keys() == losses[1].keys()
     found = [max(abs(losses[0][step] - losses[1][step]) for step in losses[0])]
-    for name in ("model.safetensors", "training.safetensors"):
-        ours, theirs = (load_file(path / "last" / name) for path in (a, b))
+    for name in ("model", "training"):
+        ours, theirs = (tensors(path / "last", name) for path in (a, b))
         assert ours.keys() == theirs.keys()
         found.append(max(float((ours[key].double() - theirs[key].double()).abs().max()) for key in ours))
     return found[0], found[1], found[2]
+
+
+def tensors(folder: Path, stem: str) -> dict[str, torch.Tensor]:
+    """Return the tensors of the files of a checkpoint, one or several, by name."""
+    found: dict[str, torch.Tensor] = {}
+    for path in sorted(folder.glob(f"{stem}*.safetensors")):
+        found |= load_file(path)
+    return found
 
 
 def table(folder: Path) -> list[dict[str, Any]]:

@@ -73,7 +73,7 @@ def split(
     Returns: the parameters whose gradients are to be summed over the tensor axis, see `SplitAttention`.
     """
     assert world.mesh is not None
-    partial = _split_tensors(model, world.mesh["tensor"]) if world.plan.tensor > 1 else []
+    partial = split_tensors(model, world.mesh["tensor"]) if world.plan.tensor > 1 else []
     experts = split_experts(model, world.mesh["expert"]) if world.plan.expert > 1 else []
     sharding: dict[str, Any] = {"mesh": world.held}
     if offload:
@@ -163,7 +163,7 @@ KINDS: Mapping[type[nn.Module], type[SplitAttention]] = {
 }
 
 
-def _split_tensors(model: Transformer, mesh: DeviceMesh) -> list[str]:
+def split_tensors(model: Transformer, mesh: DeviceMesh) -> list[str]:
     """Split heads, widths and vocabulary; return the names of parameters with partial gradients."""
     size, partial = mesh.size(), []
     for name, part in list(model.named_modules()):

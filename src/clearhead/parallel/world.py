@@ -43,6 +43,7 @@ class World:
     held: DeviceMesh | None = None  # of two axes: copies of the weights, and parts of each copy
     expert_held: DeviceMesh | None = None  # the same for weights of experts
     together: dist.ProcessGroup | None = None  # the processes that differ in their share of the rows alone
+    aside: dist.ProcessGroup | None = None  # all, in main memory: for what goes on beside training
 
     @property
     def first(self) -> bool:
@@ -90,10 +91,11 @@ class World:
         mesh = init_device_mesh(device, tuple(getattr(plan, name) for name in AXES), mesh_dim_names=AXES)
         held = DeviceMesh._concatenate([mesh["data"], mesh[HELD]._flatten("held")])
         apart = DeviceMesh._concatenate([mesh["data"], mesh[EXPERT_HELD]._flatten("expert_held")])
-        together = mesh[ROWS]._flatten("shares").get_group()
+        together, aside = mesh[ROWS]._flatten("shares").get_group(), dist.new_group(backend="gloo")
         for group in dist.distributed_c10d._world.pg_map:
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=plan.timeout), group)
-        return replace(self, plan=plan, mesh=mesh, held=held, expert_held=apart, together=together)
+        more = {"held": held, "expert_held": apart, "together": together, "aside": aside}
+        return replace(self, plan=plan, mesh=mesh, **more)  # type: ignore[arg-type]
 
     def rows(self, batch: Batch) -> Batch:
         """Return this process's share of the rows; where there are too few, one row that counts nothing."""
@@ -232,31 +234,36 @@ def joined() -> Iterator[World]:
 
     Of an error that ends them all, one process speaks. A group that the caller has opened stays open.
     """
-    if not started():
-        opened = dist.is_initialized()
+    opened = dist.is_initialized()
+    if not started() or opened:
         try:
-            yield ALONE
+            yield join()
         finally:
             if dist.is_initialized() and not opened:
                 dist.destroy_process_group()
         return
-    if dist.is_initialized():
-        yield World(rank=dist.get_rank(), size=dist.get_world_size())
-        return
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    store, rank, size = next(rendezvous("env://"))
-    # The store may outlive a restart, and hold the addresses of processes that are gone.
-    own = dist.PrefixStore(f"life {restarts()}", store)  # type: ignore[attr-defined]
-    dist.init_process_group(_backend(), store=own, rank=rank, world_size=size)
     try:
-        yield World(rank=dist.get_rank(), size=dist.get_world_size())
+        yield join()
     except Exception:
         if not _speaks():
             raise SystemExit(2) from None
         raise
     finally:
         dist.destroy_process_group()
+
+
+def join() -> World:
+    """Join the processes that `torchrun` has started, if there are others, and stay with them."""
+    if not started():
+        return ALONE
+    if not dist.is_initialized():
+        if torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        store, rank, size = next(rendezvous("env://"))
+        # The store may outlive a restart, and hold the addresses of processes that are gone.
+        own = dist.PrefixStore(f"life {restarts()}", store)  # type: ignore[attr-defined]
+        dist.init_process_group(_backend(), store=own, rank=rank, world_size=size)
+    return World(rank=dist.get_rank(), size=dist.get_world_size())
 
 
 def _speaks() -> bool:

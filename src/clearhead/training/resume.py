@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from clearhead.api import load
+from clearhead.api import load, open_empty
 from clearhead.data.files import RECIPE
 from clearhead.errors import CheckpointError, ConfigError, TrainingError, refuse
 from clearhead.hub.files import write_text
@@ -65,9 +65,13 @@ def restore(
         f"the data of {folder} has changed since the run began: put the old files back, or begin a new run",
         TrainingError,
     )
-    loaded = load(checkpoint, dtype=torch.float32)
+    unread = None
+    if world.size == 1:
+        loaded = load(checkpoint, dtype=torch.float32)
+    else:
+        loaded, unread = open_empty(checkpoint, torch.float32)
     batches = encode_batches(recipe, task, corpus, loaded, folder, lambda event: None, world)  # told before
-    run = assemble(recipe, task, corpus, loaded, batches, folder, on_event, world)
+    run = assemble(recipe, task, corpus, loaded, batches, folder, on_event, world, unread)
     tensors, run.state = load_checkpoint(checkpoint)
     _check_unchanged(run, tensors)
     named = dict(run.model.named_parameters())
