@@ -61,7 +61,7 @@ def split(model: Transformer, world: World, compiled: bool = False) -> list[nn.P
     partial = _split_tensors(model, world.mesh["tensor"]) if world.plan.tensor > 1 else []
     over = world.mesh["data", "held"]
     for stack in (part for part in model.children() if isinstance(part, Stack)):
-        for block in stack.blocks:
+        for block in (one for one in stack.blocks if next(one.parameters(), None) is not None):
             if compiled:
                 block.compile()
             fully_shard(block, mesh=over)

@@ -19,9 +19,10 @@ from clearhead.api import Model
 from clearhead.batches.batch import Batch, Batches
 from clearhead.errors import TrainingError
 from clearhead.evaluation.examples import validate, written_scores
-from clearhead.losses import batch_loss
+from clearhead.losses import arguments_for, batch_loss
+from clearhead.model.feedforward import BALANCE
 from clearhead.model.transformer import Transformer
-from clearhead.parallel import shards
+from clearhead.parallel import pipeline, shards
 from clearhead.parallel.world import ALONE, World
 from clearhead.recipe import TrainPlan
 from clearhead.tasks.spec import TaskSpec
@@ -43,6 +44,7 @@ class Portion:
     """The batches of a step: the rows of this process, and what all processes have together."""
 
     batches: list[Batch]
+    cuts: list[int]  # of each batch, into how many it was cut for the stages of a pipeline
     targets: int
     tokens: int
 
@@ -83,6 +85,16 @@ class TrainingRun:
         return self.model if self.compiled is None else self.compiled
 
     @property
+    def stage(self) -> pipeline.StageTransformer | None:
+        """The model, where it is one stage of a pipeline."""
+        return self.model if isinstance(self.model, pipeline.StageTransformer) else None
+
+    @property
+    def counted(self) -> list[nn.Parameter] | None:
+        """The parameters that no earlier stage holds; None without stages."""
+        return None if self.stage is None else self.stage.counted()
+
+    @property
     def patient(self) -> bool:
         """True while the metric has improved within the last `patience` validations."""
         return self.plan.patience is None or self.state.stale < self.plan.patience
@@ -96,7 +108,9 @@ class TrainingRun:
         size = self.plan.accumulate
         whole = [self.train.at(index) for index in range((step - 1) * size, step * size)]
         counts = sum(batch.n_targets for batch in whole), sum(batch.n_tokens for batch in whole)
-        return Portion([self.world.rows(batch).to(self.precision.device) for batch in whole], *counts)
+        cut = [pipeline.pieces(batch, self.world, size) for batch in whole]
+        own = [piece.to(self.precision.device) for pieces in cut for piece in pieces]
+        return Portion(own, [len(pieces) for pieces in cut], *counts)
 
     def seed(self, step: int) -> None:
         """Seed dropout for a step."""
@@ -107,19 +121,39 @@ class TrainingRun:
         return optim.rate(self.plan, step, self.steps, self.model.config.d_model)
 
     def loss(self, batch: Batch) -> Tensor:
-        """Return the loss of a batch, summed over its targets."""
+        """Return the loss of a batch, summed over its targets.
+
+        The stage of a pipeline passes the batch on, and returns 0 unless it is the last one. Its own loss has
+        no balance of experts, which `pipeline.gradients` adds.
+        """
         plan, objective = self.plan, self.task.objective
         counted = bool(batch.n_rows)  # False: a row stands in for none
         with self.precision.autocast(), self.attention():
+            if not self.world.last:
+                self.runner(**arguments_for(self.model, batch), logits="none")
+                return torch.zeros((), device=self.precision.device)
             loss, _ = batch_loss(
                 self.runner,
                 batch,
                 plan.label_smoothing,
                 plan.loss_chunk,
-                objective=objective,
+                0.0 if self.stage is not None else BALANCE,
+                objective,
                 total=lambda value: self.world.sum(value * counted),
             )
         return loss * counted
+
+    def gradients(self, work: Portion, scaler: Any) -> Tensor:
+        """Add up the gradients of a step; return its loss [], summed over the targets of this process."""
+        targets = max(1, work.targets)
+        if self.stage is not None:
+            return pipeline.gradients(self.stage, self.world, work.batches, work.cuts, self.loss, targets)
+        total = torch.zeros((), device=self.precision.device)
+        for batch in work.batches:
+            loss = self.loss(batch)
+            scaler.scale(loss / targets).backward()
+            total += loss.detach()
+        return total
 
     @contextmanager
     def usable(self) -> Iterator[Model]:
@@ -141,10 +175,11 @@ class TrainingRun:
         if self.empty is None:
             yield usable
             return
-        made = shards.assembled(self.empty, self.model, keep=self.world.first)
-        if made is None:
+        found = dict(self.world.wholes(dict(self.model.named_parameters())))
+        if not self.world.first:
             yield None
             return
+        made = shards.assembled(self.empty, found)
         with weights.merged(made) if self.plan.lora else nullcontext():
             yield replace(usable, model=made.eval())
 
@@ -162,21 +197,17 @@ def learn(run: TrainingRun, on_event: OnEvent, stop: Callable[[], bool]) -> Reas
         run.seed(step)
         optim.set_rate(optimizer, run.rate(step))
 
-        targets = max(1, work.targets)
-        total = torch.zeros((), device=run.precision.device)
         with run.world.waiting(f"the gradients of step {step}"):
-            for batch in work.batches:
-                loss = run.loss(batch)
-                scaler.scale(loss / targets).backward()  # type: ignore[no-untyped-call]
-                total += loss.detach()
+            total = run.gradients(work, scaler)
         if step < run.steps:
             upcoming = run.batches(step + 1)  # prepared while the device works
         meter.settle()  # on a GPU: reads the step before, while the device works on this one
 
         run.world.complete(run.partial)
         scaler.unscale_(optimizer)
-        norm = run.world.clip(trained, plan.clip or math.inf)
-        read = optim.step_if_finite(optimizer, scaler, run.world.sum(total) / targets, norm)
+        norm = run.world.clip(trained, plan.clip or math.inf, run.counted)
+        mean = run.world.sum(total, stages=True) / max(1, work.targets)
+        read = optim.step_if_finite(optimizer, scaler, mean, norm)
         optimizer.zero_grad(set_to_none=True)
         if run.ema is not None:
             run.ema.update(model)
@@ -241,7 +272,7 @@ def save(run: TrainingRun, scaler: Any = None) -> None:
         tensors |= {f"ema/{name}": tensor for name, tensor in run.ema.state(bool(plan.lora)).items()}
     if run.ema is not None or plan.lora:
         tensors |= {f"weights/{name}": parameter.clone() for name, parameter in run.model.named_parameters()}
-    tensors = dict(shards.wholes(tensors, keep=run.world.first))
+    tensors = dict(run.world.wholes(tensors))
     with run.usable() as usable, run.whole(usable) as whole:
         if whole is not None:
             save_checkpoint(run.folder, whole, tensors, state)

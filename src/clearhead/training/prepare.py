@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,6 +24,8 @@ from clearhead.fast.training import join_projections, recompute, suit_narrow
 from clearhead.hub.files import write_text
 from clearhead.hub.tokenizer import load_tokenizer, read_settings, special_ids
 from clearhead.model.heads import LanguageHead
+from clearhead.parallel.pipeline import check as check_stages
+from clearhead.parallel.pipeline import staged
 from clearhead.parallel.shards import emptied
 from clearhead.parallel.world import ALONE, World
 from clearhead.presets import PRESETS
@@ -105,11 +108,15 @@ def assemble(
             plan.lora_targets,
             also=() if isinstance(loaded.model.head, LanguageHead) else ("head.*",),
         )
+    optim.freeze(loaded.model, plan.freeze)
+    check_stages(loaded.config, recipe.parallel.pipeline, precision.scaled)
     count = sum(one.numel() for one in loaded.model.parameters())
     fits = count * LEARNING[plan.optimizer] < 0.6 * room(device)
     world = world.arranged(recipe.parallel, device.type, fits)
     whole = world.plan.tensor == 1  # a split layer has its own ways
     empty = emptied(loaded.model) if world.size > 1 else None
+    if world.extent("pipeline") > 1:
+        loaded.model = staged(loaded.model, world, device)
     loaded.model.to(device)
     if whole:
         join_projections(loaded.model)
@@ -124,7 +131,7 @@ def assemble(
         if narrow(device) and whole and not wanted:
             suit_narrow(loaded.model)
         partial = split(loaded.model, world, wanted)
-    optimizer = optim.make_optimizer(loaded.model, plan, device)
+    optimizer = optim.make_optimizer(loaded.model, replace(plan, freeze=()), device)
     run = TrainingRun(
         folder=folder,
         task=task,

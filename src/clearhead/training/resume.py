@@ -66,6 +66,7 @@ def restore(
     batches = encode_batches(recipe, task, corpus, loaded, folder, lambda event: None, world)  # told before
     run = assemble(recipe, task, corpus, loaded, batches, folder, on_event, world)
     tensors, run.state = load_checkpoint(checkpoint)
+    tensors = _held_here(tensors, run)
     _check_unchanged(run, tensors)
     named = dict(run.model.named_parameters())
     kept = _named(tensors, "weights/")
@@ -113,6 +114,12 @@ def _check_unchanged(run: TrainingRun, tensors: Mapping[str, Tensor]) -> None:
             f"train.{key} has changed since {run.folder} began: put it back in {RECIPE}, or begin a new run",
             CheckpointError,
         )
+
+
+def _held_here(tensors: dict[str, Tensor], run: TrainingRun) -> dict[str, Tensor]:
+    """Leave out what other stages of a pipeline hold."""
+    every, own = (dict((one or run.model).named_parameters()) for one in (run.empty, run.model))
+    return {key: one for key, one in tensors.items() if key.split("/")[1] not in every.keys() - own.keys()}
 
 
 def _named(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

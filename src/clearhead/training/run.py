@@ -185,12 +185,13 @@ def _finish(run: loop.TrainingRun, on_event: OnEvent, stop: Callable[[], bool]) 
     state, first = run.state, run.world.first
     log = logged(run.folder, state.step, on_event, run.plan.tensorboard) if first else nullcontext(on_event)
     with log as tell:
+        parameters = list((run.empty or run.model).parameters())
         tell(
             Started(
                 folder=run.folder,
                 task=run.task.name,
-                parameters=sum(one.numel() for one in run.model.parameters()),
-                trainable=sum(one.numel() for one in run.model.parameters() if one.requires_grad),
+                parameters=sum(one.numel() for one in parameters),
+                trainable=sum(one.numel() for one in parameters if one.requires_grad),
                 steps=run.steps,
                 step=state.step,
                 device=str(run.precision.device),
