@@ -10,6 +10,8 @@ from torch import Tensor
 
 from clearhead.parallel.world import World
 
+Form = tuple[torch.Size, torch.dtype]
+
 
 class Line:
     """The processes that hold the other stages for the same rows: what goes on and what comes back.
@@ -24,28 +26,26 @@ class Line:
         wait = timedelta(seconds=world.plan.timeout)
         new: Any = dist.new_subgroups_by_enumeration
         self.on, self.back = (new(lines, timeout=wait)[0] for _ in ("on", "back"))
-        self.known: dict[
-            object, list[tuple[torch.Size, torch.dtype]]
-        ] = {}  # what comes, by what it depends on
+        self.forms: dict[object, list[Form]] = {}  # of what comes, by what it depends on
         self.told: set[object] = set()
         self.posted: dict[int, list[tuple[Any, Tensor]]] = {}  # to each stage: what may not yet have arrived
 
-    def send(self, key: object, tensors: Sequence[Tensor]) -> None:
-        """Send tensors to the stage behind; of a new key, their shapes first."""
+    def depart(self, key: object, tensors: Sequence[Tensor]) -> list[Form]:
+        """Send tensors to the stage behind; of a new key, their forms first. Return these."""
+        forms = [(one.shape, one.dtype) for one in tensors]
         if key not in self.told:
             self.told.add(key)
-            shapes = [[(one.shape, one.dtype) for one in tensors]]
-            dist.send_object_list(shapes, self._rank(self.stage + 1), self.on, torch.device("cpu"))
+            dist.send_object_list([forms], self._rank(self.stage + 1), self.on, torch.device("cpu"))
         self.post(tensors, self.stage + 1)
+        return forms
 
-    def receive(self, key: object) -> list[Tensor]:
-        """Return what `send` of the stage before sends."""
-        if key not in self.known:
+    def arrive(self, key: object) -> list[Tensor]:
+        """Return what departs from the stage before."""
+        if key not in self.forms:
             found: list[Any] = [None]
             dist.recv_object_list(found, self._rank(self.stage - 1), self.on, torch.device("cpu"))
-            self.known[key] = found[0]
-        empty = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in self.known[key]]
-        return self._received(empty, self.stage - 1)
+            self.forms[key] = found[0]
+        return self.receive(self.forms[key], self.stage - 1)
 
     def post(self, tensors: Sequence[Tensor], stage: int) -> None:
         """Send tensors to a stage, when the last ones have arrived; do not wait for these."""
@@ -54,21 +54,19 @@ class Line:
         held = [one.detach().contiguous() for one in tensors]
         self.posted[stage] = [(dist.isend(one, self._rank(stage), group), one) for one in held]
 
-    def receive_like(self, tensors: Sequence[Tensor], stage: int) -> list[Tensor]:
-        """Return tensors of the same shapes from a stage."""
-        return self._received([torch.empty_like(one) for one in tensors], stage)
+    def receive(self, forms: Sequence[Form], stage: int, device: torch.device | None = None) -> list[Tensor]:
+        """Return tensors that a stage has posted, on a device; None: that of the model."""
+        group = self.on if stage < self.stage else self.back
+        made = [torch.empty(shape, dtype=dtype, device=device or self.device) for shape, dtype in forms]
+        for work in [dist.irecv(one, self._rank(stage), group) for one in made]:
+            cast(Any, work).wait()
+        return made
 
     def settle(self, stage: int | None = None) -> None:
         """Wait until what was sent to a stage, or to any, has arrived."""
         for one in list(self.posted) if stage is None else [stage]:
             for work, _ in self.posted.pop(one, ()):
                 work.wait()
-
-    def _received(self, empty: list[Tensor], stage: int) -> list[Tensor]:
-        group = self.on if stage < self.stage else self.back
-        for work in [dist.irecv(one, self._rank(stage), group) for one in empty]:
-            cast(Any, work).wait()
-        return empty
 
     def _rank(self, stage: int) -> int:
         return self.rank + (stage - self.stage) * self.apart

@@ -2,20 +2,20 @@
 
 A stage is the same Transformer with its own layers alone: a layer that is elsewhere passes the stream on, and
 the embedding of a stage behind the first gives what was received. So the forward pass is that of `model/`.
-Batches are cut into pieces, and each stage takes turns: as many passes forward as there are stages behind it,
-then one backward for each forward (1F1B). docs/decisions/pipeline.md says why the schedule is our own.
+What it receives and sends is part of the graph: the backward pass takes gradients the other way. `turns` has
+the order of passes.
 
 Shapes: B rows, T length, D model, X experts.
 """
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from clearhead.batches.batch import Batch
 from clearhead.config import BIASES, ModelConfig
@@ -136,42 +136,7 @@ def _part(stack: Stack, layers: Sequence[int], fronts: Sequence[nn.Module]) -> P
     )
 
 
-# Turns ------------------------------------------------------------------------------------------------------
-
-
-def turns(stage: int, stages: int, count: int, ahead: int = 0) -> Iterator[tuple[bool, int]]:
-    """Yield the turns of a stage on `count` pieces: whether it goes forward, and the number of the piece.
-
-    `ahead`: how many passes forward more than needed go before the first one backward.
-    """
-    warm = min(count, stages - stage - 1 + ahead)
-    yield from ((True, number) for number in range(warm))
-    for number in range(count):
-        if number + warm < count:
-            yield True, number + warm
-        yield False, number
-
-
-def pieces(batch: Batch, world: World, accumulate: int) -> list[Batch]:
-    """Cut this process's share of a batch into pieces, as many in each share."""
-    own, stages = world.rows(batch), world.extent("pipeline")
-    wanted = -(-PIECES * stages // accumulate) if stages > 1 else 1
-    count = max(1, min(wanted, len(batch) // world.shares))
-    if count == 1:
-        return [own]
-    ends = [len(own) * number // count for number in range(count + 1)]
-    made = [own.rows(slice(begin, end)) for begin, end in itertools.pairwise(ends)]
-    for piece in made:
-        piece.__dict__["n_shared"] = own.n_shared
-    return made
-
-
-@dataclass
-class Flight:
-    """A piece that has gone forward through a stage, and not yet back."""
-
-    received: list[Tensor]
-    sent: list[Tensor]
+# A stage ----------------------------------------------------------------------------------------------------
 
 
 class StageTransformer(Transformer):
@@ -182,59 +147,59 @@ class StageTransformer(Transformer):
     streams: tuple[int, int]  # how many come in and go out: behind an encoder its own, and a decoder's
     line: Line
     shared: Mapping[str, Sequence[int]]  # weights of this stage that others hold too, and the stages that do
-    flights: deque[Flight]
-
-    @property
-    def last(self) -> bool:
-        """True if the head is here."""
-        return self.stage == self.stages - 1
+    tallies: deque[Tensor]  # of the last stage: what routers chose for each piece that has not yet gone back
+    counts: Tensor  # of the batch that goes back
 
     def forward(self, *inputs: Any, **named: Any) -> Output:
         """Take what is received through the layers here, and send it on; see `Transformer.forward`.
 
         Behind the streams goes what routers chose in all layers so far: [stacks, 2X + 1], see `tally`.
+        Where it is not the last stage, the logits are 0 [], and their gradient is what comes back.
         """
-        graded = torch.is_grad_enabled()
         sizes = (tuple(value.shape) for value in (*inputs, *named.values()) if isinstance(value, Tensor))
-        key = (graded, self.training, *sizes)
-        received = [x.requires_grad_(graded) for x in self.line.receive(key)] if self.stage else []
+        key = (torch.is_grad_enabled(), self.training, *sizes)
+        received: tuple[Tensor, ...] = ()
+        anchor = torch.zeros((), device=self.line.device, requires_grad=True)
+        if self.stage:
+            received = _Arrival.apply(anchor, self.line, key)  # type: ignore[no-untyped-call]
         stacks = [part for part in self.children() if isinstance(part, Stack)]
         for stack, x in zip(stacks, received[: self.streams[0]]):
             cast(Inlet, stack.embedding).received = x
         out = super().forward(*inputs, **named)
-        sent: list[Any] = [out.hidden] if len(stacks) == 1 else [out.memory, out.hidden]
-        sent = [] if self.last else sent[: self.streams[1]]
-        if graded and self.training and self.config.n_experts:
+        sent = [out.hidden] if len(stacks) == 1 else [cast(Tensor, out.memory), out.hidden]
+        sent = sent[: self.streams[1]]
+        if torch.is_grad_enabled() and self.training and self.config.n_experts:
             masks = (named.get(name) for name in ("source_mask", "mask")[-len(stacks) :])
+            none = torch.zeros(2 * self.config.n_experts + 1, device=self.line.device)
             chosen = [tally(stack, mask) for stack, mask in zip(stacks, masks)]
-            none = torch.zeros(2 * self.config.n_experts + 1, device=out.hidden.device)
-            total = torch.stack([none if one is None else one for one in chosen])
-            sent.append(total + received[-1] if received else total)
-        if not self.last:
-            self.line.send(key, sent)
-        if graded:
-            self.flights.append(Flight(received, sent))
+            sent.append(torch.stack([none if one is None else one for one in chosen]))
+            if received:
+                sent[-1] = sent[-1] + received[-1]
+            if self.stage == self.stages - 1:
+                self.tallies.append(sent[-1])
+        if self.stage < self.stages - 1:
+            out.logits = _Departure.apply(anchor, self.line, key, *sent)  # type: ignore[no-untyped-call]
         return out
 
-    def backward(self, loss: Tensor, final: bool) -> None:
-        """Take the oldest piece back: on the last stage from its loss [], elsewhere from what comes back.
+    def ready(
+        self, loss: Tensor, number: int, batches: Sequence[Batch], cuts: Sequence[int], world: World
+    ) -> Tensor:
+        """Prepare piece `number` to go back; return its loss [], in the last stage with that of routers.
 
-        `fully_shard` reduces gradients with the `final` piece alone, and keeps the head until then.
+        `fully_shard` reduces gradients with the final piece alone, and keeps the head until then.
         """
-        flight, sharded = self.flights.popleft(), cast(Any, self)
+        final, sharded, batch = number == len(batches) - 1, cast(Any, self), batches[number]
         sharded.set_is_last_backward(final)
         sharded.set_requires_gradient_sync(final)
         sharded.set_reshard_after_backward(final, recurse=False)
-        if self.last:
-            loss.backward()  # type: ignore[no-untyped-call]
-        else:
-            behind = self.line.receive_like(flight.sent, self.stage + 1)
-            pairs = [(x, upstream) for x, upstream in zip(flight.sent, behind) if x.requires_grad]
-            if pairs:  # else everything up to here is frozen
-                torch.autograd.backward([x for x, _ in pairs], [upstream for _, upstream in pairs])
-        if self.stage:
-            grads = (torch.zeros_like(x) if x.grad is None else x.grad for x in flight.received)
-            self.line.post(list(grads), self.stage - 1)
+        if not self.tallies:
+            return loss
+        begins = dict(zip(itertools.accumulate(cuts, initial=0), cuts))  # the first piece of each batch
+        if number in begins:
+            whole = [counts_of(one) for one in itertools.islice(self.tallies, begins[number])]
+            self.counts = world.sum(torch.stack(whole).sum(0) * bool(batch.n_rows))  # stacks, X + 1
+        uneven = imbalance(self.tallies.popleft(), self.counts).mean()
+        return loss + BALANCE * batch.n_shared * uneven * bool(batch.n_rows)
 
     def complete(self) -> None:
         """Sum the gradients of weights that other stages hold too, in the same order everywhere."""
@@ -246,63 +211,53 @@ class StageTransformer(Transformer):
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             own = shards.local(parameter.grad)
+            parts = {self.stage: own.clone()}
             others = [stage for stage in stages if stage != self.stage]
             for stage in others:
-                self.line.post([own.clone()], stage)
-            parts = {stage: self.line.receive_like([own], stage)[0] for stage in others}
-            parts[self.stage] = own
+                self.line.post([parts[self.stage]], stage)
+            for stage in others:
+                [parts[stage]] = self.line.receive([(own.shape, own.dtype)], stage, own.device)
             own.copy_(torch.stack([parts[stage] for stage in stages]).sum(0))
         self.line.settle()
 
     def counted(self) -> list[nn.Parameter]:
         """Return the parameters that no stage before holds."""
-        return [
-            one
-            for name, one in self.named_parameters()
-            if self.shared.get(name, [self.stage])[0] == self.stage
-        ]
+        mine = {name for name, stages in self.shared.items() if stages[0] < self.stage}
+        return [parameter for name, parameter in self.named_parameters() if name not in mine]
 
 
-def gradients(
-    stage: StageTransformer,
-    world: World,
-    batches: Sequence[Batch],
-    cuts: Sequence[int],
-    loss_of: Callable[[Batch], Tensor],
-    targets: int,
-) -> Tensor:
-    """Take the pieces of a step through a stage and back; return their loss [], 0 but on the last stage.
+class _Arrival(torch.autograd.Function):
+    """What the stage before sends; the gradient goes back to it."""
 
-    The balance of experts is over a batch: all of its pieces go forward before the first one goes back.
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, line: Line, key: object) -> tuple[Tensor, ...]:
+        ctx.line = line
+        return tuple(line.arrive(key))
 
-    Args:
-        stage: of this process.
-        world: its place.
-        batches: the pieces.
-        cuts: how many pieces each batch was cut into.
-        loss_of: passes a piece forward; on the last stage, returns its loss without that of experts.
-        targets: of the whole step, by which the loss is divided.
-    """
-    mixed = bool(stage.config.n_experts)
-    begins = dict(zip(itertools.accumulate(cuts, initial=0), cuts))  # the first piece of each batch
-    losses, counts, total = {}, torch.zeros(()), torch.zeros((), device=stage.line.device)
-    for forward, number in turns(stage.stage, stage.stages, len(batches), max(cuts) - 1 if mixed else 0):
-        batch = batches[number]
-        if forward:
-            losses[number] = loss_of(batch)
-            continue
-        loss = losses.pop(number)
-        if mixed and stage.last:
-            if number in begins:
-                found = [counts_of(flight.sent[0]) for flight in stage.flights]  # stacks, X + 1
-                counts = torch.stack(found[: begins[number]]).sum(0) * bool(batch.n_rows)
-                counts = world.sum(counts)
-            uneven = imbalance(stage.flights[0].sent[0], counts).mean()
-            loss = loss + BALANCE * batch.n_shared * uneven * bool(batch.n_rows)
-        stage.backward(loss / targets, final=number == len(batches) - 1)
-        total += loss.detach()
-    stage.complete()
-    return total
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[None, None, None]:
+        """Send the gradients."""
+        ctx.line.post(upstream, ctx.line.stage - 1)
+        return None, None, None
+
+
+class _Departure(torch.autograd.Function):
+    """0 [], having sent tensors to the stage behind; their gradients come from there."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, line: Line, key: object, *sent: Tensor) -> Tensor:
+        ctx.line, ctx.forms = line, line.depart(key, sent)
+        return torch.zeros_like(anchor)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Any, ...]:
+        """Receive the gradients; that of the 0 itself is the same in every stage."""
+        return None, None, None, *ctx.line.receive(ctx.forms, ctx.line.stage + 1)
+
+
+# Into stages ------------------------------------------------------------------------------------------------
 
 
 def staged(model: Transformer, world: World, device: torch.device) -> StageTransformer:

@@ -21,8 +21,9 @@ from clearhead.errors import TrainingError
 from clearhead.evaluation.examples import validate, written_scores
 from clearhead.losses import arguments_for, batch_loss
 from clearhead.model.feedforward import BALANCE
-from clearhead.model.transformer import Transformer
-from clearhead.parallel import pipeline, shards
+from clearhead.model.transformer import Output, Transformer
+from clearhead.parallel import shards, turns
+from clearhead.parallel.pipeline import StageTransformer
 from clearhead.parallel.world import ALONE, World
 from clearhead.recipe import TrainPlan
 from clearhead.tasks.spec import TaskSpec
@@ -37,16 +38,6 @@ from clearhead.training.state import (
     save_checkpoint,
     saved_steps,
 )
-
-
-@dataclass(frozen=True)
-class Portion:
-    """The batches of a step: the rows of this process, and what all processes have together."""
-
-    batches: list[Batch]
-    cuts: list[int]  # of each batch, into how many it was cut for the stages of a pipeline
-    targets: int
-    tokens: int
 
 
 @dataclass
@@ -85,16 +76,6 @@ class TrainingRun:
         return self.model if self.compiled is None else self.compiled
 
     @property
-    def stage(self) -> pipeline.StageTransformer | None:
-        """The model, where it is one stage of a pipeline."""
-        return self.model if isinstance(self.model, pipeline.StageTransformer) else None
-
-    @property
-    def counted(self) -> list[nn.Parameter] | None:
-        """The parameters that no earlier stage holds; None without stages."""
-        return None if self.stage is None else self.stage.counted()
-
-    @property
     def patient(self) -> bool:
         """True while the metric has improved within the last `patience` validations."""
         return self.plan.patience is None or self.state.stale < self.plan.patience
@@ -103,14 +84,11 @@ class TrainingRun:
         """Return the steps of the best validations, the best first."""
         return self.state.best(self.metric, self.metric != "loss", count)
 
-    def batches(self, step: int) -> Portion:
+    def batches(self, step: int) -> turns.Portion:
         """Return the batches of a step, of which this process has some of the rows; the first step is 1."""
         size = self.plan.accumulate
         whole = [self.train.at(index) for index in range((step - 1) * size, step * size)]
-        counts = sum(batch.n_targets for batch in whole), sum(batch.n_tokens for batch in whole)
-        cut = [pipeline.pieces(batch, self.world, size) for batch in whole]
-        own = [piece.to(self.precision.device) for pieces in cut for piece in pieces]
-        return Portion(own, [len(pieces) for pieces in cut], *counts)
+        return turns.portion(whole, self.world, self.precision.device)
 
     def seed(self, step: int) -> None:
         """Seed dropout for a step."""
@@ -123,37 +101,30 @@ class TrainingRun:
     def loss(self, batch: Batch) -> Tensor:
         """Return the loss of a batch, summed over its targets.
 
-        The stage of a pipeline passes the batch on, and returns 0 unless it is the last one. Its own loss has
-        no balance of experts, which `pipeline.gradients` adds.
+        Of a pipeline, the last stage returns it, without the balance of experts (see `StageTransformer`), and
+        the others 0, whose gradient is that of what they have passed on.
         """
         plan, objective = self.plan, self.task.objective
         counted = bool(batch.n_rows)  # False: a row stands in for none
         with self.precision.autocast(), self.attention():
             if not self.world.last:
-                self.runner(**arguments_for(self.model, batch), logits="none")
-                return torch.zeros((), device=self.precision.device)
+                passed: Output = self.runner(**arguments_for(self.model, batch), logits="none")
+                return passed.required_logits
             loss, _ = batch_loss(
                 self.runner,
                 batch,
                 plan.label_smoothing,
                 plan.loss_chunk,
-                0.0 if self.stage is not None else BALANCE,
+                0.0 if isinstance(self.model, StageTransformer) else BALANCE,
                 objective,
                 total=lambda value: self.world.sum(value * counted),
             )
         return loss * counted
 
-    def gradients(self, work: Portion, scaler: Any) -> Tensor:
-        """Add up the gradients of a step; return its loss [], summed over the targets of this process."""
-        targets = max(1, work.targets)
-        if self.stage is not None:
-            return pipeline.gradients(self.stage, self.world, work.batches, work.cuts, self.loss, targets)
-        total = torch.zeros((), device=self.precision.device)
-        for batch in work.batches:
-            loss = self.loss(batch)
-            scaler.scale(loss / targets).backward()
-            total += loss.detach()
-        return total
+    def backward(self, loss: Tensor) -> None:
+        """Compute the gradients of a loss []; what is computed again for it takes the same kernels."""
+        with self.attention():
+            loss.backward()  # type: ignore[no-untyped-call]
 
     @contextmanager
     def usable(self) -> Iterator[Model]:
@@ -188,6 +159,7 @@ def learn(run: TrainingRun, on_event: OnEvent, stop: Callable[[], bool]) -> Reas
     """Train from `run.state` on; return why training ended."""
     plan, state, model, optimizer = run.plan, run.state, run.model, run.optimizer
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    counted = model.counted() if isinstance(model, StageTransformer) else trained
     scaler = run.precision.scaler(state)
     meter = Meter(run, on_event)
     model.train()
@@ -198,14 +170,16 @@ def learn(run: TrainingRun, on_event: OnEvent, stop: Callable[[], bool]) -> Reas
         optim.set_rate(optimizer, run.rate(step))
 
         with run.world.waiting(f"the gradients of step {step}"):
-            total = run.gradients(work, scaler)
+            total = turns.gradients(
+                model, work, run.world, run.loss, lambda loss: run.backward(scaler.scale(loss))
+            )
         if step < run.steps:
             upcoming = run.batches(step + 1)  # prepared while the device works
         meter.settle()  # on a GPU: reads the step before, while the device works on this one
 
         run.world.complete(run.partial)
         scaler.unscale_(optimizer)
-        norm = run.world.clip(trained, plan.clip or math.inf, run.counted)
+        norm = run.world.clip(trained, plan.clip or math.inf, counted)
         mean = run.world.sum(total, stages=True) / max(1, work.targets)
         read = optim.step_if_finite(optimizer, scaler, mean, norm)
         optimizer.zero_grad(set_to_none=True)

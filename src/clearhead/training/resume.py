@@ -27,8 +27,11 @@ from clearhead.typed import plain
 # What may change in a run that goes on: how long it is, and what is validated, kept and shown on the way.
 CHANGEABLE = tuple(
     f"train.{name}"
-    for name in ("steps", "validate_every", "save_every", "patience", "keep_best", "keep_last", "log_every")
-) + ("train.samples", *(f"parallel.{field.name}" for field in dataclasses.fields(ParallelPlan)))
+    for name in (
+        *("steps", "validate_every", "save_every", "patience", "keep_best", "keep_last", "log_every"),
+        *("samples", "offload"),
+    )
+) + tuple(f"parallel.{field.name}" for field in dataclasses.fields(ParallelPlan))
 
 
 def changed_recipe(folder: Path, settings: Settings) -> Recipe:
@@ -66,9 +69,10 @@ def restore(
     batches = encode_batches(recipe, task, corpus, loaded, folder, lambda event: None, world)  # told before
     run = assemble(recipe, task, corpus, loaded, batches, folder, on_event, world)
     tensors, run.state = load_checkpoint(checkpoint)
-    tensors = _held_here(tensors, run)
     _check_unchanged(run, tensors)
     named = dict(run.model.named_parameters())
+    elsewhere = set() if run.empty is None else dict(run.empty.named_parameters()).keys() - named.keys()
+    tensors = {name: one for name, one in tensors.items() if elsewhere.isdisjoint(name.split("/"))}
     kept = _named(tensors, "weights/")
     shards.put(named, {name: shards.part_like(one, named[name]) for name, one in kept.items()})
     restore_optimizer(run.optimizer, run.model, tensors)
@@ -114,12 +118,6 @@ def _check_unchanged(run: TrainingRun, tensors: Mapping[str, Tensor]) -> None:
             f"train.{key} has changed since {run.folder} began: put it back in {RECIPE}, or begin a new run",
             CheckpointError,
         )
-
-
-def _held_here(tensors: dict[str, Tensor], run: TrainingRun) -> dict[str, Tensor]:
-    """Leave out what other stages of a pipeline hold."""
-    every, own = (dict((one or run.model).named_parameters()) for one in (run.empty, run.model))
-    return {key: one for key, one in tensors.items() if key.split("/")[1] not in every.keys() - own.keys()}
 
 
 def _named(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

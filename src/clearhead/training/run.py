@@ -182,16 +182,15 @@ def _resume(
 
 def _finish(run: loop.TrainingRun, on_event: OnEvent, stop: Callable[[], bool]) -> Trained:
     """Train to the end, choose the weights, and write them to the folder itself."""
-    state, first = run.state, run.world.first
+    state, first, whole = run.state, run.world.first, run.empty or run.model
     log = logged(run.folder, state.step, on_event, run.plan.tensorboard) if first else nullcontext(on_event)
     with log as tell:
-        parameters = list((run.empty or run.model).parameters())
         tell(
             Started(
                 folder=run.folder,
                 task=run.task.name,
-                parameters=sum(one.numel() for one in parameters),
-                trainable=sum(one.numel() for one in parameters if one.requires_grad),
+                parameters=sum(one.numel() for one in whole.parameters()),
+                trainable=sum(one.numel() for one in whole.parameters() if one.requires_grad),
                 steps=run.steps,
                 step=state.step,
                 device=str(run.precision.device),
