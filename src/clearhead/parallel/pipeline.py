@@ -111,7 +111,7 @@ def stage_of(model: Transformer, stage: int, stages: int) -> "StageTransformer":
     before = model.config.stacks[0].n_layers if len(stacks) == 2 else 0
     streams = tuple(2 if 0 < before < cut else 1 for cut in (own.start, own.stop))
     return like(
-        model, StageTransformer, **parts, stage=stage, stages=stages, streams=streams, flights=deque()
+        model, StageTransformer, **parts, stage=stage, stages=stages, streams=streams, tallies=deque()
     )
 
 

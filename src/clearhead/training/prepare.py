@@ -117,7 +117,7 @@ def assemble(
     optim.freeze(loaded.model, plan.freeze)
     check_stages(loaded.config, recipe.parallel.pipeline, precision.scaled)
     count = sum(one.numel() for one in loaded.model.parameters())
-    fits = count * LEARNING[plan.optimizer] < 0.6 * room(device)
+    fits = count * LEARNING[plan.optimizer] < 0.6 * room(device) * recipe.parallel.pipeline
     world = world.arranged(recipe.parallel, device.type, fits, always=plan.offload)
     whole = world.plan.tensor == 1  # a split layer has its own ways
     empty = emptied(loaded.model) if world.mesh is not None else None
