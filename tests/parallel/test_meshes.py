@@ -18,7 +18,6 @@ CASES = [
     ("moe", {"data": 2}),
     ("decoder", {"tensor": 2}),
     ("encoder-decoder", {"pipeline": 2}),
-    ("moe", {"pipeline": 2}),
 ]
 
 
@@ -33,6 +32,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         meshes.job(family, data[family], folder / f"{family}-{'-'.join(mesh)}", mesh)
         for family, mesh in CASES
     ]
+    stages = {"train.steps": 10, "train.schedule": "constant"}
+    jobs.append(meshes.job("decoder", data["decoder"], folder / "staged", {"pipeline": 2}, settings=stages))
+    shards = {"train.steps": 20, "parallel.pipeline": 1, "parallel.shard": 2}
+    jobs.append({"resume": str(folder / "staged"), "settings": shards})
     meshes.launch(2, jobs, folder)
     return folder
 
@@ -66,3 +69,10 @@ def test_a_run_goes_on_with_another_number_of_processes(
     whole = meshes.job("decoder", data, tmp_path / "whole", settings={"train.schedule": "constant"})
     meshes.perform(whole)
     assert max(meshes.differences(out, tmp_path / "whole")) <= 1e-5
+
+
+def test_stages_go_on_as_shards(runs: Path, tmp_path: Path) -> None:
+    """Ten steps in two stages and ten in two shards are twenty in one process."""
+    data, settings = runs / "decoder" / "text.txt", {"train.schedule": "constant"}
+    meshes.perform(meshes.job("decoder", data, tmp_path / "whole", settings=settings))
+    assert max(meshes.differences(runs / "staged", tmp_path / "whole")) <= 1e-5

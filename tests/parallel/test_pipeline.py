@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict, deque
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 from clearhead.errors import ConfigError
 from clearhead.losses import arguments_for, batch_loss
+from clearhead.model.feedforward import BALANCE
 from clearhead.model.transformer import Transformer
 from clearhead.parallel.pipeline import StageTransformer, check, layers_of, stage_of
 from clearhead.parallel.plan import ParallelPlan
@@ -83,6 +84,33 @@ def test_stages_compute_loss_and_gradients_of_the_whole(name: str, stages: int) 
     assert passed[-1].item() == pytest.approx(loss.item(), rel=1e-6)
     for one in reversed(passed):
         one.backward()
+    for name, gradient in zip(every, wanted):
+        torch.testing.assert_close(every[name].grad, gradient, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["decoder", "encoder-decoder"])
+def test_the_balance_of_experts_is_that_of_the_whole_batch(family: str) -> None:
+    """Choices of all layers and all pieces count, wherever they are made."""
+    model = build(family=family, n_layers=3, n_experts=4, n_active_experts=2, positions="rope").train()
+    batch, every = language_batch(model, rows=5), dict(model.named_parameters())
+    loss, _ = batch_loss(model, batch, balance=BALANCE)
+    wanted = torch.autograd.grad(loss, list(every.values()))
+    own, world = chained(model, 3), world_of(3, 2)
+    cut = pieces(batch, world_of(3, 2), batches=4)
+    passed = [
+        [stage(**arguments_for(model, piece), logits="none").logits for stage in own[:-1]] for piece in cut
+    ]
+    last = cast(Any, own[-1])
+    last.set_is_last_backward = last.set_requires_gradient_sync = lambda final: None  # not sharded
+    last.set_reshard_after_backward = lambda final, recurse: None
+    losses = [batch_loss(last, piece, balance=0.0)[0] for piece in cut]
+    total = 0.0
+    for number, piece_loss in enumerate(losses):
+        balanced = last.ready(piece_loss, number, cut, [len(cut)], world)
+        total += balanced.item()
+        for one in (balanced, *reversed(passed[number])):
+            one.backward()
+    assert len(cut) == 3 and total == pytest.approx(loss.item(), rel=1e-6)
     for name, gradient in zip(every, wanted):
         torch.testing.assert_close(every[name].grad, gradient, rtol=1e-5, atol=1e-5)
 
