@@ -163,9 +163,12 @@ class StageTransformer(Transformer):
         if self.stage:
             received = _Arrival.apply(anchor, self.line, key)  # type: ignore[no-untyped-call]
         stacks = [part for part in self.children() if isinstance(part, Stack)]
-        for stack, x in zip(stacks, received[: self.streams[0]]):
-            cast(Inlet, stack.embedding).received = x
+        inlets = [cast(Inlet, stack.embedding) for stack in stacks]
+        for inlet, x in zip(inlets, received[: self.streams[0]]):
+            inlet.received = x
         out = super().forward(*inputs, **named)
+        for inlet, _ in zip(inlets, received[: self.streams[0]]):
+            inlet.received = None  # kept no longer than it is needed
         sent = [out.hidden] if len(stacks) == 1 else [cast(Tensor, out.memory), out.hidden]
         sent = sent[: self.streams[1]]
         if torch.is_grad_enabled() and self.training and self.config.n_experts:
