@@ -1,6 +1,6 @@
 """What goes on and what comes back between the stages of a pipeline."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, cast
 
@@ -8,9 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from clearhead.parallel import shards
 from clearhead.parallel.world import World
 
 Form = tuple[torch.Size, torch.dtype]
+CPU = torch.device("cpu")
 
 
 class Line:
@@ -35,7 +37,7 @@ class Line:
         forms = [(one.shape, one.dtype) for one in tensors]
         if key not in self.told:
             self.told.add(key)
-            dist.send_object_list([forms], self._rank(self.stage + 1), self.on, torch.device("cpu"))
+            dist.send_object_list([forms], self._rank(self.stage + 1), self.on, CPU)
         self.post(tensors, self.stage + 1)
         return forms
 
@@ -43,7 +45,7 @@ class Line:
         """Return what departs from the stage before."""
         if key not in self.forms:
             found: list[Any] = [None]
-            dist.recv_object_list(found, self._rank(self.stage - 1), self.on, torch.device("cpu"))
+            dist.recv_object_list(found, self._rank(self.stage - 1), self.on, CPU)
             self.forms[key] = found[0]
         return self.receive(self.forms[key], self.stage - 1)
 
@@ -70,3 +72,37 @@ class Line:
 
     def _rank(self, stage: int) -> int:
         return self.rank + (stage - self.stage) * self.apart
+
+
+def wholes(world: World, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the whole tensors of all stages by name, on the CPU, in the first process; elsewhere none.
+
+    What two stages hold comes twice. All processes must call it together.
+    """
+    each = world.size // world.extent("pipeline")  # processes of a stage: the first one sends
+    found = shards.wholes(tensors, keep=world.rank % each == 0)
+    if world.first:
+        yield from found
+        for sender in range(each, world.size, each):
+            yield from _sent_by(world, sender)
+        return
+    with world.waiting("the first process, which gathers weights"):
+        for name, tensor in found:
+            dist.send_object_list([(name, tensor.shape, tensor.dtype)], 0, device=CPU)
+            dist.send(tensor.contiguous(), 0)
+        if world.rank % each == 0:
+            dist.send_object_list([None], 0, device=CPU)
+
+
+def _sent_by(world: World, sender: int) -> Iterator[tuple[str, Tensor]]:
+    """Yield what another process sends of `wholes`."""
+    while True:
+        head: list[Any] = [None]
+        with world.waiting("the weights of another stage"):
+            dist.recv_object_list(head, sender, device=CPU)
+            if head[0] is None:
+                return
+            name, shape, dtype = head[0]
+            tensor = torch.empty(shape, dtype=dtype)
+            dist.recv(tensor, sender)
+        yield name, tensor

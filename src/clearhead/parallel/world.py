@@ -195,38 +195,6 @@ class World:
             dist.all_gather_object(found, own, group=self.through)
         return found[-self.shares :]
 
-    def wholes(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the whole tensors of all stages by name, on the CPU, in the first process; elsewhere none.
-
-        What two stages hold comes twice. All processes must call it together.
-        """
-        each = self.size // self.extent("pipeline")  # processes of a stage: the first one sends
-        found = shards.wholes(tensors, keep=self.rank % each == 0)
-        if self.first:
-            yield from found
-            for sender in range(each, self.size, each):
-                yield from self._received(sender)
-            return
-        with self.waiting("the first process, which gathers weights"):
-            for name, tensor in found:
-                dist.send_object_list([(name, tensor.shape, tensor.dtype)], 0, device=torch.device("cpu"))
-                dist.send(tensor.contiguous(), 0)
-            if self.rank % each == 0:
-                dist.send_object_list([None], 0, device=torch.device("cpu"))
-
-    def _received(self, sender: int) -> Iterator[tuple[str, Tensor]]:
-        """Yield what another process sends of `wholes`."""
-        while True:
-            head: list[Any] = [None]
-            with self.waiting("the weights of another stage"):
-                dist.recv_object_list(head, sender, device=torch.device("cpu"))
-                if head[0] is None:
-                    return
-                name, shape, dtype = head[0]
-                tensor = torch.empty(shape, dtype=dtype)
-                dist.recv(tensor, sender)
-            yield name, tensor
-
     def agree(self, facts: Mapping[str, object]) -> None:
         """Refuse a process whose data, settings or versions are not those of the first one."""
         if self.size == 1:

@@ -22,7 +22,7 @@ from clearhead.evaluation.examples import validate, written_scores
 from clearhead.losses import arguments_for, batch_loss
 from clearhead.model.feedforward import BALANCE
 from clearhead.model.transformer import Output, Transformer
-from clearhead.parallel import shards, turns
+from clearhead.parallel import line, shards, turns
 from clearhead.parallel.pipeline import StageTransformer
 from clearhead.parallel.world import ALONE, World
 from clearhead.recipe import TrainPlan
@@ -146,7 +146,7 @@ class TrainingRun:
         if self.empty is None:
             yield usable
             return
-        found = dict(self.world.wholes(dict(self.model.named_parameters())))
+        found = dict(line.wholes(self.world, dict(self.model.named_parameters())))
         if not self.world.first:
             yield None
             return
@@ -246,7 +246,7 @@ def save(run: TrainingRun, scaler: Any = None) -> None:
         tensors |= {f"ema/{name}": tensor for name, tensor in run.ema.state(bool(plan.lora)).items()}
     if run.ema is not None or plan.lora:
         tensors |= {f"weights/{name}": parameter.clone() for name, parameter in run.model.named_parameters()}
-    tensors = dict(run.world.wholes(tensors))
+    tensors = dict(line.wholes(run.world, tensors))
     with run.usable() as usable, run.whole(usable) as whole:
         if whole is not None:
             save_checkpoint(run.folder, whole, tensors, state)
