@@ -7,7 +7,7 @@ exactly as if it had not been, and no random state has to be saved.
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -256,11 +256,7 @@ def save(run: TrainingRun, scaler: Any = None) -> None:
         tensors |= {f"ema/{name}": tensor for name, tensor in run.ema.state(bool(plan.lora)).items()}
     if run.ema is not None or plan.lora:
         tensors |= {f"weights/{name}": parameter.clone() for name, parameter in model.named_parameters()}
-    with ExitStack() as stack:
-        if run.ema is not None:
-            stack.enter_context(run.ema.applied(model))
-        for each in {id(one): one for one in (model, run.structure)}.values() if plan.lora else ():
-            stack.enter_context(weights.merged(each))
+    with run.ema.applied(model) if run.ema is not None else nullcontext():
         taken = snapshot(run.loaded, model, run.structure, tensors, state)
 
     def write() -> None:
