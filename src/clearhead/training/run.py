@@ -20,6 +20,7 @@ from clearhead.evaluation.examples import validate, written_scores
 from clearhead.hub.files import MODEL, whole_folder, write_text
 from clearhead.hub.weights import open_tensors
 from clearhead.hub.writing import Outgoing, write_tensors
+from clearhead.parallel.pipeline import staged
 from clearhead.parallel.shards import materialise
 from clearhead.parallel.world import World, joined
 from clearhead.recipe import BASE, SECTIONS, Recipe, Settings, read_recipe
@@ -262,6 +263,8 @@ def _judged(run: loop.TrainingRun, chosen: Model) -> dict[str, float]:
         from clearhead.parallel.split import split  # takes seconds to import
 
         judged, unread = open_empty(run.folder)
+        if run.world.extent("pipeline") > 1:
+            judged.model = staged(judged.model, run.world, device)
         split(judged.model, run.world)
         materialise(judged.model, device, unread.each([name for name, _ in judged.model.named_parameters()]))
     metrics = validate(judged, run.task, run.validation, run.precision.autocast, device, run.world)
