@@ -23,6 +23,7 @@ CASES = [
     ("moe", {"expert": 2}),
     ("muon", {"expert": 2}),
     ("lora", {"tensor": 2}),
+    ("encoder-decoder", {"pipeline": 2}),
 ]
 
 
@@ -43,6 +44,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {"resume": str(folder / "muon-spread"), "settings": {"train.steps": 20, "parallel.expert": 2}},
         meshes.job("muon", data["muon"], folder / "muon-joined", {"expert": 2}, settings=half),
     ]
+    stages = {"train.steps": 10, "train.schedule": "constant"}
+    jobs.append(meshes.job("decoder", data["decoder"], folder / "staged", {"pipeline": 2}, settings=stages))
+    shards = {"train.steps": 20, "parallel.pipeline": 1, "parallel.shard": 2}
+    jobs.append({"resume": str(folder / "staged"), "settings": shards})
     meshes.launch(2, jobs, folder)
     return folder
 
@@ -101,3 +106,10 @@ def test_a_run_goes_on_with_another_number_of_processes(
     whole = meshes.job("decoder", data, tmp_path / "whole", settings={"train.schedule": "constant"})
     meshes.perform(whole)
     assert max(meshes.differences(out, tmp_path / "whole")) <= 1e-5
+
+
+def test_stages_go_on_as_shards(runs: Path, tmp_path: Path) -> None:
+    """Ten steps in two stages and ten in two shards are twenty in one process."""
+    data, settings = runs / "decoder" / "text.txt", {"train.schedule": "constant"}
+    meshes.perform(meshes.job("decoder", data, tmp_path / "whole", settings=settings))
+    assert max(meshes.differences(runs / "staged", tmp_path / "whole")) <= 1e-5

@@ -134,29 +134,29 @@ def emptied(model: Transformer) -> Transformer:
     return copy.deepcopy(model, memo)
 
 
-def assembled(empty: Transformer, held: Transformer, keep: bool) -> Transformer | None:
-    """Return a plain model with the whole weights of one that is split; not `keep`: None, having helped."""
-    found = dict(wholes(dict(held.named_parameters()), keep))
-    if not keep:
-        return None
+def assembled(empty: Transformer, found: Mapping[str, Tensor]) -> Transformer:
+    """Return a plain model with whole weights by name."""
     made = emptied(empty)
     made.load_state_dict(found, strict=False, assign=True)
     made.tie()
     return made
 
 
-def norm_of(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the norm [] of all tensors together, each part counted once among all processes."""
-    squares = [local(one).detach().float().square().sum() / _copies(one) for one in tensors]
-    total = torch.stack(squares).sum()
+def norm_of(tensors: Sequence[Tensor], processes: int, device: torch.device) -> Tensor:
+    """Return the norm [] of all tensors together, on a device; each part counts once among all processes.
+
+    `processes`: how many hold a part of the same tensors.
+    """
+    squares = [local(one).detach().float().square().sum() / _copies(one, processes) for one in tensors]
+    total = torch.stack([torch.zeros((), device=device), *squares]).sum()
     dist.all_reduce(total)
     return total.sqrt()
 
 
-def _copies(tensor: Any) -> int:
+def _copies(tensor: Any, processes: int) -> int:
     """Return how many processes hold the same part of a tensor."""
     mesh = tensor.device_mesh
     parts = math.prod(size for size, place in zip(mesh.shape, tensor.placements) if hasattr(place, "dim"))
     if "expert_held" in mesh.mesh_dim_names:  # others along the expert axis hold other experts
         parts *= mesh._get_root_mesh()["expert"].size()
-    return dist.get_world_size() // int(parts)
+    return processes // int(parts)

@@ -81,7 +81,7 @@ def split(
     for own in experts:
         fully_shard(own, **{**sharding, "mesh": world.expert_held})
     for stack in (part for part in model.children() if isinstance(part, Stack)):
-        for block in stack.blocks:
+        for block in (one for one in stack.blocks if next(one.parameters(), None) is not None):
             if compiled:
                 block.compile()
             fully_shard(block, **sharding)

@@ -44,6 +44,7 @@ class World:
     expert_held: DeviceMesh | None = None  # the same for weights of experts
     together: dist.ProcessGroup | None = None  # the processes that differ in their share of the rows alone
     aside: dist.ProcessGroup | None = None  # all, in main memory: for what goes on beside training
+    through: dist.ProcessGroup | None = None  # those in their share or their stage of the pipeline
 
     @property
     def first(self) -> bool:
@@ -74,8 +75,13 @@ class World:
 
     @property
     def seed(self) -> int:
-        """What to add to a seed, so that shares draw apart and the parts of one layer alike."""
-        return self.share * APART
+        """What to add to a seed, so that shares and stages draw apart and the parts of one layer alike."""
+        return (self.share + self.shares * self.place("pipeline")) * APART
+
+    @property
+    def last(self) -> bool:
+        """True in a process of the last stage, which has the head and the loss."""
+        return self.place("pipeline") == self.extent("pipeline") - 1
 
     def arranged(self, plan: ParallelPlan, device: str, fits: bool, always: bool = False) -> Self:
         """Return the same processes in the mesh of a plan; see `ParallelPlan.settled`.
@@ -92,10 +98,11 @@ class World:
         held = DeviceMesh._concatenate([mesh["data"], mesh[HELD]._flatten("held")])
         apart = DeviceMesh._concatenate([mesh["data"], mesh[EXPERT_HELD]._flatten("expert_held")])
         together, aside = mesh[ROWS]._flatten("shares").get_group(), dist.new_group(backend="gloo")
+        through = mesh["pipeline", *ROWS]._flatten("stages").get_group() if plan.pipeline > 1 else together
         for group in dist.distributed_c10d._world.pg_map:
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=plan.timeout), group)
-        more = {"held": held, "expert_held": apart, "together": together, "aside": aside}
-        return replace(self, plan=plan, mesh=mesh, **more)  # type: ignore[arg-type]
+        more = {"held": held, "expert_held": apart, "together": together, "through": through}
+        return replace(self, plan=plan, mesh=mesh, aside=aside, **more)  # type: ignore[arg-type]
 
     def rows(self, batch: Batch) -> Batch:
         """Return this process's share of the rows; where there are too few, one row that counts nothing."""
@@ -108,11 +115,11 @@ class World:
             own.__dict__.update(n_targets=0, n_tokens=0, n_rows=0)
         return own
 
-    def sum(self, value: Tensor) -> Tensor:
-        """Return the sum of a value over the shares; it is changed in place."""
-        if self.shares > 1:
+    def sum(self, value: Tensor, stages: bool = False) -> Tensor:
+        """Return the sum of a value over the shares, or over those of all stages; it is changed in place."""
+        if self.shares * (self.extent("pipeline") if stages else 1) > 1:
             with self.waiting("the sum of the loss"):
-                dist.all_reduce(value, group=self.together)
+                dist.all_reduce(value, group=self.through if stages else self.together)
         return value
 
     def any(self, flag: bool) -> bool:
@@ -124,16 +131,22 @@ class World:
             dist.all_reduce(found, op=dist.ReduceOp.MAX)
         return bool(found)
 
-    def clip(self, parameters: Sequence[nn.Parameter], most: float) -> Tensor:
+    def clip(
+        self,
+        parameters: Sequence[nn.Parameter],
+        most: float,
+        counted: Sequence[nn.Parameter],
+    ) -> Tensor:
         """Scale the gradients so that their norm over the whole model is `most` at most; return it [] before.
 
-        As PyTorch does for one process.
+        As PyTorch does for one process. `counted`: those that no earlier stage of a pipeline holds too.
         """
         if self.mesh is None:
             return nn.utils.clip_grad_norm_(parameters, most)
         gradients = [one.grad for one in parameters if one.grad is not None]
         with self.waiting("the norm of the gradients"):
-            norm = shards.norm_of(gradients)
+            known = [one.grad for one in counted if one.grad is not None]
+            norm = shards.norm_of(known, self.size // self.extent("pipeline"), parameters[0].device)
         torch._foreach_mul_([shards.local(one) for one in gradients], (most / (norm + 1e-6)).clamp(max=1.0))
         return norm
 
@@ -177,13 +190,14 @@ class World:
         return made[0]  # type: ignore[no-any-return]
 
     def gathered(self, own: Made) -> list[Made]:
-        """Return what each share has, in order."""
-        if self.shares == 1:
+        """Return what each share has, in order; of a pipeline, what its last stage has."""
+        count = self.shares * self.extent("pipeline")
+        if count == 1:
             return [own]
-        found: list[Any] = [None] * self.shares
+        found: list[Any] = [None] * count
         with self.waiting("the results of a batch"):
-            dist.all_gather_object(found, own, group=self.together)
-        return found
+            dist.all_gather_object(found, own, group=self.through)
+        return found[-self.shares :]
 
     def agree(self, facts: Mapping[str, object]) -> None:
         """Refuse a process whose data, settings or versions are not those of the first one."""

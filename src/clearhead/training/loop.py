@@ -19,9 +19,11 @@ from clearhead.api import Model
 from clearhead.batches.batch import Batch, Batches
 from clearhead.errors import TrainingError
 from clearhead.evaluation.examples import WRITTEN, validate, written_scores
-from clearhead.losses import batch_loss
-from clearhead.model.transformer import Transformer
-from clearhead.parallel import shards
+from clearhead.losses import arguments_for, batch_loss
+from clearhead.model.feedforward import BALANCE
+from clearhead.model.transformer import Output, Transformer
+from clearhead.parallel import shards, turns
+from clearhead.parallel.pipeline import StageTransformer
 from clearhead.parallel.world import ALONE, World
 from clearhead.recipe import TrainPlan
 from clearhead.tasks.spec import TaskSpec
@@ -38,15 +40,6 @@ from clearhead.training.state import (
     saved_steps,
     snapshot,
 )
-
-
-@dataclass(frozen=True)
-class Portion:
-    """The batches of a step: the rows of this process, and what all processes have together."""
-
-    batches: list[Batch]
-    targets: int
-    tokens: int
 
 
 @dataclass
@@ -99,12 +92,11 @@ class TrainingRun:
         """Return the steps of the best validations, the best first."""
         return (state or self.state).best(self.metric, self.metric != "loss", count)
 
-    def batches(self, step: int) -> Portion:
+    def batches(self, step: int) -> turns.Portion:
         """Return the batches of a step, of which this process has some of the rows; the first step is 1."""
         size = self.plan.accumulate
         whole = [self.train.at(index) for index in range((step - 1) * size, step * size)]
-        counts = sum(batch.n_targets for batch in whole), sum(batch.n_tokens for batch in whole)
-        return Portion([self.world.rows(batch).to(self.precision.device) for batch in whole], *counts)
+        return turns.portion(whole, self.world, self.precision.device)
 
     def seed(self, step: int) -> None:
         """Seed dropout for a step."""
@@ -115,16 +107,24 @@ class TrainingRun:
         return optim.rate(self.plan, step, self.steps, self.model.config.d_model)
 
     def loss(self, batch: Batch) -> Tensor:
-        """Return the loss of a batch, summed over its targets."""
+        """Return the loss of a batch, summed over its targets.
+
+        Of a pipeline, the last stage returns it, without the balance of experts (see `StageTransformer`), and
+        the others 0, whose gradient is that of what they have passed on.
+        """
         plan, objective = self.plan, self.task.objective
         counted = bool(batch.n_rows)  # False: a row stands in for none
         with self.precision.autocast(), self.attention():
+            if not self.world.last:
+                passed: Output = self.runner(**arguments_for(self.model, batch), logits="none")
+                return passed.required_logits
             loss, _ = batch_loss(
                 self.runner,
                 batch,
                 plan.label_smoothing,
                 plan.loss_chunk,
-                objective=objective,
+                0.0 if isinstance(self.model, StageTransformer) else BALANCE,
+                objective,
                 total=lambda value: self.world.sum(value * counted),
             )
         return loss * counted
@@ -154,10 +154,11 @@ class TrainingRun:
         if self.empty is None:
             yield usable
             return
-        made = shards.assembled(self.empty, self.model, keep=self.world.first)
-        if made is None:
+        found = dict(shards.wholes(dict(self.model.named_parameters()), keep=self.world.first))
+        if not self.world.first:
             yield None
             return
+        made = shards.assembled(self.empty, found)
         with weights.merged(made) if self.plan.lora else nullcontext():
             yield replace(usable, model=made.eval())
 
@@ -166,6 +167,7 @@ def learn(run: TrainingRun, on_event: OnEvent, stop: Callable[[], bool]) -> Reas
     """Train from `run.state` on; return why training ended. The last checkpoint may still be on its way."""
     plan, state, model, optimizer = run.plan, run.state, run.model, run.optimizer
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    counted = model.counted() if isinstance(model, StageTransformer) else trained
     scaler = run.precision.scaler(state)
     meter = Meter(run, on_event)
     model.train()
@@ -175,21 +177,19 @@ def learn(run: TrainingRun, on_event: OnEvent, stop: Callable[[], bool]) -> Reas
         run.seed(step)
         optim.set_rate(optimizer, run.rate(step))
 
-        targets = max(1, work.targets)
-        total = torch.zeros((), device=run.precision.device)
         with run.world.waiting(f"the gradients of step {step}"):
-            for batch in work.batches:
-                loss = run.loss(batch)
-                run.backward(scaler.scale(loss / targets))
-                total += loss.detach()
+            total = turns.gradients(
+                model, work, run.world, run.loss, lambda loss: run.backward(scaler.scale(loss))
+            )
         if step < run.steps:
             upcoming = run.batches(step + 1)  # prepared while the device works
         meter.settle()  # on a GPU: reads the step before, while the device works on this one
 
         run.world.complete(run.partial)
         scaler.unscale_(optimizer)
-        norm = run.world.clip(trained, plan.clip or math.inf)
-        read = optim.step_if_finite(optimizer, scaler, run.world.sum(total) / targets, norm)
+        norm = run.world.clip(trained, plan.clip or math.inf, counted)
+        mean = run.world.sum(total, stages=True) / max(1, work.targets)
+        read = optim.step_if_finite(optimizer, scaler, mean, norm)
         optimizer.zero_grad(set_to_none=True)
         if run.ema is not None:
             run.ema.update(model)

@@ -25,6 +25,8 @@ from clearhead.hub.checkpoint import Unread
 from clearhead.hub.files import write_text
 from clearhead.hub.tokenizer import load_tokenizer, read_settings, special_ids
 from clearhead.model.heads import LanguageHead
+from clearhead.parallel.pipeline import check as check_stages
+from clearhead.parallel.pipeline import staged
 from clearhead.parallel.shards import emptied, materialise
 from clearhead.parallel.world import ALONE, World
 from clearhead.presets import PRESETS
@@ -118,13 +120,16 @@ def assemble(
             also=() if isinstance(loaded.model.head, LanguageHead) else ("head.*",),
         )
     optim.freeze(loaded.model, plan.freeze)
+    check_stages(loaded.config, recipe.parallel.pipeline, precision.scaled)
     count = sum(one.numel() for one in loaded.model.parameters())
-    fits = count * LEARNING[plan.optimizer] < 0.6 * room(device)
+    fits = count * LEARNING[plan.optimizer] < 0.6 * room(device) * recipe.parallel.pipeline
     world = world.arranged(recipe.parallel, device.type, fits, always=plan.offload)
     whole = world.plan.tensor == 1  # a split layer has its own ways
     empty = emptied(loaded.model) if world.mesh is not None else None
     if world.mesh is None:  # what is split goes to the device in parts
         loaded.model.to(device)
+    if world.plan.pipeline > 1:
+        loaded.model = staged(loaded.model, world, device)
     if whole:
         join_projections(loaded.model)
     if plan.checkpointing:
