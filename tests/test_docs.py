@@ -1,15 +1,17 @@
-"""The book: every block of code runs, prints what the page shows and draws its pictures; tables follow the code."""
+"""The book: code runs, prints what the page shows and draws its pictures; tables follow the code."""
 
 import importlib.util
+import json
 import pathlib
 import re
 import subprocess
 import sys
 
 import pytest
+from tools import book
 
 import clearhead as ch
-from tools import book
+from clearhead.hub.registry import ARCHITECTURES
 
 ROOT = book.ROOT
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -47,7 +49,8 @@ def test_the_tutorial_runs_from_its_first_chapter_to_its_last(tmp_path: pathlib.
 def test_blocks_are_found_and_outputs_belong_to_the_code_before_them(tmp_path: pathlib.Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(
-        "text\n```python\na = 1\nprint(a, 2.5)\n```\n\n```text\n1 2.5\n```\n```python no-run\nb\n```\n```\nc\n```\n"
+        "text\n```python\na = 1\nprint(a, 2.5)\n```\n\n```text\n1 2.5\n```\n"
+        "```python no-run\nb\n```\n```\nc\n```\n"
         "```python\nprint('x')\n```\nwords between\n```text\nnot printed\n```\n"
     )
     run = list(book.run_page(page))
@@ -105,3 +108,33 @@ def test_the_site_builds_without_warnings(tmp_path: pathlib.Path) -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "ModelConfig" in (tmp_path / "site" / "reference" / "model" / "index.html").read_text()
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "notebooks").glob("*.ipynb")), ids=lambda path: path.stem)
+def test_a_notebook_runs_and_is_stored_without_outputs(path: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    cells = json.loads(path.read_text())["cells"]
+    namespace: dict[str, object] = {"__name__": path.stem}
+    with book.working_in(tmp_path):
+        for number, cell in enumerate(cells):
+            if cell["cell_type"] == "code":
+                assert (cell["outputs"], cell["execution_count"]) == ([], None)
+                exec(compile("".join(cell["source"]), f"{path.name}, cell {number}", "exec"), namespace)
+
+
+def test_the_readme_claims_what_the_results_say() -> None:
+    readme, results = (ROOT / "README.md").read_text(), (ROOT / "docs" / "results.md").read_text()
+    ratios = re.findall(r"\d\.\d+ ×", readme)
+    assert ratios
+    for ratio in ratios:
+        assert ratio.removesuffix(" ×") in results
+    for page in (
+        readme,
+        *((ROOT / "docs" / name).read_text() for name in ("coming-from.md", "tutorial/8-handing-on.md")),
+    ):
+        assert f"{len(ARCHITECTURES)} architectures" in page
+    assert len(readme.splitlines()) <= 120
+
+
+def test_version_and_changelog_agree() -> None:
+    newest = re.search(r"^## (\d+\.\d+\.\d+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert newest is not None and newest[1] == ch.__version__

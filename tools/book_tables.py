@@ -52,9 +52,9 @@ def config_fields() -> dict[str, Described]:
 def users() -> dict[str, list[str]]:
     """Return the published systems whose config sets each field to something other than its default."""
     import transformers
+    from tests.parity.mutations import SUBJECTS
 
     from clearhead.hub.registry import ARCHITECTURES
-    from tests.parity.mutations import SUBJECTS
 
     configs: dict[str, ModelConfig] = {}
     for name, subject in SUBJECTS.items():

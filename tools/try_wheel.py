@@ -25,7 +25,7 @@ WHERE = "import clearhead; print(clearhead.__file__)"
 
 
 def check_contents(wheel: Path) -> None:
-    """See that the wheel has the version of the project, its data files, and requirements that are met here."""
+    """Check the version of the wheel, its data files, and that its requirements are met here."""
     stated = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     with zipfile.ZipFile(wheel) as file:
         names = file.namelist()
