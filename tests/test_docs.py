@@ -107,7 +107,7 @@ def test_the_site_builds_without_warnings(tmp_path: pathlib.Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "ModelConfig" in (tmp_path / "site" / "reference" / "model" / "index.html").read_text()
+    assert "ModelConfig" in (tmp_path / "site" / "reference" / "model.html").read_text()
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "notebooks").glob("*.ipynb")), ids=lambda path: path.stem)
