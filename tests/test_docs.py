@@ -54,7 +54,7 @@ def test_blocks_are_found_and_outputs_belong_to_the_code_before_them(tmp_path: p
         "```python\nprint('x')\n```\nwords between\n```text\nnot printed\n```\n"
     )
     run = list(book.run_page(page))
-    assert [(one.code.line, one.printed) for one in run] == [(2, "1 2.5\n"), (17, "x\n")]
+    assert [(one.code.line, one.printed) for one in run] == [(2, "1 2.5\n"), (16, "x\n")]
     assert [one.shown and one.shown.text for one in run] == ["1 2.5\n", None]
     page.write_text(page.read_text().replace("1 2.5\n```\n```python no", "3 2.5\n```\n```python no"))
     assert "\n1 2.5\n" in book.with_outputs(page, list(book.run_page(page)))
