@@ -210,7 +210,9 @@ def test_a_window_cache_steps_back_among_the_slots_it_describes():
             whole, real = model(joined, mask=mask).logits[:, length:], mask[:, length:]
             assert worst(said[real], whole[real]) <= TOLERANCE
         model(ids, mask=mask, cache=(cache := ch.WindowCache()))
-        with pytest.raises(ch.InputError, match="has forgotten the first 22 slots, and cannot step back to 9"):
+        with pytest.raises(
+            ch.InputError, match="has forgotten the first 22 slots, and cannot step back to 9"
+        ):
             cache.crop(9)
 
 

@@ -40,7 +40,7 @@ def check_call(
     for name, given in (("prefix", prefix), ("bias", bias)):
         refuse(
             given is not None and scoreless is not None,
-            f"{name} speaks of pairs of tokens, and attention {scoreless} has no scores of them: leave it out",
+            f"{name} speaks of pairs of tokens, and attention {scoreless} scores none: leave it out",
         )
     if prefix is not None:
         check_prefix(prefix, batch, length, cache, spec.causal)

@@ -20,6 +20,7 @@ from torch import Tensor
 from clearhead.config.kinds import Blocks, Dilated, GlobalKind, Kind, Windowed
 from clearhead.model import masks
 from clearhead.model.attend import fused
+from clearhead.model.kinds import flex
 from clearhead.model.kinds.choices import between_ends, global_tokens, log_counts, random_blocks
 from clearhead.model.taps import SILENT, Tap
 
@@ -67,21 +68,31 @@ def counted(tokens: masks.Tokens) -> masks.Tokens:
 
 
 def plan_blocks(
-    queries: masks.Tokens, keys: masks.Tokens, kind: Kind, causal: bool, bias: Bias
+    queries: masks.Tokens, keys: masks.Tokens, kind: Kind, causal: bool, bias: Bias, flexible: bool = False
 ) -> masks.BlockPlan | None:
-    """Return the plan of one pass over these tokens; None where a dense mask is as good."""
+    """Return the plan of one pass over these tokens; None where a dense mask is as good.
+
+    `flexible`: the plan is for `flex_attention`, which takes no bias.
+    """
     size = block_size(kind)
+    size = flex.BLOCK if flexible and size is not None else size
     if size is None or min(queries.length, keys.length) < 4 * size or keys.until is not None:
         return None  # a compiled step of one token goes no further
     # How many blocks meet is known only from the tokens. To disable the compiler is to load it: not before.
     planned = _planned
     if torch.compiler.is_compiling():
         planned = torch.compiler.disable(_planned)  # type: ignore[no-untyped-call]
-    return planned(size, queries, keys, kind, causal, bias)
+    return planned(size, queries, keys, kind, causal, bias, flexible)
 
 
 def _planned(
-    size: int, queries: masks.Tokens, keys: masks.Tokens, kind: Kind, causal: bool, bias: Bias
+    size: int,
+    queries: masks.Tokens,
+    keys: masks.Tokens,
+    kind: Kind,
+    causal: bool,
+    bias: Bias,
+    flexible: bool,
 ) -> masks.BlockPlan | None:
     alike = (queries.order, keys.order, *(() if queries.globals is None else (queries.globals,)))
     rows = max(x.shape[0] for x in alike)
@@ -90,6 +101,10 @@ def _planned(
     N, count = met.shape[1], int(met.sum(2).amax())
     if count == 0 or count * size * WORTH > keys.length:
         return None
+    if flexible:
+        lengths = queries.length, keys.length
+        allowed = flex.flex_mask(met, padded_q, padded_k, kind, causal, lengths)
+        return _with_globals(masks.BlockPlan(size, met, allowed, None), queries, keys, kind, causal, bias)
     order = met.to(torch.int8).argsort(dim=2, descending=True, stable=True)[:, :, :count]  # B N M
     slots = (order[..., None] * size + torch.arange(size, device=order.device)).flatten(1)  # B N·M·b
     q = padded_q.map(lambda x: x.reshape(-1, size))  # B·N b
@@ -269,12 +284,35 @@ def attend_blocks(
 
     `heads` are the heads that pruning has left, where the plan has a bias for each.
     """
+    attend = partial(fused, scale=scale, softcap=softcap, sink=sink, dropout=dropout)
+    if isinstance(plan.mask, Tensor):
+        z = _gathered(q, k, v, plan, plan.mask, attend, heads)
+    else:
+        z = flex.attend_flex(q, k, v, plan.mask, scale)
+    if plan.globals is None:
+        return z
+    slots = plan.globals.expand(q.shape[0], -1)[:, None, :, None]
+    picked = q.gather(2, slots.expand(-1, q.shape[1], -1, q.shape[3]))
+    full = attend(picked, k, v, plan.global_mask, _of_heads(plan.global_bias, heads))
+    return z.scatter(2, slots.expand(-1, q.shape[1], -1, z.shape[3]), full)
+
+
+def _of_heads(bias: Tensor | None, heads: list[int] | None) -> Tensor | None:
+    return bias if bias is None or heads is None or bias.shape[1] == 1 else bias[:, heads]
+
+
+def _gathered(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: masks.BlockPlan,
+    allowed: Tensor,
+    attend: Callable[..., Tensor],
+    heads: list[int] | None,
+) -> Tensor:
+    """Gather the blocks of keys that each block of queries meets, and attend to them: [B,H,T,Ev]."""
     B, H, T, _ = q.shape
     b, (rows, N, M) = plan.size, plan.index.shape
-    attend = partial(fused, scale=scale, softcap=softcap, sink=sink, dropout=dropout)
-
-    def of_heads(bias: Tensor | None) -> Tensor | None:
-        return bias if bias is None or heads is None or bias.shape[1] == 1 else bias[:, heads]
 
     def in_blocks(x: Tensor) -> Tensor:
         """[B, heads, tokens, E] -> [B, blocks, heads, b, E]."""
@@ -287,8 +325,8 @@ def attend_blocks(
     answers = []
     for row in range(B):
         of_plan = row if rows > 1 else 0
-        index, mask = plan.index[of_plan], plan.mask[of_plan, :, None]
-        bias = None if plan.bias is None else of_heads(plan.bias[of_plan])
+        index, mask = plan.index[of_plan], allowed[of_plan, :, None]
+        bias = None if plan.bias is None else _of_heads(plan.bias[of_plan], heads)
         for start in range(0, N, some):
             part = slice(start, start + some)
             k_met, v_met = (
@@ -296,10 +334,4 @@ def attend_blocks(
             )  # n K M·b E
             bias_met = None if bias is None else bias[part]
             answers.append(attend(q_blocks[row, part], k_met, v_met, mask[part], bias_met))
-    z = torch.cat(answers).view(B, N, H, b, -1).transpose(1, 2).flatten(2, 3)[:, :, :T]  # B H T Ev
-    if plan.globals is None:
-        return z
-    slots = plan.globals.expand(B, -1)[:, None, :, None]
-    picked = q.gather(2, slots.expand(-1, H, -1, q.shape[3]))
-    full = attend(picked, k, v, plan.global_mask, of_heads(plan.global_bias))
-    return z.scatter(2, slots.expand(-1, H, -1, z.shape[3]), full)
+    return torch.cat(answers).view(B, N, H, b, -1).transpose(1, 2).flatten(2, 3)[:, :, :T]  # B H T Ev
