@@ -157,6 +157,18 @@ class BlockPlan:
     globals: Tensor | None = None  # B|1 G: slots of the queries that see everything
     global_mask: Tensor | None = None  # B|1 1 G S
     global_bias: Tensor | None = None  # B|1 H G S
+    columns: "Columns | None" = None  # of strided attention: what the blocks leave out
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The tokens of each column, and who of them may attend to whom; R columns of Q queries and C keys."""
+
+    queries: Tensor  # B|1 R·Q: slots
+    keys: Tensor  # B|1 R·C
+    mask: Tensor  # B|1 R Q C
+    bias: Tensor | None  # B|1 R 1|H Q C
+    place: Tensor  # B|1 T: where each query stands among `queries`
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,10 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
-from clearhead.config.kinds import Blocks, Dilated, GlobalKind, Kind, Windowed
+from clearhead.config.kinds import Blocks, Dilated, GlobalKind, Kind, Strided, Windowed
 from clearhead.model import masks
 from clearhead.model.attend import fused
-from clearhead.model.kinds import flex
+from clearhead.model.kinds import flex, strided
 from clearhead.model.kinds.choices import between_ends, global_tokens, log_counts, random_blocks
 from clearhead.model.taps import SILENT, Tap
 
@@ -41,6 +41,8 @@ def block_size(kind: Kind) -> int | None:
             return min(LARGEST, max(SMALLEST, 1 << max(0, half - 1).bit_length()))
         case Blocks(size):
             return size
+        case Strided():
+            return block_size(strided.near(kind))
         case _:
             return None
 
@@ -75,6 +77,7 @@ def plan_blocks(
     `flexible`: the plan is for `flex_attention`, which takes no bias.
     """
     size = block_size(kind)
+    flexible = flexible and not isinstance(kind, Strided)
     size = flex.BLOCK if flexible and size is not None else size
     if size is None or min(queries.length, keys.length) < 4 * size or keys.until is not None:
         return None  # a compiled step of one token goes no further
@@ -97,9 +100,10 @@ def _planned(
     alike = (queries.order, keys.order, *(() if queries.globals is None else (queries.globals,)))
     rows = max(x.shape[0] for x in alike)
     padded_q, padded_k = (_padded(tokens, size, rows) for tokens in (queries, keys))
-    met = _meeting(padded_q, padded_k, kind, causal, size)  # B N blocks of keys
+    columns, by_blocks = None, strided.near(kind) if isinstance(kind, Strided) else kind
+    met = _meeting(padded_q, padded_k, by_blocks, causal, size)  # B N blocks of keys
     N, count = met.shape[1], int(met.sum(2).amax())
-    if count == 0 or count * size * WORTH > keys.length:
+    if count == 0 or (count * size + _column(kind, keys.length)) * WORTH > keys.length:
         return None
     if flexible:
         lengths = queries.length, keys.length
@@ -109,8 +113,11 @@ def _planned(
     slots = (order[..., None] * size + torch.arange(size, device=order.device)).flatten(1)  # B N·M·b
     q = padded_q.map(lambda x: x.reshape(-1, size))  # B·N b
     k = padded_k.map(lambda x: x.gather(1, slots).view(-1, count * size))  # B·N M·b
-    mask, _ = masks.compose(q, k, causal=causal, kind=kind)
+    mask, _ = masks.compose(q, k, causal=causal, kind=by_blocks)
     assert mask is not None  # padding is spelled out
+    if isinstance(kind, Strided):
+        spelled_q, spelled_k = (_padded(tokens, 1, rows) for tokens in (queries, keys))
+        columns = strided.plan_columns(spelled_q, spelled_k, kind, causal, bias)
     there = met.gather(2, order).repeat_interleave(size, 2)[:, :, None]  # B N 1 M·b: the rest fills a table
     found = bias(q, k)
     plan = masks.BlockPlan(
@@ -118,6 +125,7 @@ def _planned(
         order,
         mask.view(rows, N, size, -1) & there,
         None if found is None else found.view(rows, N, *found.shape[1:]),
+        columns=columns,
     )
     return _with_globals(plan, queries, keys, kind, causal, bias)
 
@@ -126,17 +134,25 @@ def _planned(
 def plain_blocks(kind: Kind, length: int, causal: bool) -> tuple[int, int, int] | None:
     """Return the size of a block, how many each meets, and the global queries of a row without padding.
 
-    None: a dense mask is made.
+    Columns, of strided attention, have as many pairs as one of their tokens for each remainder would have if
+    it saw all: they count as global queries. None: a dense mask is made.
     """
     size = block_size(kind)
     if size is None or length < 4 * size:
         return None
     tokens = masks.tokens_from(1, length, torch.device("cpu"))
     padded = _padded(tokens_for(kind, tokens, causal, tokens.order, None), size, 1)
-    count = int(_meeting(padded, padded, kind, causal, size).sum(2).amax())
-    seeing_all = _seeing_all(tokens, kind)
+    by_blocks = strided.near(kind) if isinstance(kind, Strided) else kind
+    count = int(_meeting(padded, padded, by_blocks, causal, size).sum(2).amax())
+    seeing_all, column = _seeing_all(tokens, kind), _column(kind, length)
     globals_ = 0 if seeing_all is None else int(seeing_all.sum())
-    return None if count == 0 or count * size * WORTH > length else (size, count, globals_)
+    dense = count == 0 or (count * size + column) * WORTH > length
+    return None if dense else (size, count, column or globals_)
+
+
+def _column(kind: Kind, length: int) -> int:
+    """Return how many tokens stand in the longest column of a row without padding; 0: there are none."""
+    return -(-length // kind.step) if isinstance(kind, Strided) else 0
 
 
 def _padded(tokens: masks.Tokens, size: int, rows: int) -> masks.Tokens:
@@ -284,6 +300,11 @@ def attend_blocks(
 
     `heads` are the heads that pruning has left, where the plan has a bias for each.
     """
+    if plan.columns is not None and isinstance(plan.mask, Tensor):
+        summed = partial(strided.summed, scale=scale, softcap=softcap, dropout=dropout)
+        close = _gathered(q, k, v, plan, plan.mask, summed, heads)
+        far = strided.attend_columns(q, k, v, plan.columns, summed, heads)
+        return strided.joined([close, far], sink).to(q.dtype)
     attend = partial(fused, scale=scale, softcap=softcap, sink=sink, dropout=dropout)
     if isinstance(plan.mask, Tensor):
         z = _gathered(q, k, v, plan, plan.mask, attend, heads)
