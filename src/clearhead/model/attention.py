@@ -175,8 +175,8 @@ def attention_steps(
         gathered = queries // size * met * K * (E + Ev) * run.size
         mask = (B * queries * met + whole * S) * (run.size if not eager else 1)
         kept = B * (gathered + (queries + whole) * H * ((E + Ev) * run.size + 4)) + mask
-        if isinstance(sees, Strided):  # scores, their exponentials and the pattern are spelled out
-            kept += B * H * asked * (2 * run.wide + run.size)
+        if isinstance(sees, Strided):  # scores, their exponentials, the pattern, and both answers with sums
+            kept += B * H * (asked * (2 * run.wide + run.size) + 2 * T * (Ev + 2) * run.wide)
         if whole:  # they read all of q, k and v
             kept += B * T * (H * E + K * (E + Ev)) * run.size
         else:

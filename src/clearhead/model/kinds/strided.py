@@ -132,5 +132,5 @@ def joined(parts: list[Tensor], sink: Tensor | None) -> Tensor:
     totals = [part[..., -1:] for part in parts]
     if sink is not None:
         totals.append(sink.to(totals[0].dtype).view(1, -1, 1, 1).expand_as(totals[0]))
-    shares = torch.softmax(torch.cat(totals, dim=-1), dim=-1).split(1, dim=-1)
+    shares = torch.softmax(torch.stack(totals), dim=0)
     return torch.stack([part[..., :-1] * share for part, share in zip(parts, shares)]).sum(0)
