@@ -16,7 +16,8 @@ from clearhead.config.kinds import Kind, Strided
 from clearhead.model import masks, norms, positions
 from clearhead.model.attend import KERNELS, attend_bytes
 from clearhead.model.cache import CrossKeys, LayerKeys
-from clearhead.model.kinds.blocks import attend_blocks, plain_blocks
+from clearhead.model.kinds.blocks import plain_blocks
+from clearhead.model.kinds.gathered import attend_blocks
 from clearhead.model.steps import Pass, Step, linear_step, norm_step
 from clearhead.model.taps import SILENT, Tap
 
