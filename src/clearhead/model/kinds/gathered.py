@@ -1,4 +1,4 @@
-"""Attending by blocks, as a plan says: gathered keys, columns or `flex_attention`, the answer of a dense mask.
+"""Attending by blocks, as a plan says, by gathered keys, columns or `flex_attention`: a dense mask's answer.
 
 Shapes: B batch, H heads, K key/value heads, T queries, S keys, E head width, b tokens of a block, N blocks of
 queries, M blocks of keys that each of them meets, G global queries of a row.
