@@ -8,6 +8,7 @@ Shapes: B batch, T length, H heads, K key/value heads, E head width.
 """
 
 import logging
+import math
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -140,9 +141,18 @@ def _split_tensors(model: Transformer, mesh: DeviceMesh) -> list[str]:
         elif isinstance(part, RelativePositions):
             partial += [f"{name}.{own}" for own, _ in part.named_parameters()]
         there = {key: style for key, style in plan.items() if getattr(part, key) is not None}
-        parallelize_module(part, mesh, there)
+        if not isinstance(part, TokenFront | LanguageHead) or _enough(model.config.vocab_size, size):
+            parallelize_module(part, mesh, there)
     model.tie()
     return partial
+
+
+def _enough(rows: int, size: int) -> bool:
+    """Return True if every process gets a row where each but the last ones gets equally many, rounded up.
+
+    A small vocabulary on many processes leaves the last ones none: then it is whole in every one.
+    """
+    return math.ceil(rows / size) * (size - 1) < rows
 
 
 def _own_heads(part: Attention, mesh: DeviceMesh) -> SplitAttention:

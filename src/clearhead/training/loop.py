@@ -278,9 +278,8 @@ class Meter:
         loss, norm, verdict = read()
         if not math.isfinite(verdict):
             run.seed(step)  # the optimizer did not step: the weights are still those before it
-            raise TrainingError(
-                faults.diagnose(run.model, batches, step, run.precision, run.plan, run.task.objective)
-            )
+            work = run.model, batches, step, run.precision, run.plan, run.task.objective, run.world
+            raise TrainingError(faults.diagnose(*work, split_loss=None if run.empty is None else run.loss))
         if step % run.plan.log_every == 0 or step in (1, run.steps):
             self.on_event(self.report(loss, norm))
         self.pending = None

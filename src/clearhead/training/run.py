@@ -18,7 +18,7 @@ from clearhead.hub.files import write_text
 from clearhead.parallel.world import World, joined
 from clearhead.recipe import BASE, SECTIONS, Recipe, Settings, read_recipe
 from clearhead.tasks import corpus, table
-from clearhead.training import loop, prepare, weights
+from clearhead.training import faults, loop, prepare, weights
 from clearhead.training import resume as continued
 from clearhead.training.events import Finished, Note, OnEvent, Reason, Started, logged
 from clearhead.training.folder import mark, new_folder, ours, resumed_folder
@@ -85,7 +85,13 @@ def train(
         needed = (*plan.data.paths, *plan.data.validation, plan.tokens.model, plan.model.get(BASE))
         paths = [Path(path) for path in needed if path is not None]
         with world.holding(new_folder(folder, overwrite, paths, tell), lambda: None) as keep:
-            world.agree({f"[{name}]": plain(getattr(plan, name)) for name in SECTIONS})
+            world.agree(
+                {
+                    f"{name}.{key}": value
+                    for name in SECTIONS
+                    for key, value in plain(getattr(plan, name)).items()
+                }
+            )
             plan = world.once(lambda: with_rows(plan, given, folder, tell))
             return _start(world, plan, folder, tell, stop, keep)
 
@@ -196,7 +202,8 @@ def _finish(run: loop.TrainingRun, on_event: OnEvent, stop: Callable[[], bool]) 
                 device=str(run.precision.device),
             )
         )
-        reason = loop.learn(run, tell, stop)
+        with faults.naming_memory(state, run.world):
+            reason = loop.learn(run, tell, stop)
         run.world.meet()  # the last checkpoint is written
         chosen, metrics = _chosen(run, reason)
         if reason != "stopped" and first:
