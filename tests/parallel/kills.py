@@ -1,8 +1,8 @@
 """Kill random processes at random moments of short runs: each must end with the weights of one left alone.
 
-`python -m tests.parallel.kills --runs 100 --save benchmarks/results/kills_parallel.json` takes about half a minute
-a run. Runs take turns on the meshes. The weights must be those of the run that was left alone bit for bit, its
-moments, moving average and losses too: the mesh is the same, and so is the order of every sum.
+`python -m tests.parallel.kills --runs 100 --save benchmarks/results/kills_parallel.json` takes some ten seconds
+a run on an idle machine. Runs take turns on the meshes. Weights, moments, moving average and losses must be
+those of the run that was left alone bit for bit: the mesh is the same, and so is the order of every sum.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ FORK = multiprocessing.get_context("fork")
 
 
 def begin(data: Path, out: Path, mesh: dict[str, int], forked: bool) -> multiprocessing.process.BaseProcess:
-    """Start the processes of a run: by the command `torchrun`, or by what is behind it, without its imports."""
+    """Start a run by the command `torchrun`; `forked`: by what is behind it, without the imports."""
     settings = meshes.job("decoder", data, out, mesh, settings=SETTINGS)["settings"]
     command = ["train", str(data), "--out", str(out)]
     for name, value in settings.items():

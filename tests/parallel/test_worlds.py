@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import copy
 import math
-import sys
 import threading
-import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 import clearhead as ch
 from clearhead.parallel import shards
@@ -25,23 +25,24 @@ ROWS, LENGTH = 8, 6
 # Nothing but heads and d_ff is divided by the mesh: not the vocabulary, the width, the rows of a batch.
 SIZES = {"vocab_size": 101, "n_layers": 1, "max_positions": 7}
 MODELS: dict[str, dict[str, Any]] = {
-    "one key head": {"d_model": 18, "n_heads": 16, "d_head": 2, "n_kv_heads": 1, "d_ff": 48, "norm": "rmsnorm"},
+    "one key head": {"d_model": 18, "n_heads": 16, "d_head": 2, "n_kv_heads": 1, "d_ff": 48, "gated": True},
     "three key heads": {"d_model": 30, "n_heads": 24, "d_head": 2, "n_kv_heads": 3, "d_ff": 40},
     "key heads for some": {"d_model": 18, "n_heads": 16, "d_head": 3, "n_kv_heads": 4, "d_ff": 16},
     "sixty-four heads": {"d_model": 15, "n_heads": 64, "d_head": 2, "n_kv_heads": 8, "d_ff": 64},
 }
-MODELS["one key head"] |= {"positions": "rope", "gated": True, "tie_embeddings": False}
+MODELS["one key head"] |= {"positions": "rope", "norm": "rmsnorm", "tie_embeddings": False}
 MODELS["three key heads"] |= {"positions": "relative", "qk_norm": "head"}
 MODELS["key heads for some"] |= {"positions": "alibi", "attention_sink": True}
-MODELS["sixty-four heads"] |= {"n_experts": 3, "n_active_experts": 1}
+# In the suite three of them, as tensors of 64 threads take long; `python -m tests.parallel.test_worlds`: all.
 WORLDS = [
+    ("key heads for some", {"tensor": 16}),
+    ("three key heads", {"data": 2, "shard": 2, "tensor": 2}),
+    ("sixty-four heads", {"data": 2, "shard": 32}),
     ("one key head", {"tensor": 8}),
     ("three key heads", {"tensor": 8}),
-    ("key heads for some", {"tensor": 16}),
     ("sixty-four heads", {"tensor": 64}),
     ("three key heads", {"shard": 8}),
     ("one key head", {"data": 2, "shard": 3, "tensor": 4}),
-    ("sixty-four heads", {"data": 2, "shard": 32}),
 ]
 
 
@@ -68,15 +69,12 @@ def simulate(size: int, work: Callable[[World], Any]) -> list[Any]:
             ProcessLocalGroup.exception_handle(error)
 
     threads = [threading.Thread(target=one, args=(rank,)) for rank in range(size)]
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-4)
     try:
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
     finally:
-        sys.setswitchinterval(before)
         torch._C._distributed_c10d._set_thread_isolation_mode(False)
         _uninstall_threaded_pg()
         ProcessLocalGroup.reset()
@@ -92,7 +90,7 @@ def passed(model: ch.Transformer, ids: torch.Tensor, weights: torch.Tensor) -> t
     return logits.detach()
 
 
-@pytest.mark.parametrize(("name", "mesh"), WORLDS, ids=str)
+@pytest.mark.parametrize(("name", "mesh"), WORLDS[:3], ids=str)
 def test_a_large_world_gives_the_numbers_of_one_process(name: str, mesh: dict[str, int]) -> None:
     torch.manual_seed(0)
     plain = ch.Transformer(ch.ModelConfig(**SIZES, **MODELS[name])).train()
@@ -101,9 +99,11 @@ def test_a_large_world_gives_the_numbers_of_one_process(name: str, mesh: dict[st
     size = math.prod(mesh.values())
 
     def work(world: World) -> tuple[slice, torch.Tensor, dict[str, torch.Tensor]]:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            world = world.arranged(ParallelPlan(**mesh), "cpu", fits=True)
+        plan = ParallelPlan(**mesh).settled(world.size)
+        # The axes that `split` asks for: a mesh of all six makes ten thousands of groups among 64 processes.
+        sizes = (plan.data or 1, plan.shard or 1, plan.tensor)
+        whole = init_device_mesh("cpu", sizes, mesh_dim_names=("data", "held", "tensor"))
+        world = replace(world, plan=plan, mesh=whole)
         model = copy.deepcopy(plain)
         partial = split(model, world)
         begin, end = (ROWS * number // world.shares for number in (world.share, world.share + 1))
@@ -118,5 +118,10 @@ def test_a_large_world_gives_the_numbers_of_one_process(name: str, mesh: dict[st
     for rows, logits, _ in found:
         torch.testing.assert_close(logits, expected[rows], atol=1e-5, rtol=1e-5)
     for key, parameter in plain.named_parameters():
-        torch.testing.assert_close(found[0][2][key], parameter.grad, atol=1e-5, rtol=1e-5, msg=lambda m: f"{key}: {m}")
+        torch.testing.assert_close(found[0][2][key], parameter.grad, atol=1e-5, rtol=1e-5)
 
+
+if __name__ == "__main__":
+    for each in WORLDS:
+        test_a_large_world_gives_the_numbers_of_one_process(*each)
+        print(*each, "to 1e-5", flush=True)

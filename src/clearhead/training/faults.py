@@ -174,4 +174,5 @@ def naming_memory(state: State, world: World = ALONE) -> Iterator[None]:
 def _largest(*values: object) -> float:
     """Return the largest absolute value of the floating-point tensors among `values`; without any, 0."""
     tensors = [value for value in values if isinstance(value, Tensor) and value.is_floating_point()]
-    return max((float(local(tensor).detach().abs().max()) for tensor in tensors if tensor.numel()), default=0.0)
+    sizes = (float(local(tensor).detach().abs().max()) for tensor in tensors if tensor.numel())
+    return max(sizes, default=0.0)
