@@ -46,7 +46,7 @@ def fault(kind: str, job: dict[str, Any]) -> Iterator[None]:
         with mock.patch.object(prepare, "facts", lambda corpus: {**agreed(corpus), kind: "another"}):
             yield
     else:
-        job["settings"] |= {"train.seed": 7} if kind == "[train]" else {}
+        job["settings"] |= {"train.seed": 7} if kind == "settings" else {}
         yield
 
 

@@ -1,8 +1,8 @@
 """Kill random processes at random moments of short runs: each must end with the weights of one left alone.
 
-`python -m tests.parallel.kills --runs 100 --save benchmarks/results/kills_parallel.json` takes some ten seconds
-a run on an idle machine. Runs take turns on the meshes. Weights, moments, moving average and losses must be
-those of the run that was left alone bit for bit: the mesh is the same, and so is the order of every sum.
+`python -m tests.parallel.kills --runs 100 --save benchmarks/results/kills_parallel.json` takes some ten
+seconds a run on an idle machine. Runs take turns on the meshes. Weights, moments, moving average and losses
+must be those of the run that was left alone bit for bit: the mesh is the same, and the order of every sum.
 """
 
 from __future__ import annotations

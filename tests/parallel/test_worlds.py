@@ -103,7 +103,7 @@ def test_a_large_world_gives_the_numbers_of_one_process(name: str, mesh: dict[st
         # The axes that `split` asks for: a mesh of all six makes ten thousands of groups among 64 processes.
         sizes = (plan.data or 1, plan.shard or 1, plan.tensor)
         whole = init_device_mesh("cpu", sizes, mesh_dim_names=("data", "held", "tensor"))
-        world = replace(world, plan=plan, mesh=whole)
+        world = replace(world, plan=plan, mesh=whole, held=whole["data", "held"])
         model = copy.deepcopy(plain)
         partial = split(model, world)
         begin, end = (ROWS * number // world.shares for number in (world.share, world.share + 1))

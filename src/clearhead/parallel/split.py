@@ -1,7 +1,8 @@
 """How a model is split over a mesh: a plan as data, applied late, to a model that knows nothing of it.
 
-`SPLITS` says by which axis the weights of each part may be split: columns of a linear layer are its outputs,
-rows its inputs. What is not named is whole in every process. Tensor parallelism comes first. Then
+`SPLITS` says by which axis the weights of each part may be split, as `division.TENSOR` has it: columns of a
+linear layer are its outputs, rows its inputs. What is not named is whole in every process. Tensor parallelism
+comes first. Then
 `fully_shard` makes every parameter a DTensor, of which each process owns a part.
 
 Shapes: B batch, T length, H heads, K key/value heads, E head width.
@@ -38,12 +39,13 @@ from clearhead.model.positions import RelativePositions
 from clearhead.model.stack import Stack
 from clearhead.model.taps import Tap
 from clearhead.model.transformer import Transformer
+from clearhead.parallel.division import TENSOR
 from clearhead.parallel.world import World
 
-COLUMNS, ROWS = ColwiseParallel(), RowwiseParallel()
+STYLES = {"columns": ColwiseParallel(), "rows": RowwiseParallel()}
+PARTS = {Attention: ("q", "k", "v", "gate", "out"), FeedForward: ("gate", "up", "down")}
 SPLITS: Mapping[type[nn.Module], Mapping[str, ParallelStyle]] = {
-    Attention: {"q": COLUMNS, "k": COLUMNS, "v": COLUMNS, "gate": COLUMNS, "out": ROWS},
-    FeedForward: {"gate": COLUMNS, "up": COLUMNS, "down": ROWS},
+    **{part: {name: STYLES[TENSOR[name][0]] for name in names} for part, names in PARTS.items()},
     TokenFront: {"tokens": RowwiseParallel(input_layouts=Replicate())},  # by the vocabulary
     LanguageHead: {"out": ColwiseParallel(output_layouts=Replicate())},  # by the vocabulary
 }

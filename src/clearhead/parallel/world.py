@@ -78,7 +78,9 @@ class World:
         """What to add to a seed, so that shares draw apart and the parts of one layer alike."""
         return self.share * APART
 
-    def arranged(self, plan: ParallelPlan, device: str, fits: bool, always: bool = False) -> Self:
+    def arranged(
+        self, plan: ParallelPlan, device: str, fits: Callable[[ParallelPlan], bool], always: bool = False
+    ) -> Self:
         """Return the same processes in the mesh of a plan; see `ParallelPlan.settled`.
 
         One process has a mesh only if it is to have one `always`.
@@ -216,7 +218,7 @@ class World:
         try:
             yield
         except RuntimeError as error:
-            if isinstance(error, torch.OutOfMemoryError) or not LOST.search(str(error)):
+            if isinstance(error, TrainingError | torch.OutOfMemoryError) or not LOST.search(str(error)):
                 raise
             raise TrainingError(f"process {self.rank} waited for {what} in vain: {self._missing()}") from None
 

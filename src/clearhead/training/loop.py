@@ -194,14 +194,16 @@ def learn(run: TrainingRun, on_event: OnEvent, stop: Callable[[], bool]) -> Reas
         if due(step, plan.validate_every, run.steps):
             meter.settle()
             meter.tick()
-            validated = validate_run(run)
+            with run.world.waiting(f"the validation of step {step}"):
+                validated = validate_run(run)
             on_event(validated)
             meter.ticked = time.perf_counter()  # validation does not count
             best = validated.best or step in run.best_steps(plan.keep_best)[1:]
         if due(step, plan.save_every, run.steps) or best or stopping or not run.patient:
             meter.settle()
             meter.tick()
-            save(run, scaler)
+            with run.world.waiting(f"the checkpoint of step {step}"):
+                save(run, scaler)
             on_event(Saved(step, run.folder))
         if stopping:
             return "stopped"

@@ -142,7 +142,8 @@ def _start(
         recipe = recipe.replace("model", base=str(first.folder.absolute()))
         recipe = recipe.replace("tokens", kind=None).replace("train", pretrain=0)
     run = prepare.prepare(recipe, folder, on_event, world)
-    loop.save(run)
+    with run.world.waiting("the first checkpoint"):
+        loop.save(run)
     keep()
     return _finish(run, on_event, stop)
 
