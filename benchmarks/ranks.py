@@ -17,8 +17,8 @@ from pathlib import Path
 RESULTS = Path(__file__).parent / "results" / "cpu_ranks.json"
 SETTINGS = {
     **{"model.d_model": 128, "model.n_layers": 4, "model.n_heads": 4, "model.max_positions": 128},
-    **{"data.batch_size": 16, "train.steps": 20, "train.log_every": 1, "train.samples": 0},
-    **{"train.validate_every": 20, "train.precision": "float32", "train.device": "cpu", "train.seed": 0},
+    **{"data.batch_size": 16, "train.steps": 16, "train.log_every": 1, "train.samples": 0},
+    **{"train.validate_every": 16, "train.precision": "float32", "train.device": "cpu", "train.seed": 0},
 }
 
 
@@ -35,6 +35,16 @@ def speed(data: Path, out: Path, processes: int, mesh: str) -> float:
     )
     lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
     return statistics.median(line["tokens_per_second"] for line in lines if line["event"] == "stepped")
+
+
+def summary(turns: list[dict[str, float]]) -> dict[str, object]:
+    """Return the ratios of the speeds of two processes to that of one."""
+    ratios = {name: sorted(turn[name] / turn["alone"] for turn in turns) for name in ("data", "shard")}
+    ranges = {
+        name: {"median": statistics.median(found), "least": found[0], "most": found[-1]}
+        for name, found in ratios.items()
+    }
+    return {"date": date.today().isoformat(), "settings": SETTINGS, "efficiency": ranges, "turns": turns}
 
 
 def main() -> None:
@@ -55,13 +65,9 @@ def main() -> None:
             }
             turns.append(rates)
             print(json.dumps({name: round(rate) for name, rate in rates.items()}), flush=True)
-    found = {"date": date.today().isoformat(), "turns": turns}
-    for name in ("data", "shard"):
-        ratios = sorted(turn[name] / turn["alone"] for turn in turns)
-        found[name] = {"median": statistics.median(ratios), "least": ratios[0], "most": ratios[-1]}
-    print(json.dumps({name: found[name] for name in ("data", "shard")}))
-    if given.save:
-        RESULTS.write_text(json.dumps(found, indent=1) + "\n")
+            if given.save:
+                RESULTS.write_text(json.dumps(summary(turns), indent=1) + "\n")
+    print(json.dumps(summary(turns)["efficiency"]))
 
 
 if __name__ == "__main__":

@@ -100,7 +100,7 @@ def diagnose(
         with precision.autocast():
             return batch_loss(model, batch, plan.label_smoothing, plan.loss_chunk, objective=objective)[0]
 
-    faults = [find_fault(model, batch, loss_of, alone=world.size == 1) for batch in batches]
+    faults = [find_fault(model, batch, loss_of, alone=split_loss is None) for batch in batches]
     everywhere = itertools.chain.from_iterable(world.everyone(faults))
     return min(everywhere, key=lambda fault: fault.order).line(step, plan)
 
