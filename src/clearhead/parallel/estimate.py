@@ -13,7 +13,7 @@ from clearhead.costs import LEARNING
 from clearhead.parallel.division import MeshSizes
 from clearhead.parallel.hardware import Cluster
 from clearhead.parallel.plan import HELD
-from clearhead.parallel.stages import Amounts, PipelineStage, Work, costs_of, stages_of
+from clearhead.parallel.stages import Amounts, Checkpointing, PipelineStage, Work, costs_of, stages_of
 
 WEIGHT, GRADIENT = 4, 4  # bytes of each, as `train` keeps them; the optimizer has the rest of `LEARNING`
 SPLIT_LOGIT = 20  # bytes of a logit at its peak where `tensor` divides the vocabulary, in half precision:
@@ -79,6 +79,7 @@ class MeshCost:
     mfu: float  # share of the peak, by the FLOPs of `ch.cost`, with attention in full
     tokens_per_second: float  # of one device
     fits: bool
+    checkpointing: Checkpointing = "none"
 
     @property
     def bubble(self) -> float:
@@ -89,7 +90,8 @@ class MeshCost:
     def recipe(self) -> str:
         """The lines of a recipe that ask for this mesh."""
         sizes = (f"{axis} = {size}" for axis, size in self.mesh._asdict().items() if size > 1)
-        return "\n".join(["[parallel]", *sizes])
+        again = ["", "[train]", "checkpointing = true"] if self.checkpointing == "full" else []
+        return "\n".join(["[parallel]", *sizes, *again])
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON values."""
@@ -124,7 +126,7 @@ def estimate(work: Work, cluster: Cluster, mesh: MeshSizes, micro_rows: int) -> 
     rate = work.tokens / mesh.devices / time.total
     mfu = flops / (time.total * mesh.devices * cluster.device.peak)
     fits = memory.total <= cluster.memory
-    return MeshCost(mesh, micro_rows, batches, memory, traffic, time, mfu, rate, fits)
+    return MeshCost(mesh, micro_rows, batches, memory, traffic, time, mfu, rate, fits, work.checkpointing)
 
 
 def _kept(figures: Amounts, work: Work) -> float:

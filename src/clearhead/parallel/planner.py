@@ -247,7 +247,7 @@ def _no_fit(work: Work, cluster: Cluster, found: list[MeshCost], axes: Sequence[
 def _way_out(work: Work, cluster: Cluster, axes: Sequence[str]) -> str:
     """Return the first changes that make a mesh fit: more checkpointing, more devices, or both."""
     states = cost(work.config, work.length).parameters.total * LEARNING[work.optimizer]
-    modes = get_args(Checkpointing)[get_args(Checkpointing).index(work.checkpointing) :]
+    modes: tuple[Checkpointing, ...] = (work.checkpointing, "full")  # `train` has no selective one
 
     def fits(devices: int, mode: Checkpointing) -> bool:
         machine = dataclasses.replace(cluster, devices=devices)
@@ -272,3 +272,5 @@ def _notes(work: Work, cluster: Cluster, best: MeshCost) -> Iterator[str]:
         yield f"no run on {cluster.device.name} was measured: times assume the usual shares of its peak"
     if work.precision == "float8":
         yield "`clearhead train` has no float8: its precisions are float32, bfloat16 and float16"
+    if work.checkpointing == "selective":
+        yield "`clearhead train` has no selective checkpointing: train.checkpointing is what is full here"
