@@ -148,9 +148,7 @@ def assemble(
             named = [name for name, _ in loaded.model.named_parameters()]
             there = torch.device("cpu") if plan.offload else device
             materialise(loaded.model, there, unread.each(named))
-    optimizer = optim.make_optimizer(
-        loaded.model, replace(plan, freeze=()), device
-    )  # frozen before the split
+    optimizer = optim.make_optimizer(loaded.model, replace(plan, freeze=()), device)  # frozen before
     run = TrainingRun(
         folder=folder,
         task=task,
