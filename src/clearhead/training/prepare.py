@@ -152,8 +152,7 @@ def assemble(
             named = [name for name, _ in loaded.model.named_parameters()]
             there = torch.device("cpu") if plan.offload else device
             materialise(loaded.model, there, unread.each(named))
-    frozen = replace(plan, freeze=())  # a process may have no part of what a pattern names
-    optimizer = optim.make_optimizer(loaded.model, frozen, device)
+    optimizer = optim.make_optimizer(loaded.model, replace(plan, freeze=()), device)  # frozen before
     run = TrainingRun(
         folder=folder,
         task=task,
