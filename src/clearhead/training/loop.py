@@ -203,15 +203,17 @@ def learn(run: TrainingRun, on_event: OnEvent, stop: Callable[[], bool]) -> Reas
         if due(step, plan.validate_every, run.steps):
             meter.settle()
             meter.tick()
-            validated = validate_run(run)
+            with run.world.waiting(f"the validation of step {step}"):
+                validated = validate_run(run)
             on_event(validated)
             meter.ticked = time.perf_counter()  # validation does not count
             best = validated.best or step in run.best_steps(plan.keep_best)[1:]
         if due(step, plan.save_every, run.steps) or best or stopping or not run.patient:
             meter.settle()
             meter.tick()
-            run.saver.finish(on_event, wait=True)
-            save(run, scaler)
+            with run.world.waiting(f"the checkpoint of step {step}"):
+                run.saver.finish(on_event, wait=True)
+                save(run, scaler)
         if stopping:
             return "stopped"
     return "done" if run.patient else "patience"
@@ -300,9 +302,8 @@ class Meter:
         loss, norm, verdict = read()
         if not math.isfinite(verdict):
             run.seed(step)  # the optimizer did not step: the weights are still those before it
-            raise TrainingError(
-                faults.diagnose(run.model, batches, step, run.precision, run.plan, run.task.objective)
-            )
+            work = run.model, batches, step, run.precision, run.plan, run.task.objective, run.world
+            raise TrainingError(faults.diagnose(*work, split_loss=None if run.empty is None else run.loss))
         if step % run.plan.log_every == 0 or step in (1, run.steps):
             self.on_event(self.report(loss, norm))
         self.pending = None

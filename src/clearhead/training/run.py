@@ -25,7 +25,7 @@ from clearhead.parallel.shards import materialise
 from clearhead.parallel.world import World, joined
 from clearhead.recipe import BASE, SECTIONS, Recipe, Settings, read_recipe
 from clearhead.tasks import corpus, table
-from clearhead.training import loop, prepare, weights
+from clearhead.training import faults, loop, prepare, weights
 from clearhead.training import resume as continued
 from clearhead.training.events import Finished, Note, OnEvent, Reason, Started, logged
 from clearhead.training.folder import mark, new_folder, ours, resumed_folder
@@ -92,7 +92,13 @@ def train(
         needed = (*plan.data.paths, *plan.data.validation, plan.tokens.model, plan.model.get(BASE))
         paths = [Path(path) for path in needed if path is not None]
         with world.holding(new_folder(folder, overwrite, paths, tell), lambda: None) as keep:
-            world.agree({f"[{name}]": plain(getattr(plan, name)) for name in SECTIONS})
+            world.agree(
+                {
+                    f"{name}.{key}": value
+                    for name in SECTIONS
+                    for key, value in plain(getattr(plan, name)).items()
+                }
+            )
             plan = world.once(lambda: with_rows(plan, given, folder, tell))
             return _start(world, plan, folder, tell, stop, keep)
 
@@ -143,8 +149,9 @@ def _start(
         recipe = recipe.replace("model", base=str(first.folder.absolute()))
         recipe = recipe.replace("tokens", kind=None).replace("train", pretrain=0)
     run = prepare.prepare(recipe, folder, on_event, world)
-    loop.save(run)
-    run.saver.finish(wait=True)
+    with run.world.waiting("the first checkpoint"):
+        loop.save(run)
+        run.saver.finish(wait=True)
     keep()
     return _finish(run, on_event, stop)
 
@@ -204,7 +211,7 @@ def _finish(run: loop.TrainingRun, on_event: OnEvent, stop: Callable[[], bool]) 
                 device=str(run.precision.device),
             )
         )
-        with run.saver.completing():
+        with faults.naming_memory(state, run.world), run.saver.completing():
             reason = loop.learn(run, tell, stop)
             run.saver.finish(tell, wait=True)
         run.world.meet()  # the links are moved
