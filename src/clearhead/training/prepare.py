@@ -149,9 +149,7 @@ def assemble(
             suit_narrow(loaded.model)
         partial = split(loaded.model, world, wanted, plan.offload)
         if unread is not None:
-            named = [name for name, _ in loaded.model.named_parameters()]
-            there = torch.device("cpu") if plan.offload else device
-            materialise(loaded.model, there, unread.each(named))
+            materialise(loaded.model, torch.device("cpu") if plan.offload else device, unread)
     frozen = replace(plan, freeze=())  # a process may have no part of what a pattern names
     optimizer = optim.make_optimizer(loaded.model, frozen, device)
     run = TrainingRun(
