@@ -108,7 +108,7 @@ def assemble(
     count = sum(one.numel() for one in loaded.model.parameters())
     fits = count * LEARNING[plan.optimizer] < 0.6 * room(device)
     world = world.arranged(recipe.parallel, device.type, fits)
-    whole = world.plan.tensor == 1  # a split layer has its own ways
+    whole = world.plan.tensor * world.plan.context == 1  # a split layer has its own ways
     empty = emptied(loaded.model) if world.size > 1 else None
     loaded.model.to(device)
     if whole:

@@ -1,0 +1,355 @@
+"""Ring attention: the tokens of each row shared out, keys and values sent from process to process.
+
+Every process knows masks and positions of whole rows, so it knows without asking which keys each of the
+others needs: a window asks for those in its reach, a causal layer for earlier ones. In round s a process
+receives from the one s places before it, while it works on what came in the round before. It never holds more
+than its own keys and those of two others. Answers to the keys of each process are merged by their
+log-sum-exp. The backward pass sends keys and values again, and their gradients back.
+
+Shapes: B batch, T queries of a process, H heads, K key/value heads, S keys, E and Ev width of a key and of a
+value, t and s queries and keys of a piece.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from clearhead.config.kinds import FULL, Kind
+from clearhead.model.attention import Attention
+from clearhead.model.cache import LayerKeys
+from clearhead.model.dtypes import wide
+from clearhead.model.kinds.blocks import Bias, meeting
+from clearhead.model.masks import Tokens, View, compose
+from clearhead.model.positions import Rotary
+from clearhead.model.taps import Tap
+from clearhead.parallel.tokens import Layout, part
+
+AT_ONCE = 1 << 25  # scores of a piece, at most
+
+
+class Ring:
+    """The processes that share out the tokens of a row."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group, self.size, self.place = group, dist.get_world_size(group), dist.get_rank(group)
+
+    def swap(self, sent: Tensor | None, to: int, received: Tensor | None, source: int) -> Callable[[], None]:
+        """Begin to send to one process and to receive from one; return what waits until both are done."""
+        wanted = ((dist.isend, sent, to), (dist.irecv, received, source))
+        operations = [
+            dist.P2POp(way, tensor, group=self.group, group_peer=peer % self.size)
+            for way, tensor, peer in wanted
+            if tensor is not None
+        ]
+        under_way = dist.batch_isend_irecv(operations) if operations else []
+
+        def wait() -> None:
+            for work in under_way:
+                work.wait()
+
+        return wait
+
+
+# Who meets whom ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Queries that meet keys."""
+
+    number: int  # among all pieces of a process
+    queries: slice
+    keys: Tensor | None  # s: which of those that a process has sent; None: all
+    slots: Tensor  # s: where they stand among the keys of all processes
+
+
+@dataclass(frozen=True)
+class Round:
+    """What comes and goes at once."""
+
+    received: int  # number of keys that come
+    given: Tensor  # which of the own keys go
+    pieces: list[Piece]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RingView(View):
+    """What the attention of one layer may see, of the keys of all processes."""
+
+    ring: Ring
+    tokens: Tokens  # the queries of this process
+    keys: Tokens  # of all processes, one after the other
+    rounds: list[Round]  # the first is with the own keys
+    kind: Kind
+    causal_keys: bool
+    bias_of: Bias
+    leaves: tuple[Tensor, ...]  # weights that the bias is made of
+
+    def seen(self, piece: Piece) -> Tensor | None:
+        """Return the mask of a piece [B|1, 1, t, s]; None: all of it."""
+        queries, keys = self._tokens(piece)
+        return compose(queries, keys, causal=self.causal_keys, kind=self.kind)[0]
+
+    def added(self, piece: Piece, heads: list[int] | None) -> Tensor | None:
+        """Return the bias of a piece [B|1, 1|H, t, s], for some of the heads."""
+        bias = self.bias_of(*self._tokens(piece))
+        return bias if bias is None or heads is None or bias.shape[1] == 1 else bias[:, heads]
+
+    def _tokens(self, piece: Piece) -> tuple[Tokens, Tokens]:
+        return self.tokens.map(lambda x: x[:, piece.queries]), self.keys.map(lambda x: x[:, piece.slots])
+
+
+def ring_view(
+    ring: Ring,
+    queries: tuple[Tokens, Layout],
+    keys: tuple[Tokens, Layout],
+    kind: Kind = FULL,
+    causal: bool = False,
+    *,
+    width: int,
+    bias_of: Bias = lambda queries, keys: None,
+    leaves: Iterable[Tensor] = (),
+    rotary: Rotary | None = None,
+) -> RingView:
+    """Plan who sends what to whom; tokens are whole rows, `width` is rows times heads."""
+    (asking, of_queries), (asked, of_keys) = queries, keys
+    asking, asked = of_queries.spread(asking), of_keys.spread(asked)
+    size, N, device = min(of_queries.tile, of_keys.tile), ring.size, asked.order.device
+    met = meeting(asking, asked, kind, causal, size).cpu().view(N, of_queries.each // size, N, -1)
+    tokens_of = torch.arange(of_keys.each).view(-1, size)  # of each tile
+    most = max(1, AT_ONCE // (width * of_keys.each * size)) * size
+    chunk = of_queries.chunk
+    spans = [
+        slice(start, min(start + most, end))
+        for end in range(chunk, of_queries.each + 1, chunk)
+        for start in range(end - chunk, end, most)
+    ]
+    rounds, count = [], 0
+    for step in range(N):
+        owner, asker = (ring.place - step) % N, (ring.place + step) % N
+        wanted, given = (
+            met[who, :, whose].any(0) if step else torch.ones(met.shape[3], dtype=torch.bool)
+            for who, whose in ((ring.place, owner), (asker, ring.place))
+        )
+        pieces = []
+        for span in spans:
+            some = met[ring.place, span.start // size : span.stop // size, owner].any(0)
+            if some.any():
+                index = None if bool((some == wanted).all()) else _places(some[wanted], size).to(device)
+                slots = tokens_of[some].flatten().to(device) + owner * of_keys.each
+                pieces.append(Piece(count, span, index, slots))
+                count += 1
+        rounds.append(Round(int(wanted.sum()) * size, tokens_of[given].flatten().to(device), pieces))
+    return RingView(
+        ring=ring,
+        tokens=part(asking, ring.place * of_queries.each, of_queries.each),
+        keys=asked,
+        rounds=rounds,
+        kind=kind,
+        causal_keys=causal,
+        bias_of=bias_of,
+        leaves=tuple(leaf for leaf in leaves if leaf.requires_grad),
+        rotary=rotary,
+    )
+
+
+def _places(chosen: Tensor, size: int) -> Tensor:
+    """Return the tokens of the tiles that are chosen [tiles]."""
+    return torch.arange(len(chosen) * size).view(-1, size)[chosen].flatten()
+
+
+# Attention -----------------------------------------------------------------------------------------------
+
+
+class RingAttention(Attention):
+    """Attention of the queries of this process to the keys of all."""
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, view: View, cache: LayerKeys | None, tap: Tap, x: Tensor
+    ) -> Tensor:
+        """See `Attention.attend`."""
+        if not isinstance(view, RingView):
+            return super().attend(q, k, v, view, cache, tap, x)
+        scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
+        heads = list(self.heads) if self.pruned else None
+        dropout = self.dropout if self.training else 0.0
+        return attend_ring(q, k, v, view, scale, self.softcap, self.sinks(), dropout, heads)
+
+
+def attend_ring(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    view: RingView,
+    scale: float,
+    softcap: float | None = None,
+    sink: Tensor | None = None,
+    dropout: float = 0.0,
+    heads: list[int] | None = None,
+) -> Tensor:
+    """Attend as `model.attend` does, q [B,H,T,E], k [B,K,S,E] and v [B,K,S,Ev] being those of this process.
+
+    `heads` are the heads that are here, where the bias has more.
+    """
+    seed = int(torch.randint(1 << 62, ())) if dropout else 0
+    call = Call(view, scale, softcap, dropout, seed, heads)
+    apply: Any = _Attended.apply
+    if torch.compiler.is_compiling():
+        apply = torch.compiler.disable(apply)  # type: ignore[no-untyped-call]
+    return cast(Tensor, apply(call, q, k, v, sink, *view.leaves))
+
+
+@dataclass(frozen=True)
+class Call:
+    """One attention over the ring."""
+
+    view: RingView
+    scale: float
+    softcap: float | None
+    dropout: float
+    seed: int  # of dropout
+    heads: list[int] | None
+
+    def rounds(self, own: Tensor) -> Iterator[tuple[int, Round, Tensor]]:
+        """Yield each round with its keys and values [B, K, s, E+Ev], while the next are under way."""
+        ring, rounds = self.view.ring, self.view.rounds
+        coming: list[tuple[Tensor, Callable[[], None]]] = [(own, lambda: None)]
+        for step, here in enumerate(rounds):
+            if step + 1 < len(rounds):
+                after = rounds[step + 1]
+                sent = own.index_select(2, after.given) if len(after.given) else None
+                room = own.new_empty(*own.shape[:2], after.received, own.shape[3])
+                place = ring.place + step + 1, ring.place - step - 1
+                coming.append((room, ring.swap(sent, place[0], room if after.received else None, place[1])))
+            keys, wait = coming.pop(0)
+            wait()
+            yield step, here, keys
+
+    def scores(self, piece: Piece, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the scores of a piece [B, H, t, s], and of a soft cap the slope."""
+        scores = wide(_by_key_head(q, k) @ k.transpose(-2, -1)).view(*q.shape[:3], -1) * self.scale
+        slope = None
+        if self.softcap is not None:
+            bent = torch.tanh(scores / self.softcap)
+            scores, slope = self.softcap * bent, 1 - bent.square()
+        bias, mask = self.view.added(piece, self.heads), self.view.seen(piece)
+        scores = scores if bias is None else scores + bias
+        return scores if mask is None else scores.masked_fill(~mask, -torch.inf), slope
+
+    def kept(self, piece: Piece, pattern: Tensor) -> Tensor | float:
+        """Return the factors of dropout [B, H, t, s], the same in both passes."""
+        if not self.dropout:
+            return 1.0
+        generator = torch.Generator(pattern.device).manual_seed(self.seed + piece.number)
+        drawn = torch.rand(pattern.shape, generator=generator, device=pattern.device)
+        return (drawn >= self.dropout) / (1 - self.dropout)
+
+
+class _Attended(torch.autograd.Function):
+    """softmax(q kᵀ · scale + bias, where seen) v, over the keys and values of all processes."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, call: Call, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *leaves: Tensor
+    ) -> Tensor:
+        """Merge the answers to the keys of each process."""
+        E = k.shape[-1]
+        answer = wide(q).new_zeros(*q.shape[:3], v.shape[-1])
+        total = wide(q).new_full(q.shape[:3], -torch.inf)  # log-sum-exp of all scores so far
+        for _, here, keys in call.rounds(torch.cat([k, v], -1)):
+            for piece in here.pieces:
+                met = keys if piece.keys is None else keys.index_select(2, piece.keys)
+                scores, _ = call.scores(piece, q[:, :, piece.queries], met[..., :E])
+                before = total[:, :, piece.queries]
+                merged = torch.logaddexp(before, scores.logsumexp(-1))
+                finite = merged.masked_fill(merged == -torch.inf, 0.0)  # a query that sees nothing
+                pattern = (scores - finite[..., None]).exp_()
+                pattern = (pattern * call.kept(piece, pattern)).to(v.dtype)
+                found = (_by_key_head(pattern, met) @ met[..., E:]).view(*pattern.shape[:3], -1)
+                answer[:, :, piece.queries] *= (before - finite).exp()[..., None]
+                answer[:, :, piece.queries] += found
+                total[:, :, piece.queries] = merged
+        if sink is not None:
+            merged = torch.logaddexp(total, sink.to(total.dtype)[:, None])
+            answer, total = answer * (total - merged).exp()[..., None], merged
+        answer = answer.to(q.dtype)
+        ctx.call = call
+        ctx.save_for_backward(q, k, v, answer, total, sink, *leaves)
+        return answer
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        """Send keys and values round again, and the gradients of each back to where it came from."""
+        call, ring = ctx.call, ctx.call.view.ring
+        q, k, v, answer, total, sink, *leaves = ctx.saved_tensors
+        E, of_leaves = k.shape[-1], [torch.zeros_like(leaf) for leaf in leaves]
+        total = total.masked_fill(total == -torch.inf, 0.0)[..., None]
+        # What each score is weighed against: the mean of the slopes of all scores of a query.
+        mean = (wide(upstream) * wide(answer)).sum(-1, keepdim=True)
+        for_q, own = torch.zeros_like(wide(q)), torch.cat([k, v], -1)
+        for_own, returned = torch.zeros_like(wide(own)), _nothing
+        for step, here, keys in call.rounds(own):
+            slopes = for_own if step == 0 else torch.zeros_like(wide(keys))
+            for piece in here.pieces:
+                span, met = piece.queries, keys if piece.keys is None else keys.index_select(2, piece.keys)
+                queries, wanted = q[:, :, span], upstream[:, :, span]
+                scores, slope = call.scores(piece, queries, met[..., :E])
+                pattern = (scores - total[:, :, span]).exp_()
+                kept = call.kept(piece, pattern)
+                of_pattern = wide(_by_key_head(wanted, met) @ met[..., E:].transpose(-2, -1)).view_as(pattern)
+                of_scores = pattern * (of_pattern * kept - mean[:, :, span])
+                for so_far, more in zip(of_leaves, _of_bias(call, piece, leaves, of_scores)):
+                    so_far += more
+                of_scores = (of_scores if slope is None else of_scores * slope) * call.scale
+                grouped = _by_key_head(of_scores.to(q.dtype), met)  # B K H/K·t s
+                for_q[:, :, span] += (grouped @ met[..., :E]).view_as(queries)
+                for_k = grouped.transpose(-2, -1) @ _by_key_head(queries, met)
+                given = _by_key_head((pattern * kept).to(v.dtype), met)
+                for_v = given.transpose(-2, -1) @ _by_key_head(wanted, met)
+                both = wide(torch.cat([for_k, for_v], -1))
+                slopes.add_(both) if piece.keys is None else slopes.index_add_(2, piece.keys, both)
+            returned()
+            returned = _return(ring, step, here, slopes, for_own) if step else _nothing
+        returned()
+        of_sink = None if sink is None else -((wide(sink)[:, None, None] - total).exp() * mean).sum((0, 2, 3))
+        of_sink = None if of_sink is None else of_sink.to(sink.dtype)
+        for_k, for_v = (x.to(k.dtype) for x in (for_own[..., :E], for_own[..., E:]))
+        return None, for_q.to(q.dtype), for_k, for_v, of_sink, *of_leaves
+
+
+def _nothing() -> None:
+    """Wait for nothing."""
+
+
+def _return(ring: Ring, step: int, here: Round, slopes: Tensor, own: Tensor) -> Callable[[], None]:
+    """Send gradients of keys and values back; return what adds those of the own ones, once they are here."""
+    room = own.new_empty(*own.shape[:2], len(here.given), own.shape[3])
+    sent, received = slopes if here.received else None, room if len(here.given) else None
+    wait = ring.swap(sent, ring.place - step, received, ring.place + step)
+
+    def add() -> None:
+        wait()
+        own.index_add_(2, here.given, room)
+
+    return add
+
+
+def _of_bias(call: Call, piece: Piece, leaves: list[Tensor], slopes: Tensor) -> tuple[Tensor, ...]:
+    """Return the gradients of the weights of a bias."""
+    if not leaves:
+        return ()
+    with torch.enable_grad():
+        bias = call.view.added(piece, call.heads)
+    assert bias is not None
+    return torch.autograd.grad(bias, leaves, slopes.sum_to_size(bias.shape).to(bias.dtype))
+
+
+def _by_key_head(x: Tensor, keys: Tensor) -> Tensor:
+    """Make the heads of a group more queries of their key head: [B, H, t, E] -> [B, K, H/K·t, E]."""
+    return x.reshape(x.shape[0], keys.shape[1], -1, x.shape[-1])
