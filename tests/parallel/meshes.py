@@ -54,7 +54,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }
 NONE: Mapping[str, int] = {}
-AXES = ("data", "shard", "tensor")
+AXES = ("data", "shard", "tensor", "context")
 PAIRS = [dict.fromkeys(pair, 2) for pair in itertools.combinations(AXES, 2)]
 MESHES = [*({axis: 2} for axis in AXES), *PAIRS]
 

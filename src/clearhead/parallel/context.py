@@ -181,10 +181,15 @@ class RingStack(Stack):
                 causal,
                 width=ids.shape[0] * self.spec.n_heads,
                 bias_of=biased,
-                leaves=scheme.parameters() if self.spec.positions in BIASES else (),
+                weights=self.of_bias,
                 rotary=None if turns is None else Rotary(*(turn[:, :, :-1] for turn in turns)),
             )
         return cast(dict[Kind, View], views)
+
+    def of_bias(self) -> list[Tensor]:
+        """Return the weights that the bias of scores is made of, if they are trained."""
+        made_of = self.positions.parameters() if self.spec.positions in BIASES else ()
+        return [weight for weight in made_of if weight.requires_grad]
 
     def cross_view(self, tokens: Tokens, source: Tokens, batch: int) -> View:
         """See `Stack.cross_view`; the source is shared out as the tokens of an encoder are."""

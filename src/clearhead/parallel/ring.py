@@ -10,7 +10,7 @@ Shapes: B batch, T queries of a process, H heads, K key/value heads, S keys, E a
 value, t and s queries and keys of a piece.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -88,7 +88,7 @@ class RingView(View):
     kind: Kind
     causal_keys: bool
     bias_of: Bias
-    leaves: tuple[Tensor, ...]  # weights that the bias is made of
+    weights: Callable[[], list[Tensor]]  # that the bias is made of, and that are trained
 
     def seen(self, piece: Piece) -> Tensor | None:
         """Return the mask of a piece [B|1, 1, t, s]; None: all of it."""
@@ -113,7 +113,7 @@ def ring_view(
     *,
     width: int,
     bias_of: Bias = lambda queries, keys: None,
-    leaves: Iterable[Tensor] = (),
+    weights: Callable[[], list[Tensor]] = list,
     rotary: Rotary | None = None,
 ) -> RingView:
     """Plan who sends what to whom; tokens are whole rows, `width` is rows times heads."""
@@ -153,7 +153,7 @@ def ring_view(
         kind=kind,
         causal_keys=causal,
         bias_of=bias_of,
-        leaves=tuple(leaf for leaf in leaves if leaf.requires_grad),
+        weights=weights,
         rotary=rotary,
     )
 
@@ -201,7 +201,7 @@ def attend_ring(
     apply: Any = _Attended.apply
     if torch.compiler.is_compiling():
         apply = torch.compiler.disable(apply)  # type: ignore[no-untyped-call]
-    return cast(Tensor, apply(call, q, k, v, sink, *view.leaves))
+    return cast(Tensor, apply(call, q, k, v, sink, *view.weights()))
 
 
 @dataclass(frozen=True)
@@ -255,7 +255,7 @@ class _Attended(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, call: Call, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *leaves: Tensor
+        ctx: Any, call: Call, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *weights: Tensor
     ) -> Tensor:
         """Merge the answers to the keys of each process."""
         E = k.shape[-1]
@@ -279,7 +279,7 @@ class _Attended(torch.autograd.Function):
             answer, total = answer * (total - merged).exp()[..., None], merged
         answer = answer.to(q.dtype)
         ctx.call = call
-        ctx.save_for_backward(q, k, v, answer, total, sink, *leaves)
+        ctx.save_for_backward(q, k, v, answer, total, sink)
         return answer
 
     @staticmethod
@@ -287,8 +287,9 @@ class _Attended(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         """Send keys and values round again, and the gradients of each back to where it came from."""
         call, ring = ctx.call, ctx.call.view.ring
-        q, k, v, answer, total, sink, *leaves = ctx.saved_tensors
-        E, of_leaves = k.shape[-1], [torch.zeros_like(leaf) for leaf in leaves]
+        q, k, v, answer, total, sink = ctx.saved_tensors
+        weights = call.view.weights()
+        E, of_weights = k.shape[-1], [torch.zeros_like(weight) for weight in weights]
         total = total.masked_fill(total == -torch.inf, 0.0)[..., None]
         # What each score is weighed against: the mean of the slopes of all scores of a query.
         mean = (wide(upstream) * wide(answer)).sum(-1, keepdim=True)
@@ -304,7 +305,7 @@ class _Attended(torch.autograd.Function):
                 kept = call.kept(piece, pattern)
                 of_pattern = wide(_by_key_head(wanted, met) @ met[..., E:].transpose(-2, -1)).view_as(pattern)
                 of_scores = pattern * (of_pattern * kept - mean[:, :, span])
-                for so_far, more in zip(of_leaves, _of_bias(call, piece, leaves, of_scores)):
+                for so_far, more in zip(of_weights, _of_bias(call, piece, weights, of_scores)):
                     so_far += more
                 of_scores = (of_scores if slope is None else of_scores * slope) * call.scale
                 grouped = _by_key_head(of_scores.to(q.dtype), met)  # B K H/K·t s
@@ -320,7 +321,7 @@ class _Attended(torch.autograd.Function):
         of_sink = None if sink is None else -((wide(sink)[:, None, None] - total).exp() * mean).sum((0, 2, 3))
         of_sink = None if of_sink is None else of_sink.to(sink.dtype)
         for_k, for_v = (x.to(k.dtype) for x in (for_own[..., :E], for_own[..., E:]))
-        return None, for_q.to(q.dtype), for_k, for_v, of_sink, *of_leaves
+        return None, for_q.to(q.dtype), for_k, for_v, of_sink, *of_weights
 
 
 def _nothing() -> None:
@@ -340,14 +341,14 @@ def _return(ring: Ring, step: int, here: Round, slopes: Tensor, own: Tensor) -> 
     return add
 
 
-def _of_bias(call: Call, piece: Piece, leaves: list[Tensor], slopes: Tensor) -> tuple[Tensor, ...]:
+def _of_bias(call: Call, piece: Piece, weights: list[Tensor], slopes: Tensor) -> tuple[Tensor, ...]:
     """Return the gradients of the weights of a bias."""
-    if not leaves:
+    if not weights:
         return ()
     with torch.enable_grad():
         bias = call.view.added(piece, call.heads)
     assert bias is not None
-    return torch.autograd.grad(bias, leaves, slopes.sum_to_size(bias.shape).to(bias.dtype))
+    return torch.autograd.grad(bias, weights, slopes.sum_to_size(bias.shape).to(bias.dtype))
 
 
 def _by_key_head(x: Tensor, keys: Tensor) -> Tensor:
