@@ -12,9 +12,7 @@ from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.nn.functional import all_gather
 
 from clearhead.config import BIASES
 from clearhead.config.kinds import Kind
@@ -34,10 +32,8 @@ from clearhead.parallel.ring import Ring, RingAttention, ring_view
 from clearhead.parallel.tokens import Layout, OwnTokens, own_tokens
 
 
-def share_tokens(model: Transformer, group: dist.ProcessGroup) -> None:
-    """Let a model, in training, work on the tokens of this process; the others of the group have the rest."""
-    ring = Ring(group)
-    dist.barrier(group)  # NCCL: all meet before some of them send to each other
+def share_tokens(model: Transformer, ring: Ring) -> None:
+    """Let a model, in training, work on the tokens of this process; the others of the ring have the rest."""
     for name, stack in [(name, part) for name, part in model.named_children() if isinstance(part, Stack)]:
         _check(stack, ring.size)
         for inner, part in list(stack.named_modules()):
@@ -142,9 +138,8 @@ class RingStack(Stack):
         hidden = super().forward(inputs, own, memory, types=types, tap=tap)
         if not self.gathers:
             return hidden
-        gathered: Any = all_gather
         # Each process computes the whole loss and counts one of `copies` shares of it.
-        return layout.joined(torch.cat(gathered(hidden, self.ring.group), 1))
+        return layout.joined(torch.cat(self.ring.gathered(hidden), 1))
 
     def _views(
         self,

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.distributed.nn.functional import all_gather
 
 from clearhead.config.kinds import FULL, Kind
 from clearhead.model.attention import Attention
@@ -37,6 +38,12 @@ class Ring:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.size, self.place = group, dist.get_world_size(group), dist.get_rank(group)
+        dist.barrier(group)  # NCCL: all meet before some of them send to each other
+
+    def gathered(self, x: Tensor) -> list[Tensor]:
+        """Return what each process has; the gradient of each is the sum of what all have for it."""
+        gather: Any = all_gather
+        return list(gather(x, self.group))
 
     def swap(self, sent: Tensor | None, to: int, received: Tensor | None, source: int) -> Callable[[], None]:
         """Begin to send to one process and to receive from one; return what waits until both are done."""

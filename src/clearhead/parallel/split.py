@@ -38,6 +38,7 @@ from clearhead.model.stack import Stack
 from clearhead.model.taps import Tap
 from clearhead.model.transformer import Transformer
 from clearhead.parallel.context import share_tokens
+from clearhead.parallel.ring import Ring
 from clearhead.parallel.world import World
 
 COLUMNS, ROWS = ColwiseParallel(), RowwiseParallel()
@@ -61,7 +62,7 @@ def split(model: Transformer, world: World, compiled: bool = False) -> list[nn.P
     assert world.mesh is not None
     partial = _split_tensors(model, world.mesh["tensor"]) if world.plan.tensor > 1 else []
     if world.plan.context > 1:
-        share_tokens(model, world.mesh["context"].get_group())
+        share_tokens(model, Ring(world.mesh["context"].get_group()))
     over = world.mesh["data", "held"]
     for stack in (part for part in model.children() if isinstance(part, Stack)):
         for block in stack.blocks:
