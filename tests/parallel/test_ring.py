@@ -211,7 +211,7 @@ def test_dropout_is_the_same_in_both_passes() -> None:
     assert on_ring(1, work) == [True]
 
 
-SMALL = {"d_model": 8, "n_heads": 4, "n_layers": 2, "d_ff": 12, "vocab_size": 11, "max_positions": 16}
+SMALL = {"d_model": 16, "n_heads": 4, "n_layers": 2, "d_ff": 12, "vocab_size": 11, "max_positions": 16}
 SCALING = RopeScaling(kind="dynamic", factor=2.0, original_positions=6)
 MODELS: dict[str, dict[str, Any]] = {
     "packed": {"family": "decoder", "attention": ("full", "window(4)"), "n_kv_heads": 2},
