@@ -106,6 +106,7 @@ class TrainPlan:
     precision: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: bfloat16 where it is fast
     compile: bool | None = None  # None: where it pays
     checkpointing: bool = False  # recompute activations in the backward pass: slower, smaller
+    offload: bool = False  # keep weights and moments in main memory: slower, for models too large for a GPU
     threads: int | None = None  # of the CPU; None: PyTorch's own choice
 
     # What is trained

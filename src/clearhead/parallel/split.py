@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -52,10 +52,16 @@ SPLITS: Mapping[type[nn.Module], Mapping[str, ParallelStyle]] = {
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 
-def split(model: Transformer, world: World, compiled: bool = False) -> list[nn.Parameter]:
+def split(
+    model: Transformer, world: World, compiled: bool = False, offload: bool = False
+) -> list[nn.Parameter]:
     """Split a model over the mesh of a world, in place; parameters keep their names and become DTensors.
 
-    `compiled`: compile each block.
+    The model comes from main memory; each block visits the device of the mesh to be split.
+
+    Args:
+        compiled: compile each block.
+        offload: keep the parts in main memory; a block visits the device to compute.
 
     Returns: the parameters whose gradients are to be summed over the tensor axis, see `SplitAttention`.
     """
@@ -63,13 +69,15 @@ def split(model: Transformer, world: World, compiled: bool = False) -> list[nn.P
     partial = _split_tensors(model, world.mesh["tensor"]) if world.plan.tensor > 1 else []
     if world.plan.context > 1:
         share_tokens(model, Ring(world.mesh["context"].get_group()))
-    over = world.mesh["data", "held"]
+    sharding: dict[str, Any] = {"mesh": world.held}
+    if offload:
+        sharding["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
     for stack in (part for part in model.children() if isinstance(part, Stack)):
         for block in stack.blocks:
             if compiled:
                 block.compile()
-            fully_shard(block, mesh=over)
-    fully_shard(model, mesh=over)
+            fully_shard(block, **sharding)
+    fully_shard(model, **sharding)
     for part in model.modules():
         if isinstance(part, FSDPModule):  # the loss is divided by the targets of all shares: sum, not mean
             part.set_gradient_divide_factor(1.0)

@@ -40,6 +40,7 @@ class World:
     rank: int = 0
     size: int = 1
     mesh: DeviceMesh | None = None  # of `AXES`; None: not arranged yet, or one process
+    held: DeviceMesh | None = None  # of two axes: copies of the weights, and parts of each copy
     together: dist.ProcessGroup | None = None  # the processes that differ in their share of a batch alone
 
     @property
@@ -78,17 +79,23 @@ class World:
         """What to add to a seed, so that shares draw apart and the parts of one layer alike."""
         return self.share * APART
 
-    def arranged(self, plan: ParallelPlan, device: str, fits: bool) -> Self:
-        """Return the same processes in the mesh of a plan; see `ParallelPlan.settled`."""
+    def arranged(self, plan: ParallelPlan, device: str, fits: bool, always: bool = False) -> Self:
+        """Return the same processes in the mesh of a plan; see `ParallelPlan.settled`.
+
+        One process has a mesh only if it is to have one `always`.
+        """
         plan = plan.settled(self.size, fits)
-        if self.size == 1:
+        if self.size == 1 and not always:
             return replace(self, plan=plan)
+        if not dist.is_initialized():
+            store = dist.HashStore()  # type: ignore[attr-defined]
+            dist.init_process_group(_backend(), store=store, rank=0, world_size=1)
         mesh = init_device_mesh(device, tuple(getattr(plan, name) for name in AXES), mesh_dim_names=AXES)
-        mesh[HELD]._flatten("held")
+        held = DeviceMesh._concatenate([mesh["data"], mesh[HELD]._flatten("held")])
         together = mesh[TOKENS]._flatten("shares").get_group()
         for group in dist.distributed_c10d._world.pg_map:
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=plan.timeout), group)
-        return replace(self, plan=plan, mesh=mesh, together=together)
+        return replace(self, plan=plan, mesh=mesh, held=held, together=together)
 
     def rows(self, batch: Batch, axes: Sequence[str] = ROWS) -> Batch:
         """Return this process's share of the rows; where there are too few, one row that counts nothing.
@@ -126,7 +133,7 @@ class World:
 
         As PyTorch does for one process.
         """
-        if self.size == 1:
+        if self.mesh is None:
             return nn.utils.clip_grad_norm_(parameters, most)
         gradients = [one.grad for one in parameters if one.grad is not None]
         with self.waiting("the norm of the gradients"):
@@ -232,19 +239,22 @@ def joined() -> Iterator[World]:
     Of an error that ends them all, one process speaks. A group that the caller has opened stays open.
     """
     if not started():
-        yield ALONE
+        opened = dist.is_initialized()
+        try:
+            yield ALONE
+        finally:
+            if dist.is_initialized() and not opened:
+                dist.destroy_process_group()
         return
     if dist.is_initialized():
         yield World(rank=dist.get_rank(), size=dist.get_world_size())
         return
-    graphics = torch.cuda.is_available()
-    if graphics:
+    if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     store, rank, size = next(rendezvous("env://"))
     # The store may outlive a restart, and hold the addresses of processes that are gone.
     own = dist.PrefixStore(f"life {restarts()}", store)  # type: ignore[attr-defined]
-    backend = "cpu:gloo,cuda:nccl" if graphics else "gloo"
-    dist.init_process_group(backend, store=own, rank=rank, world_size=size)
+    dist.init_process_group(_backend(), store=own, rank=rank, world_size=size)
     try:
         yield World(rank=dist.get_rank(), size=dist.get_world_size())
     except Exception:
@@ -262,6 +272,10 @@ def _speaks() -> bool:
         return bool(_store().compare_set("failed", "", own).decode() == own)
     except RuntimeError:  # the store is gone, and with it the process that failed
         return False
+
+
+def _backend() -> str:
+    return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
 
 
 def _store() -> Any:

@@ -121,6 +121,11 @@ class TrainingRun:
             )
         return loss * counted
 
+    def backward(self, loss: Tensor) -> None:
+        """Compute the gradients of a loss []; what is computed again for it takes the same kernels."""
+        with self.attention():
+            loss.backward()  # type: ignore[no-untyped-call]
+
     @contextmanager
     def usable(self) -> Iterator[Model]:
         """Give the model as it would be used now: averaged and merged, where the plan asks for it.
@@ -167,7 +172,7 @@ def learn(run: TrainingRun, on_event: OnEvent, stop: Callable[[], bool]) -> Reas
         with run.world.waiting(f"the gradients of step {step}"):
             for batch in work.batches:
                 loss = run.loss(batch)
-                scaler.scale(loss / targets).backward()  # type: ignore[no-untyped-call]
+                run.backward(scaler.scale(loss / targets))
                 total += loss.detach()
         if step < run.steps:
             upcoming = run.batches(step + 1)  # prepared while the device works

@@ -101,8 +101,10 @@ def step_if_finite(
     Returns: a function that reads loss, norm and a number that is finite if all is well. It waits for this
         step, but not for what the device was given after it.
     """
+    norm = norm.to(loss.device)
     numbers = torch.stack([loss, norm, loss if scaler.is_enabled() else loss + norm])
-    if scaler.is_enabled() or not (numbers.is_cuda and optimizer.defaults.get("fused")):
+    there = optimizer.param_groups[0]["params"][0].is_cuda
+    if scaler.is_enabled() or not (there and optimizer.defaults.get("fused")):
         found: list[float] = numbers.tolist()
         if math.isfinite(found[-1]):
             scaler.step(optimizer)

@@ -16,7 +16,7 @@ from clearhead.config import ModelConfig
 from clearhead.costs import LEARNING, cost
 from clearhead.data.examples import Corpus, Images
 from clearhead.data.files import RECIPE
-from clearhead.errors import refuse
+from clearhead.errors import ConfigError, refuse
 from clearhead.evaluation.examples import begun, sampler
 from clearhead.fast.parts import like
 from clearhead.fast.training import join_projections, recompute, suit_narrow
@@ -95,6 +95,12 @@ def assemble(
     if plan.threads is not None:
         torch.set_num_threads(plan.threads)
     precision = choose_precision(plan, device, settled=True)
+    refuse(
+        plan.offload and precision.scaled,
+        "train.offload does not work with float16, whose gradients are scaled: "
+        "set train.precision to bfloat16 or float32",
+        ConfigError,
+    )
     on_event(Note(precision.sentence))
     if plan.lora:
         torch.manual_seed(plan.seed)  # the updates begin at random
@@ -107,23 +113,25 @@ def assemble(
         )
     count = sum(one.numel() for one in loaded.model.parameters())
     fits = count * LEARNING[plan.optimizer] < 0.6 * room(device)
-    world = world.arranged(recipe.parallel, device.type, fits)
+    world = world.arranged(recipe.parallel, device.type, fits, always=plan.offload)
     whole = world.plan.tensor * world.plan.context == 1  # a split layer has its own ways
-    empty = emptied(loaded.model) if world.size > 1 else None
-    loaded.model.to(device)
+    empty = emptied(loaded.model) if world.mesh is not None else None
+    if world.mesh is None:
+        loaded.model.to(device)
     if whole:
         join_projections(loaded.model)
     if plan.checkpointing:
         recompute(loaded.model)
     wanted = plan.compile if plan.compile is not None else pays(task, recipe.data, plan, device)
     partial: Sequence[nn.Parameter] = ()
-    if world.size > 1:
+    if world.mesh is not None:
         from clearhead.parallel.split import split  # takes seconds to import
 
-        on_event(Note(f"{world.size} processes: {world.plan}"))
+        if world.size > 1:
+            on_event(Note(f"{world.size} processes: {world.plan}"))
         if narrow(device) and whole and not wanted:
             suit_narrow(loaded.model)
-        partial = split(loaded.model, world, wanted)
+        partial = split(loaded.model, world, wanted, plan.offload)
     optimizer = optim.make_optimizer(loaded.model, plan, device)
     run = TrainingRun(
         folder=folder,
@@ -147,7 +155,7 @@ def assemble(
         empty=empty,
         partial=partial,
     )
-    if world.size == 1 and not (wanted and _compile(run, on_event)) and narrow(device):
+    if world.mesh is None and not (wanted and _compile(run, on_event)) and narrow(device):
         suit_narrow(loaded.model)
     return run
 
@@ -158,7 +166,7 @@ def _compile(run: TrainingRun, on_event: OnEvent) -> bool:
     run.compiled = like(run.model.train(), type(run.model))
     run.compiled.compile()
     try:
-        run.loss(run.batches(1).batches[0]).backward()  # type: ignore[no-untyped-call]
+        run.backward(run.loss(run.batches(1).batches[0]))
     except torch.OutOfMemoryError:
         raise
     except Exception as error:

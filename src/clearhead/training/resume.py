@@ -27,8 +27,11 @@ from clearhead.typed import plain
 # What may change in a run that goes on: how long it is, and what is validated, kept and shown on the way.
 CHANGEABLE = tuple(
     f"train.{name}"
-    for name in ("steps", "validate_every", "save_every", "patience", "keep_best", "keep_last", "log_every")
-) + ("train.samples", *(f"parallel.{field.name}" for field in dataclasses.fields(ParallelPlan)))
+    for name in (
+        *("steps", "validate_every", "save_every", "patience", "keep_best", "keep_last", "log_every"),
+        *("samples", "offload"),
+    )
+) + tuple(f"parallel.{field.name}" for field in dataclasses.fields(ParallelPlan))
 
 
 def changed_recipe(folder: Path, settings: Settings) -> Recipe:
