@@ -17,6 +17,8 @@ CASES = [
     ("vit", {"tensor": 2}),
     ("moe", {"data": 2}),
     ("decoder", {"tensor": 2}),
+    ("decoder", {"context": 2}),
+    ("encoder-decoder", {"context": 2}),
 ]
 
 

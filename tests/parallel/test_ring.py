@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as nnf
 from torch import Tensor
 
 import clearhead as ch
@@ -209,6 +210,28 @@ def test_dropout_is_the_same_in_both_passes() -> None:
         return torch.autograd.gradcheck(attend, given)
 
     assert on_ring(1, work) == [True]
+
+
+def test_half_precision_is_as_that_of_one_process() -> None:
+    """Norms of heads leave queries and keys in float32 under autocast, and values in bfloat16."""
+    torch.manual_seed(0)
+    q, k, v, upstream = (torch.randn(2, 2, 8, 4) for _ in range(4))
+    tokens, layout = masks.tokens_from(1, 8, torch.device("cpu")), Layout(8, 1, zigzag=True)
+    given = [q.requires_grad_(), k.requires_grad_(), v.bfloat16().requires_grad_()]
+
+    def answers(attend: Callable[..., Tensor]) -> list[Tensor]:
+        with torch.autocast("cpu", torch.bfloat16):
+            found = attend(*given)
+        return [found, *torch.autograd.grad((found * upstream).sum(), given)]
+
+    def work(ring: ThreadRing) -> list[Tensor]:
+        view = rings.ring_view(ring, (tokens, layout), (tokens, layout), causal=True, width=4)
+        return answers(lambda *qkv: rings.attend_ring(*qkv, view, 0.5))
+
+    wanted = answers(lambda q, k, v: nnf.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.5))
+    for found, right in zip(on_ring(1, work)[0], wanted):
+        assert found.dtype == right.dtype
+        assert (found.float() - right.float()).abs().max() <= 0.03
 
 
 SMALL = {"d_model": 16, "n_heads": 4, "n_layers": 2, "d_ff": 12, "vocab_size": 11, "max_positions": 16}

@@ -23,7 +23,7 @@ from torch.distributed.nn.functional import all_gather
 from clearhead.config.kinds import FULL, Kind
 from clearhead.model.attention import Attention
 from clearhead.model.cache import LayerKeys
-from clearhead.model.dtypes import wide
+from clearhead.model.dtypes import uncast, wide
 from clearhead.model.kinds.blocks import Bias, meeting
 from clearhead.model.masks import Tokens, View, compose
 from clearhead.model.positions import Rotary
@@ -205,10 +205,13 @@ def attend_ring(
     """
     seed = int(torch.randint(1 << 62, ())) if dropout else 0
     call = Call(view, scale, softcap, dropout, seed, heads)
+    if torch.is_autocast_enabled(q.device.type):  # as PyTorch's own kernel does
+        q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
     apply: Any = _Attended.apply
     if torch.compiler.is_compiling():
         apply = torch.compiler.disable(apply)  # type: ignore[no-untyped-call]
-    return cast(Tensor, apply(call, q, k, v, sink, *view.weights()))
+    with uncast(q):
+        return cast(Tensor, apply(call, q, k, v, sink, *view.weights()))
 
 
 @dataclass(frozen=True)
