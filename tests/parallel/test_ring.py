@@ -22,9 +22,10 @@ from clearhead.losses import batch_loss
 from clearhead.model import masks
 from clearhead.model.attend import eager
 from clearhead.model.kinds.blocks import tokens_for
-from clearhead.parallel import ring as rings
+from clearhead.parallel import rounds as rings
 from clearhead.parallel.context import share_tokens
-from clearhead.parallel.tokens import Layout
+from clearhead.parallel.ring import attend_ring
+from clearhead.parallel.tokens import RowShares
 
 pytestmark = pytest.mark.ledger("I3")
 Boxes = list[list["queue.Queue[Tensor]"]]
@@ -52,8 +53,8 @@ class ThreadRing(rings.Ring):
             box[self.place].put(x.detach().clone())
         return [self.boxes[self.place][source].get(timeout=20) for source in range(self.size)]
 
-    def gathered(self, x: Tensor) -> list[Tensor]:
-        return list(Gathered.apply(x, self))  # type: ignore[no-untyped-call]
+    def gathered(self, x: Tensor) -> Tensor:
+        return Gathered.apply(x, self)  # type: ignore[no-untyped-call, no-any-return]
 
     def summed(self, x: Tensor) -> Tensor:
         return torch.stack(self.all(x)).sum(0)
@@ -63,13 +64,13 @@ class Gathered(torch.autograd.Function):
     """What each thread has."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ring: ThreadRing) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, x: Tensor, ring: ThreadRing) -> Tensor:
         ctx.ring = ring
-        return tuple(ring.all(x))
+        return torch.stack(ring.all(x))
 
     @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None]:
-        return ctx.ring.summed(torch.stack(upstream))[ctx.ring.place], None
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
+        return ctx.ring.summed(upstream)[ctx.ring.place], None
 
 
 def on_ring(count: int, work: Callable[[ThreadRing], Any]) -> list[Any]:
@@ -116,13 +117,13 @@ def test_a_ring_gives_dense_attention(
     count: int, kind: str, causal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Answers and gradients, with grouped heads, a cap, sinks, a learned bias, padding and documents."""
-    monkeypatch.setattr(rings, "AT_ONCE", 400)  # several pieces
+    monkeypatch.setattr(rings, "AT_ONCE", 400)  # several meetings
     for length, uneven, cap in ((12, False, None), (21, True, 2.0)):
         torch.manual_seed(count)
         shapes = [(3, 4, length, 5), (3, 2, length, 5), (3, 2, length, 6), (4,), (length, 4)]
         given = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
         upstream = torch.randn(3, 4, length, 6, dtype=torch.float64)
-        tokens, layout = tokens_of(kind, length, causal, uneven), Layout(length, count, causal)
+        tokens, layout = tokens_of(kind, length, causal, uneven), RowShares(length, count, causal)
         real = tokens.real_mask().expand(3, -1)[:, None, :, None]
         upstream = upstream * real  # nobody asks what padding says
 
@@ -140,7 +141,7 @@ def test_a_ring_gives_dense_attention(
             ring: ThreadRing,
             given: list[Tensor] = given,
             tokens: masks.Tokens = tokens,
-            layout: Layout = layout,
+            layout: RowShares = layout,
             upstream: Tensor = upstream,
             cap: float | None = cap,
             bias: Callable[..., Tensor] = bias,
@@ -160,7 +161,7 @@ def test_a_ring_gives_dense_attention(
                 bias_of=lambda queries, keys: bias(table, queries, keys),
                 weights=lambda: [table],
             )
-            found = rings.attend_ring(q, k, v, view, 0.3, cap, sink)
+            found = attend_ring(q, k, v, view, 0.3, cap, sink)
             there = (layout.slots(ring.place) < layout.length)[:, None]
             (found * mine(upstream).detach() * there).sum().backward()
             return [found.detach(), *(x.grad for x in (q, k, v, sink, table) if x.grad is not None)]
@@ -180,10 +181,10 @@ def test_keys_in_reach_are_sent_and_work_is_even() -> None:
 
     def view_of(kind: str, causal: bool) -> Callable[[ThreadRing], tuple[int, int]]:
         def work(ring: ThreadRing) -> tuple[int, int]:
-            layout = Layout(64, ring.size, causal)
+            layout = RowShares(64, ring.size, causal)
             tokens = masks.tokens_from(1, 64, torch.device("cpu"))
             view = rings.ring_view(ring, (tokens, layout), (tokens, layout), read_kind(kind), causal, width=1)
-            seen = [masks_of for step in view.rounds for masks_of in map(view.seen, step.pieces)]
+            seen = [masks_of for step in view.rounds for masks_of in map(view.seen, step.meetings)]
             return sum(len(step.given) for step in view.rounds[1:]), sum(int(one.sum()) for one in seen)  # type: ignore[union-attr]
 
         return work
@@ -196,7 +197,7 @@ def test_keys_in_reach_are_sent_and_work_is_even() -> None:
 
 
 def test_dropout_is_the_same_in_both_passes() -> None:
-    layout, tokens = Layout(4, 1, zigzag=True), masks.tokens_from(1, 4, torch.device("cpu"))
+    layout, tokens = RowShares(4, 1, zigzag=True), masks.tokens_from(1, 4, torch.device("cpu"))
     given = [torch.randn(1, 1, 4, 2, dtype=torch.float64, requires_grad=True) for _ in range(3)]
 
     def work(ring: ThreadRing) -> bool:
@@ -204,9 +205,9 @@ def test_dropout_is_the_same_in_both_passes() -> None:
 
         def attend(*qkv: Tensor) -> Tensor:
             torch.manual_seed(0)
-            return rings.attend_ring(*qkv, view, 0.5, dropout=0.4)
+            return attend_ring(*qkv, view, 0.5, dropout=0.4)
 
-        assert (attend(*given) - rings.attend_ring(*given, view, 0.5)).abs().max() > 0.1
+        assert (attend(*given) - attend_ring(*given, view, 0.5)).abs().max() > 0.1
         return torch.autograd.gradcheck(attend, given)
 
     assert on_ring(1, work) == [True]
@@ -216,7 +217,7 @@ def test_half_precision_is_as_that_of_one_process() -> None:
     """Norms of heads leave queries and keys in float32 under autocast, and values in bfloat16."""
     torch.manual_seed(0)
     q, k, v, upstream = (torch.randn(2, 2, 8, 4) for _ in range(4))
-    tokens, layout = masks.tokens_from(1, 8, torch.device("cpu")), Layout(8, 1, zigzag=True)
+    tokens, layout = masks.tokens_from(1, 8, torch.device("cpu")), RowShares(8, 1, zigzag=True)
     given = [q.requires_grad_(), k.requires_grad_(), v.bfloat16().requires_grad_()]
 
     def answers(attend: Callable[..., Tensor]) -> list[Tensor]:
@@ -226,7 +227,7 @@ def test_half_precision_is_as_that_of_one_process() -> None:
 
     def work(ring: ThreadRing) -> list[Tensor]:
         view = rings.ring_view(ring, (tokens, layout), (tokens, layout), causal=True, width=4)
-        return answers(lambda *qkv: rings.attend_ring(*qkv, view, 0.5))
+        return answers(lambda *qkv: attend_ring(*qkv, view, 0.5))
 
     wanted = answers(lambda q, k, v: nnf.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.5))
     for found, right in zip(on_ring(1, work)[0], wanted):

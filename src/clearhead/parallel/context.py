@@ -28,8 +28,9 @@ from clearhead.model.positions import Rotary
 from clearhead.model.stack import Memory, Stack
 from clearhead.model.taps import SILENT, Tap
 from clearhead.model.transformer import Transformer
-from clearhead.parallel.ring import Ring, RingAttention, ring_view
-from clearhead.parallel.tokens import Layout, OwnTokens, own_tokens
+from clearhead.parallel.ring import RingAttention
+from clearhead.parallel.rounds import Ring, ring_view
+from clearhead.parallel.tokens import OwnTokens, RowShares, own_tokens
 
 
 def share_tokens(model: Transformer, ring: Ring) -> None:
@@ -80,7 +81,7 @@ class OwnPatches(PatchFront):
         vectors = super().forward(pixels, real, tap)
         if not self.training:
             return vectors
-        return Layout(vectors.shape[1], self.processes, zigzag=False).pick(vectors, self.place)
+        return RowShares(vectors.shape[1], self.processes, zigzag=False).pick(vectors, self.place)
 
 
 class RingStack(Stack):
@@ -95,9 +96,9 @@ class RingStack(Stack):
         """Number of processes that return the same states in training."""
         return self.ring.size if self.gathers else 1
 
-    def layout(self, length: int) -> Layout:
+    def layout(self, length: int) -> RowShares:
         """Return how rows of some length are shared out."""
-        return Layout(length, self.ring.size, self.spec.causal)
+        return RowShares(length, self.ring.size, self.spec.causal)
 
     def own(self, x: Tensor, fill: float) -> Tensor:
         """See `Stack.own`."""
@@ -139,7 +140,7 @@ class RingStack(Stack):
         if not self.gathers:
             return hidden
         # Each process computes the whole loss and counts one of `copies` shares of it.
-        return layout.joined(torch.cat(self.ring.gathered(hidden), 1))
+        return layout.joined(self.ring.gathered(hidden).transpose(0, 1).flatten(1, 2))
 
     def _views(
         self,
@@ -190,7 +191,7 @@ class RingStack(Stack):
         """See `Stack.cross_view`; the source is shared out as the tokens of an encoder are."""
         if not isinstance(tokens, OwnTokens):
             return super().cross_view(tokens, source, batch)
-        there = Layout(source.length, self.ring.size, zigzag=False)
+        there = RowShares(source.length, self.ring.size, zigzag=False)
         return ring_view(
             self.ring, (tokens.whole, tokens.layout), (source, there), width=batch * self.spec.n_heads
         )

@@ -1,13 +1,11 @@
 """Ring attention: the tokens of each row shared out, keys and values sent from process to process.
 
-Every process knows masks and positions of whole rows, so it knows without asking which keys each of the
-others needs: a window asks for those in its reach, a causal layer for earlier ones. In round s a process
-receives from the one s places before it, while it works on what came in the round before. It never holds more
-than its own keys and those of two others. Answers to the keys of each process are merged by their
-log-sum-exp. The backward pass sends keys and values again, and their gradients back.
+In round s a process receives from the one s places before it, while it works on what came in the round
+before. It never holds more than its own keys and those of two others. Answers to the keys of each process are
+merged by their log-sum-exp. The backward pass sends keys and values again, and their gradients back.
 
 Shapes: B batch, T queries of a process, H heads, K key/value heads, S keys, E and Ev width of a key and of a
-value, t and s queries and keys of a piece.
+value, t and s queries and keys of a meeting.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,162 +13,15 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.distributed.nn.functional import all_gather
 
-from clearhead.config.kinds import FULL, Kind
 from clearhead.model.attention import Attention
 from clearhead.model.cache import LayerKeys
 from clearhead.model.dtypes import uncast, wide
-from clearhead.model.kinds.blocks import Bias, meeting
-from clearhead.model.masks import Tokens, View, compose
-from clearhead.model.positions import Rotary
+from clearhead.model.masks import View
 from clearhead.model.taps import Tap
-from clearhead.parallel.tokens import Layout, part
-
-AT_ONCE = 1 << 25  # scores of a piece, at most
-
-
-class Ring:
-    """The processes that share out the tokens of a row."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group, self.size, self.place = group, dist.get_world_size(group), dist.get_rank(group)
-        dist.barrier(group)  # NCCL: all meet before some of them send to each other
-
-    def gathered(self, x: Tensor) -> list[Tensor]:
-        """Return what each process has; the gradient of each is the sum of what all have for it."""
-        gather: Any = all_gather
-        return list(gather(x, self.group))
-
-    def swap(self, sent: Tensor | None, to: int, received: Tensor | None, source: int) -> Callable[[], None]:
-        """Begin to send to one process and to receive from one; return what waits until both are done."""
-        wanted = ((dist.isend, sent, to), (dist.irecv, received, source))
-        operations = [
-            dist.P2POp(way, tensor, group=self.group, group_peer=peer % self.size)
-            for way, tensor, peer in wanted
-            if tensor is not None
-        ]
-        under_way = dist.batch_isend_irecv(operations) if operations else []
-
-        def wait() -> None:
-            for work in under_way:
-                work.wait()
-
-        return wait
-
-
-# Who meets whom ------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Queries that meet keys."""
-
-    number: int  # among all pieces of a process
-    queries: slice
-    keys: Tensor | None  # s: which of those that a process has sent; None: all
-    slots: Tensor  # s: where they stand among the keys of all processes
-
-
-@dataclass(frozen=True)
-class Round:
-    """What comes and goes at once."""
-
-    received: int  # number of keys that come
-    given: Tensor  # which of the own keys go
-    pieces: list[Piece]
-
-
-@dataclass(frozen=True, kw_only=True)
-class RingView(View):
-    """What the attention of one layer may see, of the keys of all processes."""
-
-    ring: Ring
-    tokens: Tokens  # the queries of this process
-    keys: Tokens  # of all processes, one after the other
-    rounds: list[Round]  # the first is with the own keys
-    kind: Kind
-    causal_keys: bool
-    bias_of: Bias
-    weights: Callable[[], list[Tensor]]  # that the bias is made of, and that are trained
-
-    def seen(self, piece: Piece) -> Tensor | None:
-        """Return the mask of a piece [B|1, 1, t, s]; None: all of it."""
-        queries, keys = self._tokens(piece)
-        return compose(queries, keys, causal=self.causal_keys, kind=self.kind)[0]
-
-    def added(self, piece: Piece, heads: list[int] | None) -> Tensor | None:
-        """Return the bias of a piece [B|1, 1|H, t, s], for some of the heads."""
-        bias = self.bias_of(*self._tokens(piece))
-        return bias if bias is None or heads is None or bias.shape[1] == 1 else bias[:, heads]
-
-    def _tokens(self, piece: Piece) -> tuple[Tokens, Tokens]:
-        return self.tokens.map(lambda x: x[:, piece.queries]), self.keys.map(lambda x: x[:, piece.slots])
-
-
-def ring_view(
-    ring: Ring,
-    queries: tuple[Tokens, Layout],
-    keys: tuple[Tokens, Layout],
-    kind: Kind = FULL,
-    causal: bool = False,
-    *,
-    width: int,
-    bias_of: Bias = lambda queries, keys: None,
-    weights: Callable[[], list[Tensor]] = list,
-    rotary: Rotary | None = None,
-) -> RingView:
-    """Plan who sends what to whom; tokens are whole rows, `width` is rows times heads."""
-    (asking, of_queries), (asked, of_keys) = queries, keys
-    asking, asked = of_queries.spread(asking), of_keys.spread(asked)
-    size, N, device = min(of_queries.tile, of_keys.tile), ring.size, asked.order.device
-    met = meeting(asking, asked, kind, causal, size).cpu().view(N, of_queries.each // size, N, -1)
-    tokens_of = torch.arange(of_keys.each).view(-1, size)  # of each tile
-    most = max(1, AT_ONCE // (width * of_keys.each * size)) * size
-    chunk = of_queries.chunk
-    spans = [
-        slice(start, min(start + most, end))
-        for end in range(chunk, of_queries.each + 1, chunk)
-        for start in range(end - chunk, end, most)
-    ]
-    rounds, count = [], 0
-    for step in range(N):
-        owner, asker = (ring.place - step) % N, (ring.place + step) % N
-        wanted, given = (
-            met[who, :, whose].any(0) if step else torch.ones(met.shape[3], dtype=torch.bool)
-            for who, whose in ((ring.place, owner), (asker, ring.place))
-        )
-        pieces = []
-        for span in spans:
-            some = met[ring.place, span.start // size : span.stop // size, owner].any(0)
-            if some.any():
-                index = None if bool((some == wanted).all()) else _places(some[wanted], size).to(device)
-                slots = tokens_of[some].flatten().to(device) + owner * of_keys.each
-                pieces.append(Piece(count, span, index, slots))
-                count += 1
-        rounds.append(Round(int(wanted.sum()) * size, tokens_of[given].flatten().to(device), pieces))
-    return RingView(
-        ring=ring,
-        tokens=part(asking, ring.place * of_queries.each, of_queries.each),
-        keys=asked,
-        rounds=rounds,
-        kind=kind,
-        causal_keys=causal,
-        bias_of=bias_of,
-        weights=weights,
-        rotary=rotary,
-    )
-
-
-def _places(chosen: Tensor, size: int) -> Tensor:
-    """Return the tokens of the tiles that are chosen [tiles]."""
-    return torch.arange(len(chosen) * size).view(-1, size)[chosen].flatten()
-
-
-# Attention -----------------------------------------------------------------------------------------------
+from clearhead.parallel.rounds import Meeting, Ring, RingView, Round
 
 
 class RingAttention(Attention):
@@ -204,7 +55,7 @@ def attend_ring(
     `heads` are the heads that are here, where the bias has more.
     """
     seed = int(torch.randint(1 << 62, ())) if dropout else 0
-    call = Call(view, scale, softcap, dropout, seed, heads)
+    call = RingCall(view, scale, softcap, dropout, seed, heads)
     if torch.is_autocast_enabled(q.device.type):  # as PyTorch's own kernel does
         q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
     apply: Any = _Attended.apply
@@ -215,7 +66,7 @@ def attend_ring(
 
 
 @dataclass(frozen=True)
-class Call:
+class RingCall:
     """One attention over the ring."""
 
     view: RingView
@@ -240,22 +91,22 @@ class Call:
             wait()
             yield step, here, keys
 
-    def scores(self, piece: Piece, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the scores of a piece [B, H, t, s], and of a soft cap the slope."""
+    def scores(self, at: Meeting, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the scores of a meeting [B, H, t, s], and of a soft cap the slope."""
         scores = wide(_by_key_head(q, k) @ k.transpose(-2, -1)).view(*q.shape[:3], -1) * self.scale
         slope = None
         if self.softcap is not None:
             bent = torch.tanh(scores / self.softcap)
             scores, slope = self.softcap * bent, 1 - bent.square()
-        bias, mask = self.view.added(piece, self.heads), self.view.seen(piece)
+        bias, mask = self.view.added(at, self.heads), self.view.seen(at)
         scores = scores if bias is None else scores + bias
         return scores if mask is None else scores.masked_fill(~mask, -torch.inf), slope
 
-    def kept(self, piece: Piece, pattern: Tensor) -> Tensor | float:
+    def kept(self, at: Meeting, pattern: Tensor) -> Tensor | float:
         """Return the factors of dropout [B, H, t, s], the same in both passes."""
         if not self.dropout:
             return 1.0
-        generator = torch.Generator(pattern.device).manual_seed(self.seed + piece.number)
+        generator = torch.Generator(pattern.device).manual_seed(self.seed + at.number)
         drawn = torch.rand(pattern.shape, generator=generator, device=pattern.device)
         return (drawn >= self.dropout) / (1 - self.dropout)
 
@@ -265,25 +116,25 @@ class _Attended(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, call: Call, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *weights: Tensor
+        ctx: Any, call: RingCall, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *weights: Tensor
     ) -> Tensor:
         """Merge the answers to the keys of each process."""
         E = k.shape[-1]
         answer = wide(q).new_zeros(*q.shape[:3], v.shape[-1])
         total = wide(q).new_full(q.shape[:3], -torch.inf)  # log-sum-exp of all scores so far
         for _, here, keys in call.rounds(torch.cat([k, v], -1)):
-            for piece in here.pieces:
-                met = keys if piece.keys is None else keys.index_select(2, piece.keys)
-                scores, _ = call.scores(piece, q[:, :, piece.queries], met[..., :E])
-                before = total[:, :, piece.queries]
+            for at in here.meetings:
+                met = keys if at.keys is None else keys.index_select(2, at.keys)
+                scores, _ = call.scores(at, q[:, :, at.queries], met[..., :E])
+                before = total[:, :, at.queries]
                 merged = torch.logaddexp(before, scores.logsumexp(-1))
                 finite = merged.masked_fill(merged == -torch.inf, 0.0)  # a query that sees nothing
                 pattern = (scores - finite[..., None]).exp_()
-                pattern = (pattern * call.kept(piece, pattern)).to(v.dtype)
+                pattern = (pattern * call.kept(at, pattern)).to(v.dtype)
                 found = (_by_key_head(pattern, met) @ met[..., E:]).view(*pattern.shape[:3], -1)
-                answer[:, :, piece.queries] *= (before - finite).exp()[..., None]
-                answer[:, :, piece.queries] += found
-                total[:, :, piece.queries] = merged
+                answer[:, :, at.queries] *= (before - finite).exp()[..., None]
+                answer[:, :, at.queries] += found
+                total[:, :, at.queries] = merged
         if sink is not None:
             merged = torch.logaddexp(total, sink.to(total.dtype)[:, None])
             answer, total = answer * (total - merged).exp()[..., None], merged
@@ -307,15 +158,15 @@ class _Attended(torch.autograd.Function):
         for_own, returned = torch.zeros_like(wide(own)), _nothing
         for step, here, keys in call.rounds(own):
             slopes = for_own if step == 0 else torch.zeros_like(wide(keys))
-            for piece in here.pieces:
-                span, met = piece.queries, keys if piece.keys is None else keys.index_select(2, piece.keys)
+            for at in here.meetings:
+                span, met = at.queries, keys if at.keys is None else keys.index_select(2, at.keys)
                 queries, wanted = q[:, :, span], upstream[:, :, span]
-                scores, slope = call.scores(piece, queries, met[..., :E])
+                scores, slope = call.scores(at, queries, met[..., :E])
                 pattern = (scores - total[:, :, span]).exp_()
-                kept = call.kept(piece, pattern)
+                kept = call.kept(at, pattern)
                 of_pattern = wide(_by_key_head(wanted, met) @ met[..., E:].transpose(-2, -1)).view_as(pattern)
                 of_scores = pattern * (of_pattern * kept - mean[:, :, span])
-                for so_far, more in zip(of_weights, _of_bias(call, piece, weights, of_scores)):
+                for so_far, more in zip(of_weights, _of_bias(call, at, weights, of_scores)):
                     so_far += more
                 of_scores = (of_scores if slope is None else of_scores * slope) * call.scale
                 grouped = _by_key_head(of_scores.to(q.dtype), met)  # B K H/K·t s
@@ -324,7 +175,7 @@ class _Attended(torch.autograd.Function):
                 given = _by_key_head((pattern * kept).to(v.dtype), met)
                 for_v = given.transpose(-2, -1) @ _by_key_head(wanted, met)
                 both = wide(torch.cat([for_k, for_v], -1))
-                slopes.add_(both) if piece.keys is None else slopes.index_add_(2, piece.keys, both)
+                slopes.add_(both) if at.keys is None else slopes.index_add_(2, at.keys, both)
             returned()
             returned = _return(ring, step, here, slopes, for_own) if step else _nothing
         returned()
@@ -351,12 +202,12 @@ def _return(ring: Ring, step: int, here: Round, slopes: Tensor, own: Tensor) -> 
     return add
 
 
-def _of_bias(call: Call, piece: Piece, weights: list[Tensor], slopes: Tensor) -> tuple[Tensor, ...]:
+def _of_bias(call: RingCall, at: Meeting, weights: list[Tensor], slopes: Tensor) -> tuple[Tensor, ...]:
     """Return the gradients of the weights of a bias."""
     if not weights:
         return ()
     with torch.enable_grad():
-        bias = call.view.added(piece, call.heads)
+        bias = call.view.added(at, call.heads)
     assert bias is not None
     return torch.autograd.grad(bias, weights, slopes.sum_to_size(bias.shape).to(bias.dtype))
 

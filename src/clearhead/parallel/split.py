@@ -38,7 +38,7 @@ from clearhead.model.stack import Stack
 from clearhead.model.taps import Tap
 from clearhead.model.transformer import Transformer
 from clearhead.parallel.context import share_tokens
-from clearhead.parallel.ring import Ring
+from clearhead.parallel.rounds import Ring
 from clearhead.parallel.world import World
 
 COLUMNS, ROWS = ColwiseParallel(), RowwiseParallel()

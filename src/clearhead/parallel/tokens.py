@@ -18,7 +18,7 @@ TILES = 1024  # of a row, at most
 
 
 @dataclass(frozen=True)
-class Layout:
+class RowShares:
     """Which tokens of a row each process has."""
 
     length: int  # T
@@ -78,10 +78,10 @@ class OwnTokens(Tokens):
     """The tokens of one process, and the rows that they are of."""
 
     whole: Tokens
-    layout: Layout
+    layout: RowShares
 
 
-def own_tokens(whole: Tokens, layout: Layout, place: int) -> OwnTokens:
+def own_tokens(whole: Tokens, layout: RowShares, place: int) -> OwnTokens:
     """Return the tokens of one process."""
     own = part(layout.spread(whole), place * layout.each, layout.each)
     return OwnTokens(
