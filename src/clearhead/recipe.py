@@ -83,7 +83,7 @@ class TrainPlan:
     seed: int = 0
 
     # Optimizer
-    optimizer: Literal["adamw", "adafactor"] = "adamw"  # adafactor: a fraction of the memory
+    optimizer: Literal["adamw", "adafactor", "muon"] = "adamw"  # adafactor: less memory; muon: for matrices
     lr: float = 1e-3  # the peak learning rate; `original`: a factor on its own rate
     betas: tuple[float, float] = (0.9, 0.95)  # decay of the running means of the gradient and of its square
     eps: float = 1e-8  # added to the root of the latter, which divides the update

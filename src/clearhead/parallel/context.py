@@ -21,7 +21,7 @@ from clearhead.fast.parts import like
 from clearhead.model.attention import Attention
 from clearhead.model.cache import Cache
 from clearhead.model.fronts import PatchFront
-from clearhead.model.heads import LanguageHead
+from clearhead.model.heads import Head, LanguageHead
 from clearhead.model.kinds.blocks import tokens_for, with_counts
 from clearhead.model.masks import Tokens, View
 from clearhead.model.positions import Rotary
@@ -39,17 +39,20 @@ def share_tokens(model: Transformer, ring: Ring) -> None:
         _check(stack, ring.size)
         for inner, part in list(stack.named_modules()):
             if isinstance(part, Attention):
-                stack.set_submodule(inner, like(part, _over_ring(cast(Any, type(part)))))
+                stack.set_submodule(inner, like(part, _joined(cast(Any, type(part)), RingAttention)))
             elif isinstance(part, PatchFront):
                 stack.set_submodule(inner, like(part, OwnPatches, place=ring.place, processes=ring.size))
-        gathers = stack is model.main and not isinstance(model.head, LanguageHead)
-        model.set_submodule(name, like(stack, RingStack, ring=ring, gathers=gathers, real=None))
+        # A head of its own kind reads whole rows; a stage of a pipeline that passes states on has none.
+        gathers = stack is model.main and type(model.head) is not Head
+        gathers = gathers and not isinstance(model.head, LanguageHead)
+        kind = _joined(cast(Any, type(stack)), RingStack)
+        model.set_submodule(name, like(stack, kind, ring=ring, gathers=gathers, real=None))
 
 
 @functools.cache
-def _over_ring(kind: Any) -> type[Attention]:
-    """Return the class of an attention over the ring, perhaps with some of the heads."""
-    return RingAttention if kind is Attention else type(kind.__name__, (kind, RingAttention), {})
+def _joined(kind: Any, own: Any) -> Any:
+    """Return `own`, a class of ours, or a class that has the ways of both: of some heads, of some layers."""
+    return own if kind in own.__mro__ else type(kind.__name__, (kind, own), {})
 
 
 def _check(stack: Stack, size: int) -> None:

@@ -59,8 +59,6 @@ def attend_ring(
     if torch.is_autocast_enabled(q.device.type):  # as PyTorch's own kernel does
         q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
     apply: Any = _Attended.apply
-    if torch.compiler.is_compiling():
-        apply = torch.compiler.disable(apply)  # type: ignore[no-untyped-call]
     with uncast(q):
         return cast(Tensor, apply(call, q, k, v, sink, *view.weights()))
 

@@ -60,17 +60,17 @@ class _Gathered(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         """[...] -> [N, ...]."""
         ctx.group = group
-        found = x.new_empty(dist.get_world_size(group), *x.shape)
-        dist.all_gather_into_tensor(found, x.contiguous(), group=group)
-        return found
+        found = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(found, x.contiguous(), group=group)
+        return torch.stack(found)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
         """Sum what all have for this process."""
-        own = torch.empty_like(upstream[0], memory_format=torch.contiguous_format)
-        dist.reduce_scatter_tensor(own, upstream.contiguous(), group=ctx.group)
-        return own, None
+        total = upstream.contiguous().clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total[dist.get_rank(ctx.group)], None
 
 
 # Who meets whom ------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,10 +21,13 @@ from clearhead.errors import ConfigError, refuse
 from clearhead.evaluation.examples import begun, sampler
 from clearhead.fast.parts import like
 from clearhead.fast.training import join_projections, recompute, suit_narrow
+from clearhead.hub.checkpoint import Unread
 from clearhead.hub.files import write_text
 from clearhead.hub.tokenizer import load_tokenizer, read_settings, special_ids
 from clearhead.model.heads import LanguageHead
-from clearhead.parallel.shards import emptied
+from clearhead.parallel.pipeline import check as check_stages
+from clearhead.parallel.pipeline import staged
+from clearhead.parallel.shards import emptied, materialise
 from clearhead.parallel.world import ALONE, World
 from clearhead.presets import PRESETS
 from clearhead.recipe import BASE, Recipe, TrainPlan
@@ -88,8 +92,12 @@ def assemble(
     folder: Path,
     on_event: OnEvent,
     world: World = ALONE,
+    unread: Unread | None = None,
 ) -> TrainingRun:
-    """Put a run together around its model: precision, low-rank updates, optimizer, averages, fast parts."""
+    """Put a run together around its model: precision, low-rank updates, optimizer, averages, fast parts.
+
+    `unread`: the weights of a model that has none yet, of which each process reads its part.
+    """
     plan, device = recipe.train, best_device(recipe.train.device)
     assert plan.steps is not None and plan.metric is not None, "the recipe is not settled"
     if plan.threads is not None:
@@ -111,18 +119,23 @@ def assemble(
             plan.lora_targets,
             also=() if isinstance(loaded.model.head, LanguageHead) else ("head.*",),
         )
+    optim.freeze(loaded.model, plan.freeze)
+    check_stages(loaded.config, recipe.parallel.pipeline, precision.scaled)
     count = sum(one.numel() for one in loaded.model.parameters())
-    fits = count * LEARNING[plan.optimizer] < 0.6 * room(device)
+    fits = count * LEARNING[plan.optimizer] < 0.6 * room(device) * recipe.parallel.pipeline
     world = world.arranged(recipe.parallel, device.type, fits, always=plan.offload)
     whole = world.plan.tensor * world.plan.context == 1  # a split layer has its own ways
     empty = emptied(loaded.model) if world.mesh is not None else None
-    if world.mesh is None:
+    if world.mesh is None:  # what is split goes to the device in parts
         loaded.model.to(device)
+    if world.plan.pipeline > 1:
+        loaded.model = staged(loaded.model, world, device)
     if whole:
         join_projections(loaded.model)
     if plan.checkpointing:
         recompute(loaded.model)
-    wanted = plan.compile if plan.compile is not None else pays(task, recipe.data, plan, device)
+    usual = world.plan.context == 1 and pays(task, recipe.data, plan, device)
+    wanted = usual if plan.compile is None else plan.compile
     partial: Sequence[nn.Parameter] = ()
     if world.mesh is not None:
         from clearhead.parallel.split import split  # takes seconds to import
@@ -132,7 +145,12 @@ def assemble(
         if narrow(device) and whole and not wanted:
             suit_narrow(loaded.model)
         partial = split(loaded.model, world, wanted, plan.offload)
-    optimizer = optim.make_optimizer(loaded.model, plan, device)
+        if unread is not None:
+            named = [name for name, _ in loaded.model.named_parameters()]
+            there = torch.device("cpu") if plan.offload else device
+            materialise(loaded.model, there, unread.each(named))
+    frozen = replace(plan, freeze=())  # a process may have no part of what a pattern names
+    optimizer = optim.make_optimizer(loaded.model, frozen, device)
     run = TrainingRun(
         folder=folder,
         task=task,
