@@ -80,7 +80,7 @@ class TrainPlan:
     epochs: float | None = None  # None: chosen by the amount of data
     pretrain: int = 0  # classify, tag: steps of masked language modelling on the same texts before; 0: none
     accumulate: int = 1  # batches that make one step
-    seed: int = 0
+    seed: int = 0  # of weights, batches and dropout
 
     # Optimizer
     optimizer: Literal["adamw", "adafactor", "muon"] = "adamw"  # adafactor: less memory; muon: for matrices
@@ -130,7 +130,7 @@ class TrainPlan:
     # Show
     log_every: int = 10  # steps
     samples: int = 2  # shown at each validation; 0: none
-    tensorboard: bool = False
+    tensorboard: bool = False  # write for TensorBoard too
 
     def __post_init__(self) -> None:
         _check_plan(self)

@@ -23,9 +23,11 @@ class LoraLinear(nn.Module):
     @property
     def weight(self) -> Tensor:
         """The merged weight [out, in]."""
-        return (wide(self.base.weight) + self.scale * (wide(self.b) @ wide(self.a))).to(
-            self.base.weight.dtype
-        )
+        return self.merged(self.base.weight, self.a, self.b)
+
+    def merged(self, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        """Return a weight [out, in] with the update of a [rank, in] and b [out, rank]."""
+        return (wide(weight) + self.scale * (wide(b) @ wide(a))).to(weight.dtype)
 
     @property
     def bias(self) -> Tensor | None:

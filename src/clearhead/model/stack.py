@@ -28,6 +28,7 @@ from clearhead.model.attention import Attention, attention_steps
 from clearhead.model.cache import Cache, CrossKeys, LayerKeys
 from clearhead.model.feedforward import Experts, FeedForward, expert_steps, feedforward_steps
 from clearhead.model.fronts import Embedding, embedding_steps
+from clearhead.model.kinds import flex
 from clearhead.model.kinds.blocks import plan_blocks, tokens_for, with_counts
 from clearhead.model.kinds.depth import PartView, Router, places, router_steps
 from clearhead.model.kinds.layers import attention_for, kind_steps
@@ -260,7 +261,8 @@ class Stack(nn.Module):
 
             plan = None
             if prefix is None and bias is None and not tap.traced:
-                plan = plan_blocks(queries, keys, kind, causal, biased)
+                flexible = flex.serves(self.spec, kind, keys, dtype, self.training)
+                plan = plan_blocks(queries, keys, kind, causal, biased, flexible)
             view = dense() if plan is None else masks.View(blocks=plan, dense=dense)
             views[kind] = replace(view, rotary=rotary, tokens=queries)
         return views

@@ -1,13 +1,15 @@
 """How a model is split over a mesh: a plan as data, applied late, to a model that knows nothing of it.
 
-`SPLITS` says by which axis the weights of each part may be split: columns of a linear layer are its outputs,
-rows its inputs. What is not named is whole in every process. Tensor parallelism comes first. Then
+`SPLITS` says by which axis the weights of each part may be split, as `division.TENSOR` has it: columns of a
+linear layer are its outputs, rows its inputs. What is not named is whole in every process. Tensor parallelism
+comes first. Then
 `fully_shard` makes every parameter a DTensor, of which each process owns a part.
 
 Shapes: B batch, T length, H heads, K key/value heads, E head width.
 """
 
 import logging
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -40,19 +42,20 @@ from clearhead.model.stack import Stack
 from clearhead.model.taps import Tap
 from clearhead.model.transformer import Transformer
 from clearhead.parallel.context import share_tokens
+from clearhead.parallel.division import TENSOR
 from clearhead.parallel.experts import split_experts
 from clearhead.parallel.rounds import Ring
 from clearhead.parallel.sums import shared, split_lora
 from clearhead.parallel.world import World
 
-COLUMNS, ROWS = ColwiseParallel(), RowwiseParallel()
+STYLES = {"columns": ColwiseParallel(), "rows": RowwiseParallel()}
+PARTS: Mapping[type[nn.Module], tuple[str, ...]] = {
+    Attention: ("q", "k", "v", "gate", "out"),
+    DeltaLayer: ("q", "k", "v", "gate", "beta", "decay", "out"),
+    FeedForward: ("gate", "up", "down"),
+}
 SPLITS: Mapping[type[nn.Module], Mapping[str, ParallelStyle]] = {
-    Attention: {"q": COLUMNS, "k": COLUMNS, "v": COLUMNS, "gate": COLUMNS, "out": ROWS},
-    DeltaLayer: {
-        **dict.fromkeys(("q", "k", "v", "gate", "beta", "decay"), COLUMNS),
-        "out": ROWS,
-    },
-    FeedForward: {"gate": COLUMNS, "up": COLUMNS, "down": ROWS},
+    **{part: {name: STYLES[TENSOR[name][0]] for name in names} for part, names in PARTS.items()},
     TokenFront: {"tokens": RowwiseParallel(input_layouts=Replicate())},  # by the vocabulary
     LanguageHead: {"out": ColwiseParallel(output_layouts=Replicate())},  # by the vocabulary
 }
@@ -197,9 +200,18 @@ def split_tensors(model: Transformer, mesh: DeviceMesh) -> list[str]:
                 model.set_submodule(f"{name}.{key}", split_lora(layer, mesh, columns))
                 there[f"{key}.base"] = there.pop(key)
                 partial += [f"{name}.{key}.a"] if columns else []
-        parallelize_module(part, mesh, there)
+        if not isinstance(part, TokenFront | LanguageHead) or _enough(model.config.vocab_size, size):
+            parallelize_module(part, mesh, there)
     model.tie()
     return partial
+
+
+def _enough(rows: int, size: int) -> bool:
+    """Return True if every process gets a row where each but the last ones gets equally many, rounded up.
+
+    A small vocabulary on many processes leaves the last ones none: then it is whole in every one.
+    """
+    return math.ceil(rows / size) * (size - 1) < rows
 
 
 def _own_heads(part: Attention, mesh: DeviceMesh) -> SplitAttention:

@@ -15,6 +15,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from clearhead.fast.lora import LoraLinear
 from clearhead.fast.parts import like
+from clearhead.model.dtypes import wide
+from clearhead.parallel.shards import parted, whole
 
 
 def shared(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -70,6 +72,12 @@ class SplitLora(LoraLinear):
 
     group: dist.ProcessGroup  # the processes that have the rest
     columns: bool
+
+    @property
+    def weight(self) -> Tensor:
+        """The part of the merged weight [N, D] that this process holds."""
+        base, update = self.base.weight, self.scale * (wide(whole(self.b)) @ wide(whole(self.a)))
+        return (wide(base) + parted(update, base)).to(base.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] -> [..., N]; of rows, x is the part of this process."""

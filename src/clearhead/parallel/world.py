@@ -8,6 +8,7 @@ import itertools
 import math
 import os
 import re
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -29,6 +30,8 @@ from clearhead.parallel.plan import AXES, EXPERT_HELD, HELD, ROWS, TOKENS, Paral
 Made = TypeVar("Made")
 APART = 7_368_787  # between the seeds of two shares
 LOST = re.compile(r"gloo|nccl|timed? ?out|connection|peer|socket|store", re.IGNORECASE)  # others are gone
+WAITED = "~"  # sorts behind the number of a call
+TELLING = 1.0  # seconds in which all processes that wait in vain say so
 _calls = itertools.count()
 
 
@@ -87,7 +90,9 @@ class World:
         """True in a process of the last stage, which has the head and the loss."""
         return self.place("pipeline") == self.extent("pipeline") - 1
 
-    def arranged(self, plan: ParallelPlan, device: str, fits: bool, always: bool = False) -> Self:
+    def arranged(
+        self, plan: ParallelPlan, device: str, fits: Callable[[ParallelPlan], bool], always: bool = False
+    ) -> Self:
         """Return the same processes in the mesh of a plan; see `ParallelPlan.settled`.
 
         One process has a mesh only if it is to have one `always`.
@@ -207,18 +212,24 @@ class World:
             dist.all_gather_object(found, own, group=self.through)
         return found[-self.shares :]
 
+    def everyone(self, own: Made) -> list[Made]:
+        """Return what each process has, in order."""
+        if self.size == 1:
+            return [own]
+        found: list[Any] = [None] * self.size
+        with self.waiting("what each process has"):
+            dist.all_gather_object(found, own)
+        return found
+
     def agree(self, facts: Mapping[str, object]) -> None:
         """Refuse a process whose data, settings or versions are not those of the first one."""
-        if self.size == 1:
-            return
-        found: list[Any] = [None] * self.size
-        with self.waiting("what each process works with"):
-            dist.all_gather_object(found, dict(facts))
+        found = self.everyone(dict(facts))
         for rank, theirs in enumerate(found):
-            for name, value in found[0].items():
+            for name in sorted(found[0].keys() | theirs.keys()):
+                value, own = found[0].get(name), theirs.get(name)
                 refuse(
-                    theirs.get(name) != value,
-                    f"process {rank} has another {name} than process 0 ({theirs.get(name)}, not {value}): "
+                    own != value,
+                    f"process {rank} has another {name} than process 0 ({own}, not {value}): "
                     "start all of them with the same files, versions and settings",
                     ConfigError,
                 )
@@ -233,14 +244,17 @@ class World:
         try:
             yield
         except RuntimeError as error:
-            if isinstance(error, torch.OutOfMemoryError) or not LOST.search(str(error)):
+            if isinstance(error, TrainingError | torch.OutOfMemoryError) or not LOST.search(str(error)):
                 raise
             raise TrainingError(f"process {self.rank} waited for {what} in vain: {self._missing()}") from None
 
     def _missing(self) -> str:
-        """Say which process is furthest behind, by what each said last."""
+        """Say which process is furthest behind, by what each said last; those that wait too are not."""
         try:
-            places = {rank: _store().get(f"at/{rank}").decode() for rank in range(self.size)}
+            _store().set(f"at/{self.rank}", f"{WAITED} for others")
+            time.sleep(TELLING)
+            others = (rank for rank in range(self.size) if rank != self.rank)
+            places = {rank: _store().get(f"at/{rank}").decode() for rank in others}
         except RuntimeError:
             return "the process that started it is gone"
         rank = min(places, key=places.__getitem__)

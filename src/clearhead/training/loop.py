@@ -7,7 +7,7 @@ exactly as if it had not been, and no random state has to be saved.
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -203,15 +203,17 @@ def learn(run: TrainingRun, on_event: OnEvent, stop: Callable[[], bool]) -> Reas
         if due(step, plan.validate_every, run.steps):
             meter.settle()
             meter.tick()
-            validated = validate_run(run)
+            with run.world.waiting(f"the validation of step {step}"):
+                validated = validate_run(run)
             on_event(validated)
             meter.ticked = time.perf_counter()  # validation does not count
             best = validated.best or step in run.best_steps(plan.keep_best)[1:]
         if due(step, plan.save_every, run.steps) or best or stopping or not run.patient:
             meter.settle()
             meter.tick()
-            run.saver.finish(on_event, wait=True)
-            save(run, scaler)
+            with run.world.waiting(f"the checkpoint of step {step}"):
+                run.saver.finish(on_event, wait=True)
+                save(run, scaler)
         if stopping:
             return "stopped"
     return "done" if run.patient else "patience"
@@ -256,11 +258,7 @@ def save(run: TrainingRun, scaler: Any = None) -> None:
         tensors |= {f"ema/{name}": tensor for name, tensor in run.ema.state(bool(plan.lora)).items()}
     if run.ema is not None or plan.lora:
         tensors |= {f"weights/{name}": parameter.clone() for name, parameter in model.named_parameters()}
-    with ExitStack() as stack:
-        if run.ema is not None:
-            stack.enter_context(run.ema.applied(model))
-        for each in {id(one): one for one in (model, run.structure)}.values() if plan.lora else ():
-            stack.enter_context(weights.merged(each))
+    with run.ema.applied(model) if run.ema is not None else nullcontext():
         taken = snapshot(run.loaded, model, run.structure, tensors, state)
 
     def write() -> None:
@@ -304,9 +302,8 @@ class Meter:
         loss, norm, verdict = read()
         if not math.isfinite(verdict):
             run.seed(step)  # the optimizer did not step: the weights are still those before it
-            raise TrainingError(
-                faults.diagnose(run.model, batches, step, run.precision, run.plan, run.task.objective)
-            )
+            work = run.model, batches, step, run.precision, run.plan, run.task.objective, run.world
+            raise TrainingError(faults.diagnose(*work, split_loss=None if run.empty is None else run.loss))
         if step % run.plan.log_every == 0 or step in (1, run.steps):
             self.on_event(self.report(loss, norm))
         self.pending = None

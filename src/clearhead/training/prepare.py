@@ -1,5 +1,6 @@
 """A new run made ready: recipe, data, tokenizer, model, batches, optimizer."""
 
+import functools
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -14,7 +15,7 @@ from clearhead.api import Model
 from clearhead.batches import batch, batching, encoded, even
 from clearhead.bundle import best_device
 from clearhead.config import ModelConfig
-from clearhead.costs import LEARNING, cost
+from clearhead.costs import cost
 from clearhead.data.examples import Corpus, Images
 from clearhead.data.files import RECIPE
 from clearhead.errors import ConfigError, refuse
@@ -37,7 +38,7 @@ from clearhead.tokens.training import choose, train_tokenizer
 from clearhead.training import build, optim, weights
 from clearhead.training.events import Note, OnEvent
 from clearhead.training.loop import TrainingRun
-from clearhead.training.machine import choose_precision, narrow, pays, quick_attention, room
+from clearhead.training.machine import choose_precision, fits, narrow, pays, quick_attention
 from clearhead.training.state import CACHE
 from clearhead.training.tries import first_example
 
@@ -121,9 +122,8 @@ def assemble(
         )
     optim.freeze(loaded.model, plan.freeze)
     check_stages(loaded.config, recipe.parallel.pipeline, precision.scaled)
-    count = sum(one.numel() for one in loaded.model.parameters())
-    fits = count * LEARNING[plan.optimizer] < 0.6 * room(device) * recipe.parallel.pipeline
-    world = world.arranged(recipe.parallel, device.type, fits, always=plan.offload)
+    has_room = functools.partial(fits, recipe, loaded.config, precision)
+    world = world.arranged(recipe.parallel, device.type, has_room, always=plan.offload)
     whole = world.plan.tensor * world.plan.context == 1  # a split layer has its own ways
     empty = emptied(loaded.model) if world.mesh is not None else None
     if world.mesh is None:  # what is split goes to the device in parts
@@ -146,9 +146,10 @@ def assemble(
             suit_narrow(loaded.model)
         partial = split(loaded.model, world, wanted, plan.offload)
         if unread is not None:
-            named = [name for name, _ in loaded.model.named_parameters()]
             there = torch.device("cpu") if plan.offload else device
-            materialise(loaded.model, there, unread.each(named))
+            materialise(
+                loaded.model, there, unread.each([name for name, _ in loaded.model.named_parameters()])
+            )
     frozen = replace(plan, freeze=())  # a process may have no part of what a pattern names
     optimizer = optim.make_optimizer(loaded.model, frozen, device)
     run = TrainingRun(

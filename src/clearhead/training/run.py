@@ -20,11 +20,12 @@ from clearhead.evaluation.examples import validate, written_scores
 from clearhead.hub.files import MODEL, whole_folder, write_text
 from clearhead.hub.weights import open_tensors
 from clearhead.hub.writing import Outgoing, write_tensors
+from clearhead.parallel.pipeline import staged
 from clearhead.parallel.shards import materialise
 from clearhead.parallel.world import World, joined
 from clearhead.recipe import BASE, SECTIONS, Recipe, Settings, read_recipe
 from clearhead.tasks import corpus, table
-from clearhead.training import loop, prepare, weights
+from clearhead.training import faults, loop, prepare, weights
 from clearhead.training import resume as continued
 from clearhead.training.events import Finished, Note, OnEvent, Reason, Started, logged
 from clearhead.training.folder import mark, new_folder, ours, resumed_folder
@@ -91,7 +92,13 @@ def train(
         needed = (*plan.data.paths, *plan.data.validation, plan.tokens.model, plan.model.get(BASE))
         paths = [Path(path) for path in needed if path is not None]
         with world.holding(new_folder(folder, overwrite, paths, tell), lambda: None) as keep:
-            world.agree({f"[{name}]": plain(getattr(plan, name)) for name in SECTIONS})
+            world.agree(
+                {
+                    f"{name}.{key}": value
+                    for name in SECTIONS
+                    for key, value in plain(getattr(plan, name)).items()
+                }
+            )
             plan = world.once(lambda: with_rows(plan, given, folder, tell))
             return _start(world, plan, folder, tell, stop, keep)
 
@@ -142,8 +149,9 @@ def _start(
         recipe = recipe.replace("model", base=str(first.folder.absolute()))
         recipe = recipe.replace("tokens", kind=None).replace("train", pretrain=0)
     run = prepare.prepare(recipe, folder, on_event, world)
-    loop.save(run)
-    run.saver.finish(wait=True)
+    with run.world.waiting("the first checkpoint"):
+        loop.save(run)
+        run.saver.finish(wait=True)
     keep()
     return _finish(run, on_event, stop)
 
@@ -203,7 +211,7 @@ def _finish(run: loop.TrainingRun, on_event: OnEvent, stop: Callable[[], bool]) 
                 device=str(run.precision.device),
             )
         )
-        with run.saver.completing():
+        with faults.naming_memory(state, run.world), run.saver.completing():
             reason = loop.learn(run, tell, stop)
             run.saver.finish(tell, wait=True)
         run.world.meet()  # the links are moved
@@ -262,6 +270,8 @@ def _judged(run: loop.TrainingRun, chosen: Model) -> dict[str, float]:
         from clearhead.parallel.split import split  # takes seconds to import
 
         judged, unread = open_empty(run.folder)
+        if run.world.extent("pipeline") > 1:
+            judged.model = staged(judged.model, run.world, device)
         split(judged.model, run.world)
         materialise(judged.model, device, unread.each([name for name, _ in judged.model.named_parameters()]))
     metrics = validate(judged, run.task, run.validation, run.precision.autocast, device, run.world)

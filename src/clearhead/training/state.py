@@ -26,13 +26,13 @@ from clearhead.api import Model
 from clearhead.bundle import SHARD_SIZE
 from clearhead.errors import CheckpointError, first_line, refuse
 from clearhead.hub.checkpoint import Description
-from clearhead.hub.export import outgoing
 from clearhead.hub.files import MODEL, read_json, whole_folder
 from clearhead.hub.weights import open_tensors
 from clearhead.hub.writing import Outgoing, write_tensors
 from clearhead.model.transformer import Transformer
 from clearhead.parallel import shards
 from clearhead.parallel.exchange import Exchange, Part, part_of
+from clearhead.training.weights import merged_tensors
 
 TENSORS, COUNTERS = "training", "training.json"  # files of tensors begin so
 CHECKPOINTS, LAST, BEST = "checkpoints", "last", "best"
@@ -83,7 +83,7 @@ def snapshot(
     described = loaded.described()
     named = dict(usable.named_parameters()) | dict(tensors)  # whose names have a / and are others
     parts = {name: part_of(one) for name, one in named.items()}
-    return Snapshot(loaded, described, outgoing(empty, described), parts, copy.deepcopy(state))
+    return Snapshot(loaded, described, merged_tensors(empty, described), parts, copy.deepcopy(state))
 
 
 def save_checkpoint(folder: Path, taken: Snapshot, group: ProcessGroup | None = None) -> Path:

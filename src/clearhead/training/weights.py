@@ -6,15 +6,21 @@ y = W x + alpha / rank · B A x.
 """
 
 import fnmatch
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from clearhead.errors import CheckpointError, nearest, refuse
 from clearhead.fast.lora import LoraLinear
+from clearhead.hub.checkpoint import Description
+from clearhead.hub.export import outgoing
+from clearhead.hub.writing import Outgoing
 from clearhead.model.dtypes import wide
+from clearhead.model.transformer import Transformer
 from clearhead.parallel.shards import local, part_like, put
 
 
@@ -168,3 +174,32 @@ def merged(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         unmerge(model, updated)
+
+
+def merged_tensors(model: Transformer, described: Description) -> dict[str, Outgoing]:
+    """Return the tensors that a model is written as once its updates are merged, made of those it has now."""
+    layers = {name: part for name, part in model.named_modules() if isinstance(part, LoraLinear)}
+    with merged(model):
+        tensors = outgoing(model, described)
+
+    def made(one: Outgoing) -> Outgoing:
+        owners = [name.rpartition(".") for name in one.sources]
+        names = [
+            (f"{owner}.base.weight", f"{owner}.a", f"{owner}.b")
+            if owner in layers and kind == "weight"
+            else (f"{owner}.base.{kind}" if owner in layers else f"{owner}{dot}{kind}",)
+            for owner, dot, kind in owners
+        ]
+
+        def make(sources: list[Tensor]) -> Tensor:
+            rest = iter(sources)
+            given = [[next(rest) for _ in some] for some in names]
+            ours = [
+                layers[owner].merged(*some) if len(some) > 1 else some[0]
+                for (owner, _, _), some in zip(owners, given)
+            ]
+            return one.make(ours)
+
+        return replace(one, sources=tuple(itertools.chain(*names)), make=make)
+
+    return {name: made(one) for name, one in tensors.items()}
