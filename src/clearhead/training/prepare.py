@@ -147,11 +147,9 @@ def assemble(
         partial = split(loaded.model, world, wanted, plan.offload)
         if unread is not None:
             there = torch.device("cpu") if plan.offload else device
-            materialise(
-                loaded.model, there, unread.each([name for name, _ in loaded.model.named_parameters()])
-            )
-    frozen = replace(plan, freeze=())  # a process may have no part of what a pattern names
-    optimizer = optim.make_optimizer(loaded.model, frozen, device)
+            named = [name for name, _ in loaded.model.named_parameters()]
+            materialise(loaded.model, there, unread.each(named))
+    optimizer = optim.make_optimizer(loaded.model, replace(plan, freeze=()), device)  # frozen before
     run = TrainingRun(
         folder=folder,
         task=task,
