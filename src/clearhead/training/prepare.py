@@ -147,8 +147,7 @@ def assemble(
         partial = split(loaded.model, world, wanted, plan.offload)
         if unread is not None:
             there = torch.device("cpu") if plan.offload else device
-            named = [name for name, _ in loaded.model.named_parameters()]
-            materialise(loaded.model, there, unread.each(named))
+            materialise(loaded.model, there, unread.each(list(dict(loaded.model.named_parameters()))))
     optimizer = optim.make_optimizer(loaded.model, replace(plan, freeze=()), device)  # frozen before
     run = TrainingRun(
         folder=folder,
