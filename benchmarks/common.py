@@ -39,6 +39,11 @@ def device_name() -> str:
     """The accelerator's name, or the processor's kind and number of threads."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
+    return processor_name()
+
+
+def processor_name() -> str:
+    """The processor's kind and number of threads."""
     return f"CPU {platform.machine()}, {torch.get_num_threads()} threads"
 
 

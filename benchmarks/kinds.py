@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 import clearhead as ch
-from common import device_name, save
+from common import device_name, processor_name, save
 
 KINDS = {
     "full": "full",
@@ -34,7 +34,8 @@ KINDS = {
     "low-rank": "low-rank(128)",
     "gated-delta": "gated-delta",
 }
-SLOPE_FROM, PATIENCE = 4096, 60.0
+SLOPE_FROM = {"cpu": 4096, "cuda": 32768}  # shorter rows do not keep the device busy
+PATIENCE = 60.0
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
 
 
@@ -70,16 +71,16 @@ def measure(kind: str, length: int, device: str) -> dict[str, float]:
     }
 
 
-def slope(points: dict[int, dict[str, float]], name: str) -> float | None:
+def slope(points: dict[int, dict[str, float]], name: str, begin: int) -> float | None:
     """The slope of log quantity against log length, over the lengths that count."""
-    lengths = [length for length in points if length >= SLOPE_FROM]
+    lengths = [length for length in points if length >= begin]
     if len(lengths) < 2:
         return None
     values = [points[length][name] for length in lengths]
     return round(float(np.polyfit(np.log(lengths), np.log(values), 1)[0]), 3)
 
 
-def draw(rows: list[dict[str, object]], device: str) -> None:
+def draw(rows: list[dict[str, object]], device: str, begin: int) -> None:
     """Draw time against length, each kind with its slope, beside the FLOPs that `ch.cost` counts."""
     from matplotlib.figure import Figure
 
@@ -94,7 +95,7 @@ def draw(rows: list[dict[str, object]], device: str) -> None:
             color=color,
             label=f"{row['kind']}: slope {row['slope_of_time']}",
         )
-        counted = {length: point for length, point in points.items() if length >= SLOPE_FROM}
+        counted = {length: point for length, point in points.items() if length >= begin}
         if counted:
             first = next(iter(counted.values()))
             scale = first["seconds"] / first["flops"]
@@ -131,15 +132,15 @@ def main() -> None:
                 continue
             found[name][length] = measure(KINDS[name], length, options.device)
             print(f"{name:<18}{length:>8}  {found[name][length]['seconds']:9.3f} s", flush=True)
-    rows = []
+    rows, begin = [], SLOPE_FROM[options.device]
     for name, points in found.items():
         full = found.get("full", {})
         quicker = [n for n in points if n in full and points[n]["seconds"] < full[n]["seconds"]]
         row = {
             "kind": KINDS[name],
-            "slope_of_time": slope(points, "seconds"),
-            "slope_of_flops": slope(points, "flops"),
-            "slope_of_activations": slope(points, "activation_bytes"),
+            "slope_of_time": slope(points, "seconds", begin),
+            "slope_of_flops": slope(points, "flops", begin),
+            "slope_of_activations": slope(points, "activation_bytes", begin),
             "quicker_than_full_from": min(quicker, default=None),
             "points": points,
         }
@@ -150,8 +151,9 @@ def main() -> None:
     print(f"peak of the process {peak / 2**30:.1f} GiB; median of the slopes of time "
           f"{statistics.median(row['slope_of_time'] or 0 for row in rows):.2f}")  # fmt: skip
     if options.save:
-        draw(rows, device_name())
-        save(f"kinds_{options.device}", [{"device": device_name(), "peak_bytes": peak, "rows": rows}])
+        name = device_name() if options.device == "cuda" else processor_name()
+        save(f"kinds_{options.device}", [{"device": name, "peak_bytes": peak, "rows": rows}])
+        draw(rows, name, begin)
 
 
 if __name__ == "__main__":

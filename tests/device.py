@@ -40,6 +40,7 @@ FILES = (
     "test_parts.py",
     "test_positions.py",
     "test_taps.py",
+    "training/test_device.py",
     "test_variants.py",
 )
 VERDICTS = ("passed", "failed", "error", "skipped")

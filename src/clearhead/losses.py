@@ -57,7 +57,7 @@ def batch_loss(
     batch: Batch,
     smoothing: float = 0.0,
     chunk: int | None = None,
-    balance: float = 0.01,
+    balance: float = feedforward.BALANCE,
     objective: Objective | None = None,
     total: Callable[[Tensor], Tensor] = lambda value: value,
 ) -> tuple[Tensor, int]:
@@ -272,17 +272,10 @@ def balance_loss(
     It covers all layers of a training pass, and is least when tokens spread evenly over the experts. `mask`
     [B, T] leaves padding out. Where rows are shared out, `total` sums counts, and losses add up.
     """
-    mixtures = [part for part in model.modules() if isinstance(part, feedforward.Experts)]
-    routed = [part.routed for part in mixtures if part.routed is not None]
-    if not routed:
+    found = feedforward.tally(model, mask)
+    if found is None:
         return torch.zeros(())
-    logits = torch.cat([logits if mask is None else logits[mask.flatten()] for logits in routed])
-    probability = dtypes.wide(logits).softmax(-1)
-    chosen = probability.topk(mixtures[0].n_active, dim=-1).indices
-    counts = torch.zeros_like(probability).scatter(1, chosen, 1.0).sum(0)
-    counts = total(torch.cat([counts, counts.new_tensor([len(logits)])]))  # X + 1
-    share, number = counts[:-1] / counts[-1], counts[-1]
-    return logits.shape[-1] * (share * probability.sum(0) / number).sum()
+    return feedforward.imbalance(found, total(feedforward.counts_of(found)))
 
 
 def _balance(model: transformer.Transformer, batch: Batch, total: Callable[[Tensor], Tensor]) -> Tensor:

@@ -83,7 +83,7 @@ class TrainPlan:
     seed: int = 0
 
     # Optimizer
-    optimizer: Literal["adamw", "adafactor"] = "adamw"  # adafactor: a fraction of the memory
+    optimizer: Literal["adamw", "adafactor", "muon"] = "adamw"  # adafactor: less memory; muon: for matrices
     lr: float = 1e-3  # the peak learning rate; `original`: a factor on its own rate
     betas: tuple[float, float] = (0.9, 0.95)  # decay of the running means of the gradient and of its square
     eps: float = 1e-8  # added to the root of the latter, which divides the update
@@ -106,6 +106,7 @@ class TrainPlan:
     precision: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: bfloat16 where it is fast
     compile: bool | None = None  # None: where it pays
     checkpointing: bool = False  # recompute activations in the backward pass: slower, smaller
+    offload: bool = False  # keep weights and moments in main memory: slower, for models too large for a GPU
     threads: int | None = None  # of the CPU; None: PyTorch's own choice
 
     # What is trained

@@ -48,7 +48,9 @@ def plan(
         Literal["none", "selective", "full"] | None,
         option("what the backward pass computes again; default: none, or the recipe's"),
     ] = None,
-    optimizer: Annotated[str | None, option("adamw or adafactor; default: adamw, or the recipe's")] = None,
+    optimizer: Annotated[
+        str | None, option("adamw, adafactor, muon; default: adamw, or the recipe's")
+    ] = None,
     mesh: Annotated[
         str | None, option("explain this mesh alone: shard=8,tensor=2", metavar="AXIS=SIZE,...")
     ] = None,

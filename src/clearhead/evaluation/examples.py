@@ -152,7 +152,10 @@ def examine(
         arguments = losses.arguments_for(model, batch)
         answers: losses.Answered = ([], [])
         with transformer.evaluating(model), autocast():
-            if isinstance(model.head, heads.LanguageHead):
+            if not world.last:  # the last stage judges
+                model(**arguments, logits="none")
+                found = torch.zeros(len(batch))
+            elif isinstance(model.head, heads.LanguageHead):
                 hidden = model(**arguments, logits="none").hidden  # B T D
                 chunk = losses.default_chunk(model.config.vocab_size, device)
                 found = vocabulary_losses(model.head, hidden, batch.targets, chunk)

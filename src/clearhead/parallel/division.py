@@ -121,7 +121,7 @@ def refusal(config: ModelConfig, mesh: MeshSizes, length: int) -> str | None:
         kinds = [kind for kind in stack.kinds if not kind.chooses]
         if mesh.tensor > 1 and kinds:
             return (
-                f"tensor {mesh.tensor} divides softmax attention, and the model has {kinds[0]} layers: use 1"
+                f"tensor {mesh.tensor} is estimated for softmax attention, and a layer is {kinds[0]}: use 1"
             )
         kinds = [kind for kind in stack.kinds if not isinstance(kind, Full | Windowed)]
         if mesh.context > 1 and kinds:

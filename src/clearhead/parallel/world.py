@@ -24,7 +24,7 @@ from clearhead.batches.batch import Batch
 from clearhead.errors import ConfigError, TrainingError, refuse
 from clearhead.parallel import shards
 from clearhead.parallel.launch import restarts, started
-from clearhead.parallel.plan import AXES, HELD, ROWS, ParallelPlan
+from clearhead.parallel.plan import AXES, EXPERT_HELD, HELD, ROWS, ParallelPlan
 
 Made = TypeVar("Made")
 APART = 7_368_787  # between the seeds of two shares
@@ -40,7 +40,11 @@ class World:
     rank: int = 0
     size: int = 1
     mesh: DeviceMesh | None = None  # of `AXES`; None: not arranged yet, or one process
+    held: DeviceMesh | None = None  # of two axes: copies of the weights, and parts of each copy
+    expert_held: DeviceMesh | None = None  # the same for weights of experts
     together: dist.ProcessGroup | None = None  # the processes that differ in their share of the rows alone
+    aside: dist.ProcessGroup | None = None  # all, in main memory: for what goes on beside training
+    through: dist.ProcessGroup | None = None  # those in their share or their stage of the pipeline
 
     @property
     def first(self) -> bool:
@@ -71,20 +75,34 @@ class World:
 
     @property
     def seed(self) -> int:
-        """What to add to a seed, so that shares draw apart and the parts of one layer alike."""
-        return self.share * APART
+        """What to add to a seed, so that shares and stages draw apart and the parts of one layer alike."""
+        return (self.share + self.shares * self.place("pipeline")) * APART
 
-    def arranged(self, plan: ParallelPlan, device: str, fits: bool) -> Self:
-        """Return the same processes in the mesh of a plan; see `ParallelPlan.settled`."""
+    @property
+    def last(self) -> bool:
+        """True in a process of the last stage, which has the head and the loss."""
+        return self.place("pipeline") == self.extent("pipeline") - 1
+
+    def arranged(self, plan: ParallelPlan, device: str, fits: bool, always: bool = False) -> Self:
+        """Return the same processes in the mesh of a plan; see `ParallelPlan.settled`.
+
+        One process has a mesh only if it is to have one `always`.
+        """
         plan = plan.settled(self.size, fits)
-        if self.size == 1:
+        if self.size == 1 and not always:
             return replace(self, plan=plan)
+        if not dist.is_initialized():
+            store = dist.HashStore()  # type: ignore[attr-defined]
+            dist.init_process_group(_backend(), store=store, rank=0, world_size=1)
         mesh = init_device_mesh(device, tuple(getattr(plan, name) for name in AXES), mesh_dim_names=AXES)
-        mesh[HELD]._flatten("held")
-        together = mesh[ROWS]._flatten("shares").get_group()
+        held = DeviceMesh._concatenate([mesh["data"], mesh[HELD]._flatten("held")])
+        apart = DeviceMesh._concatenate([mesh["data"], mesh[EXPERT_HELD]._flatten("expert_held")])
+        together, aside = mesh[ROWS]._flatten("shares").get_group(), dist.new_group(backend="gloo")
+        through = mesh["pipeline", *ROWS]._flatten("stages").get_group() if plan.pipeline > 1 else together
         for group in dist.distributed_c10d._world.pg_map:
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=plan.timeout), group)
-        return replace(self, plan=plan, mesh=mesh, together=together)
+        more = {"held": held, "expert_held": apart, "together": together, "through": through}
+        return replace(self, plan=plan, mesh=mesh, aside=aside, **more)  # type: ignore[arg-type]
 
     def rows(self, batch: Batch) -> Batch:
         """Return this process's share of the rows; where there are too few, one row that counts nothing."""
@@ -97,11 +115,11 @@ class World:
             own.__dict__.update(n_targets=0, n_tokens=0, n_rows=0)
         return own
 
-    def sum(self, value: Tensor) -> Tensor:
-        """Return the sum of a value over the shares; it is changed in place."""
-        if self.shares > 1:
+    def sum(self, value: Tensor, stages: bool = False) -> Tensor:
+        """Return the sum of a value over the shares, or over those of all stages; it is changed in place."""
+        if self.shares * (self.extent("pipeline") if stages else 1) > 1:
             with self.waiting("the sum of the loss"):
-                dist.all_reduce(value, group=self.together)
+                dist.all_reduce(value, group=self.through if stages else self.together)
         return value
 
     def any(self, flag: bool) -> bool:
@@ -113,16 +131,22 @@ class World:
             dist.all_reduce(found, op=dist.ReduceOp.MAX)
         return bool(found)
 
-    def clip(self, parameters: Sequence[nn.Parameter], most: float) -> Tensor:
+    def clip(
+        self,
+        parameters: Sequence[nn.Parameter],
+        most: float,
+        counted: Sequence[nn.Parameter],
+    ) -> Tensor:
         """Scale the gradients so that their norm over the whole model is `most` at most; return it [] before.
 
-        As PyTorch does for one process.
+        As PyTorch does for one process. `counted`: those that no earlier stage of a pipeline holds too.
         """
-        if self.size == 1:
+        if self.mesh is None:
             return nn.utils.clip_grad_norm_(parameters, most)
         gradients = [one.grad for one in parameters if one.grad is not None]
         with self.waiting("the norm of the gradients"):
-            norm = shards.norm_of(gradients)
+            known = [one.grad for one in counted if one.grad is not None]
+            norm = shards.norm_of(known, self.size // self.extent("pipeline"), parameters[0].device)
         torch._foreach_mul_([shards.local(one) for one in gradients], (most / (norm + 1e-6)).clamp(max=1.0))
         return norm
 
@@ -166,13 +190,14 @@ class World:
         return made[0]  # type: ignore[no-any-return]
 
     def gathered(self, own: Made) -> list[Made]:
-        """Return what each share has, in order."""
-        if self.shares == 1:
+        """Return what each share has, in order; of a pipeline, what its last stage has."""
+        count = self.shares * self.extent("pipeline")
+        if count == 1:
             return [own]
-        found: list[Any] = [None] * self.shares
+        found: list[Any] = [None] * count
         with self.waiting("the results of a batch"):
-            dist.all_gather_object(found, own, group=self.together)
-        return found
+            dist.all_gather_object(found, own, group=self.through)
+        return found[-self.shares :]
 
     def agree(self, facts: Mapping[str, object]) -> None:
         """Refuse a process whose data, settings or versions are not those of the first one."""
@@ -223,28 +248,36 @@ def joined() -> Iterator[World]:
 
     Of an error that ends them all, one process speaks. A group that the caller has opened stays open.
     """
-    if not started():
-        yield ALONE
+    opened = dist.is_initialized()
+    if not started() or opened:
+        try:
+            yield join()
+        finally:
+            if dist.is_initialized() and not opened:
+                dist.destroy_process_group()
         return
-    if dist.is_initialized():
-        yield World(rank=dist.get_rank(), size=dist.get_world_size())
-        return
-    graphics = torch.cuda.is_available()
-    if graphics:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    store, rank, size = next(rendezvous("env://"))
-    # The store may outlive a restart, and hold the addresses of processes that are gone.
-    own = dist.PrefixStore(f"life {restarts()}", store)  # type: ignore[attr-defined]
-    backend = "cpu:gloo,cuda:nccl" if graphics else "gloo"
-    dist.init_process_group(backend, store=own, rank=rank, world_size=size)
     try:
-        yield World(rank=dist.get_rank(), size=dist.get_world_size())
+        yield join()
     except Exception:
         if not _speaks():
             raise SystemExit(2) from None
         raise
     finally:
         dist.destroy_process_group()
+
+
+def join() -> World:
+    """Join the processes that `torchrun` has started, if there are others, and stay with them."""
+    if not started():
+        return ALONE
+    if not dist.is_initialized():
+        if torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        store, rank, size = next(rendezvous("env://"))
+        # The store may outlive a restart, and hold the addresses of processes that are gone.
+        own = dist.PrefixStore(f"life {restarts()}", store)  # type: ignore[attr-defined]
+        dist.init_process_group(_backend(), store=own, rank=rank, world_size=size)
+    return World(rank=dist.get_rank(), size=dist.get_world_size())
 
 
 def _speaks() -> bool:
@@ -254,6 +287,10 @@ def _speaks() -> bool:
         return bool(_store().compare_set("failed", "", own).decode() == own)
     except RuntimeError:  # the store is gone, and with it the process that failed
         return False
+
+
+def _backend() -> str:
+    return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
 
 
 def _store() -> Any:

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,14 +17,17 @@ from clearhead.config import ModelConfig
 from clearhead.costs import LEARNING, cost
 from clearhead.data.examples import Corpus, Images
 from clearhead.data.files import RECIPE
-from clearhead.errors import refuse
+from clearhead.errors import ConfigError, refuse
 from clearhead.evaluation.examples import begun, sampler
 from clearhead.fast.parts import like
 from clearhead.fast.training import join_projections, recompute, suit_narrow
+from clearhead.hub.checkpoint import Unread
 from clearhead.hub.files import write_text
 from clearhead.hub.tokenizer import load_tokenizer, read_settings, special_ids
 from clearhead.model.heads import LanguageHead
-from clearhead.parallel.shards import emptied
+from clearhead.parallel.pipeline import check as check_stages
+from clearhead.parallel.pipeline import staged
+from clearhead.parallel.shards import emptied, materialise
 from clearhead.parallel.world import ALONE, World
 from clearhead.presets import PRESETS
 from clearhead.recipe import BASE, Recipe, TrainPlan
@@ -88,13 +92,23 @@ def assemble(
     folder: Path,
     on_event: OnEvent,
     world: World = ALONE,
+    unread: Unread | None = None,
 ) -> TrainingRun:
-    """Put a run together around its model: precision, low-rank updates, optimizer, averages, fast parts."""
+    """Put a run together around its model: precision, low-rank updates, optimizer, averages, fast parts.
+
+    `unread`: the weights of a model that has none yet, of which each process reads its part.
+    """
     plan, device = recipe.train, best_device(recipe.train.device)
     assert plan.steps is not None and plan.metric is not None, "the recipe is not settled"
     if plan.threads is not None:
         torch.set_num_threads(plan.threads)
     precision = choose_precision(plan, device, settled=True)
+    refuse(
+        plan.offload and precision.scaled,
+        "train.offload does not work with float16, whose gradients are scaled: "
+        "set train.precision to bfloat16 or float32",
+        ConfigError,
+    )
     on_event(Note(precision.sentence))
     if plan.lora:
         torch.manual_seed(plan.seed)  # the updates begin at random
@@ -105,26 +119,37 @@ def assemble(
             plan.lora_targets,
             also=() if isinstance(loaded.model.head, LanguageHead) else ("head.*",),
         )
+    optim.freeze(loaded.model, plan.freeze)
+    check_stages(loaded.config, recipe.parallel.pipeline, precision.scaled)
     count = sum(one.numel() for one in loaded.model.parameters())
-    fits = count * LEARNING[plan.optimizer] < 0.6 * room(device)
-    world = world.arranged(recipe.parallel, device.type, fits)
+    fits = count * LEARNING[plan.optimizer] < 0.6 * room(device) * recipe.parallel.pipeline
+    world = world.arranged(recipe.parallel, device.type, fits, always=plan.offload)
     whole = world.plan.tensor == 1  # a split layer has its own ways
-    empty = emptied(loaded.model) if world.size > 1 else None
-    loaded.model.to(device)
+    empty = emptied(loaded.model) if world.mesh is not None else None
+    if world.mesh is None:  # what is split goes to the device in parts
+        loaded.model.to(device)
+    if world.plan.pipeline > 1:
+        loaded.model = staged(loaded.model, world, device)
     if whole:
         join_projections(loaded.model)
     if plan.checkpointing:
         recompute(loaded.model)
     wanted = plan.compile if plan.compile is not None else pays(task, recipe.data, plan, device)
     partial: Sequence[nn.Parameter] = ()
-    if world.size > 1:
+    if world.mesh is not None:
         from clearhead.parallel.split import split  # takes seconds to import
 
-        on_event(Note(f"{world.size} processes: {world.plan}"))
+        if world.size > 1:
+            on_event(Note(f"{world.size} processes: {world.plan}"))
         if narrow(device) and whole and not wanted:
             suit_narrow(loaded.model)
-        partial = split(loaded.model, world, wanted)
-    optimizer = optim.make_optimizer(loaded.model, plan, device)
+        partial = split(loaded.model, world, wanted, plan.offload)
+        if unread is not None:
+            named = [name for name, _ in loaded.model.named_parameters()]
+            there = torch.device("cpu") if plan.offload else device
+            materialise(loaded.model, there, unread.each(named))
+    frozen = replace(plan, freeze=())  # a process may have no part of what a pattern names
+    optimizer = optim.make_optimizer(loaded.model, frozen, device)
     run = TrainingRun(
         folder=folder,
         task=task,
@@ -147,7 +172,7 @@ def assemble(
         empty=empty,
         partial=partial,
     )
-    if world.size == 1 and not (wanted and _compile(run, on_event)) and narrow(device):
+    if world.mesh is None and not (wanted and _compile(run, on_event)) and narrow(device):
         suit_narrow(loaded.model)
     return run
 
@@ -158,7 +183,7 @@ def _compile(run: TrainingRun, on_event: OnEvent) -> bool:
     run.compiled = like(run.model.train(), type(run.model))
     run.compiled.compile()
     try:
-        run.loss(run.batches(1).batches[0]).backward()  # type: ignore[no-untyped-call]
+        run.backward(run.loss(run.batches(1).batches[0]))
     except torch.OutOfMemoryError:
         raise
     except Exception as error:

@@ -9,6 +9,7 @@ from typing import Any
 
 from clearhead.costs import LEARNING
 from clearhead.data.files import RECIPE
+from clearhead.parallel.world import joined
 from clearhead.recipe import Recipe, Settings, read_recipe
 from clearhead.training.events import Note, OnEvent
 from clearhead.training.prepare import prepare
@@ -45,8 +46,8 @@ def rehearse(
     if plan.train.pretrain:
         on_event(Note(f"first stage: {plan.train.pretrain:,} steps of masked language modelling; not shown"))
         plan = plan.replace("train", pretrain=0)
-    with tempfile.TemporaryDirectory() as work:
-        run = prepare(with_rows(plan, given, Path(work), on_event), Path(work), on_event)
+    with tempfile.TemporaryDirectory() as work, joined() as world:
+        run = prepare(with_rows(plan, given, Path(work), on_event), Path(work), on_event, world)
         decided = read_recipe(Path(work) / RECIPE)
         first, trained = run.train.at(0), [one for one in run.model.parameters() if one.requires_grad]
         count = sum(one.numel() for one in run.model.parameters())

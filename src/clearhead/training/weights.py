@@ -6,15 +6,14 @@ y = W x + alpha / rank · B A x.
 """
 
 import fnmatch
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
-import torch.nn.functional as nnf
 from torch import Tensor, nn
 
 from clearhead.errors import CheckpointError, nearest, refuse
+from clearhead.fast.lora import LoraLinear
 from clearhead.model.dtypes import wide
 from clearhead.parallel.shards import local, part_like, put
 
@@ -103,36 +102,6 @@ def average(states: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 
 # Low-rank updates -------------------------------------------------------------------------------------------
-
-
-class LoraLinear(nn.Module):
-    """A frozen linear layer with a low-rank update, which is zero at first."""
-
-    def __init__(self, base: nn.Linear, rank: int, alpha: float) -> None:
-        super().__init__()
-        self.in_features, self.out_features = base.in_features, base.out_features
-        self.base = base.requires_grad_(False)
-        self.a = nn.Parameter(base.weight.new_empty(rank, base.in_features))
-        self.b = nn.Parameter(base.weight.new_zeros(base.out_features, rank))
-        nn.init.kaiming_uniform_(self.a, math.sqrt(5))  # the default of linear layers
-        self.scale = alpha / rank
-
-    @property
-    def weight(self) -> Tensor:
-        """The merged weight [out, in]."""
-        return (wide(self.base.weight) + self.scale * (wide(self.b) @ wide(self.a))).to(
-            self.base.weight.dtype
-        )
-
-    @property
-    def bias(self) -> Tensor | None:
-        """The bias of the frozen layer."""
-        return self.base.bias
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., in] -> [..., out]."""
-        update: Tensor = nnf.linear(nnf.linear(x, self.a), self.b)
-        return self.base(x) + self.scale * update  # type: ignore[no-any-return]
 
 
 def add_lora(
