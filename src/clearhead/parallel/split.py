@@ -2,8 +2,7 @@
 
 `SPLITS` says by which axis the weights of each part may be split, as `division.TENSOR` has it: columns of a
 linear layer are its outputs, rows its inputs. What is not named is whole in every process. Tensor parallelism
-comes first. Then
-`fully_shard` makes every parameter a DTensor, of which each process owns a part.
+comes first. Then `fully_shard` makes every parameter a DTensor, of which each process owns a part.
 
 Shapes: B batch, T length, H heads, K key/value heads, E head width.
 """
