@@ -1,10 +1,9 @@
-"""What split models write, as JSON: `torchrun -m tests.parallel.generated FOLDER...`, or in one process."""
+"""What split models write, and what they refuse, as JSON."""
 
 from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +46,10 @@ def written(m: ch.Model) -> list[Any]:
     return [[[one.ids for one in (row if isinstance(row, list) else [row])] for row in rows] for rows in made]
 
 
-def main() -> None:
-    """Print what each model writes, the heads in its cache and the weights that are here."""
-    torch.set_num_threads(1)
-    processes, found = int(os.environ.get("WORLD_SIZE", "1")), {}
-    for name in sys.argv[1:]:
+def record(folders: list[str], path: Path) -> None:
+    """Write down what each model writes, the heads in its cache, the weights that are here, its refusals."""
+    processes, found = int(os.environ["WORLD_SIZE"]), {}
+    for name in folders:
         m = ch.load(name, parallel={"tensor": processes})
         cache = Cache()
         with torch.no_grad():
@@ -61,10 +59,10 @@ def main() -> None:
             "ids": written(m),
             "heads": [layer.k.shape[1] for layer in (*cache.layers.values(), *cache.cross.values())],
             "weights": sum(local(one).numel() for one in m.model.parameters()),
-            "refused": refused(m) if processes > 1 else [],
+            "refused": refused(m),
         }
-    if os.environ.get("RANK", "0") == "0":
-        print(json.dumps(found), flush=True)
+    if os.environ["RANK"] == "0":
+        path.write_text(json.dumps(found))
 
 
 def refused(m: ch.Model) -> list[str]:
@@ -82,7 +80,3 @@ def refused(m: ch.Model) -> list[str]:
         except ch.ClearheadError as error:
             lines.append(str(error))
     return lines
-
-
-if __name__ == "__main__":
-    main()

@@ -33,7 +33,7 @@ from clearhead import cli
 from clearhead.training.events import read_log
 from tests.parallel import meshes
 
-MESHES = ({"shard": 2}, {"data": 2}, {"tensor": 2})
+MESHES = ({"shard": 2}, {"pipeline": 2}, {"data": 2}, {"tensor": 2})
 SETTINGS = {"train.steps": 14, "train.validate_every": 5, "train.save_every": 3, "train.log_every": 1}
 SETTINGS |= {"parallel.timeout": 120, "train.samples": 1}
 RESTARTS = 3

@@ -66,7 +66,7 @@ BASE = {
     "train.steps": 1,
 }
 NONE: Mapping[str, int] = {}
-AXES = ("data", "shard", "tensor", "expert", "pipeline")
+AXES = ("data", "shard", "tensor", "expert", "pipeline", "context")
 PAIRS = [dict.fromkeys(pair, 2) for pair in itertools.combinations(AXES, 2)]
 MESHES = [*({axis: 2} for axis in AXES), *PAIRS]
 

@@ -19,7 +19,7 @@ import torch
 from clearhead.parallel.world import World, joined
 from clearhead.training import loop, resume
 from clearhead.training.state import newest
-from tests.parallel import meshes
+from tests.parallel import generated, meshes
 
 RESULT = Path(__file__).parents[2] / "benchmarks" / "results" / "reopened.json"
 # Twelve heads and widths that no size divides: 53 positions, and the vocabulary.
@@ -45,8 +45,11 @@ def sizes(mesh: Mapping[str, int]) -> dict[str, int]:
 
 
 def perform(job: dict[str, Any], world: World) -> None:
-    """Train a little, or open a checkpoint and write it again."""
+    """Train a little, open a checkpoint and write it again, or let split models write."""
     torch.set_num_threads(1)
+    if "models" in job:
+        generated.record(job["models"], Path(job["out"]))
+        return
     if "from" not in job:
         meshes.perform(job)
         return

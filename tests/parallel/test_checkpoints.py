@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 import clearhead as ch
+from clearhead.cli import main
 from tests.parallel import generated, reopened
 from tests.parallel.test_failures import torchrun
 
@@ -22,16 +21,25 @@ GPT2 = {
 }
 
 
-def test_saved_on_two_processes_and_opened_on_others(tmp_path: Path) -> None:
-    """Weights, averages and moments come back bit for bit on other meshes; transformers opens them."""
-    data = reopened.meshes.write_data("decoder", tmp_path)
-    first, second, third = (tmp_path / name for name in ("shard", "tensor", "one"))
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Save on two processes, open on another mesh, and let split models write: all in one launch."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    data = reopened.meshes.write_data("decoder", folder)
+    models = [str(path) for path in generated.write_models(folder)]
     jobs = [
-        reopened.begun(first, {"shard": 2}, data, "decoder", **GPT2),
-        reopened.opened(first, second, {"tensor": 2}),
+        reopened.begun(folder / "shard", {"shard": 2}, data, "decoder", **GPT2),
+        reopened.opened(folder / "shard", folder / "tensor", {"tensor": 2}),
+        {"models": models, "out": str(folder / "written.json")},
     ]
-    reopened.launched(2, jobs, tmp_path)
-    reopened.launched(1, [reopened.opened(first, third, {})], tmp_path)
+    reopened.launched(2, jobs, folder)
+    return folder
+
+
+def test_saved_on_two_processes_and_opened_on_others(work: Path) -> None:
+    """Weights, averages and moments come back bit for bit on other meshes; transformers opens them."""
+    first, second, third = (work / name for name in ("shard", "tensor", "one"))
+    reopened.launched(1, [reopened.opened(first, third, {})], work)
     for folder in (first, second):
         names = {path.name for path in (folder / "last").iterdir()}
         assert {"model-00001-of-00002.safetensors", "model.safetensors.index.json"} <= names
@@ -46,41 +54,25 @@ def test_saved_on_two_processes_and_opened_on_others(tmp_path: Path) -> None:
         assert (ours - theirs(ids).logits).abs().max() <= 1e-5
 
 
-def test_a_split_model_writes_what_one_process_writes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", generated.MODELS)
+def test_a_split_model_writes_what_one_process_writes(name: str, work: Path) -> None:
     """Greedy, sampled, beams; rows of several lengths; one key head for two processes; an encoder."""
-    folders = [str(path) for path in generated.write_models(tmp_path)]
-    alone = {Path(name).name: ch.load(name) for name in folders}
-    done = torchrun("-m", "tests.parallel.generated", *folders)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    for name, m in alone.items():
-        assert found[name]["ids"] == generated.written(m)
-        assert set(found[name]["heads"]) == {1}  # of one, or of two key/value heads
-        assert found[name]["weights"] < 0.6 * sum(one.numel() for one in m.model.parameters())
-        assert all("split over processes" in line for line in found[name]["refused"])
+    found, alone = json.loads((work / "written.json").read_text())[name], ch.load(work / name)
+    assert found["ids"] == generated.written(alone)
+    assert set(found["heads"]) == {1}  # of one, or of two key/value heads
+    assert found["weights"] < 0.6 * sum(one.numel() for one in alone.model.parameters())
+    assert all("split over processes" in line for line in found["refused"])
 
 
-def test_the_command_prints_once(tmp_path: Path) -> None:
-    [folder, _] = generated.write_models(tmp_path)
-    command = [
-        "-m",
-        "clearhead",
-        "generate",
-        str(folder),
-        "3 4 5",
-        "--ids",
-        "--json",
-        "--max-new-tokens",
-        "5",
-    ]
-    alone = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=True)
-    done = torchrun(*command)
-    assert done.stdout == alone.stdout and done.stdout.count("\n") == 1, done.stderr
+def test_the_command_prints_once(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["generate", str(work / "decoder"), "3 4 5", "--ids", "--json", "--max-new-tokens", "5"]
+    main(given)
+    done = torchrun("-m", "clearhead", *given)
+    assert done.stdout == capsys.readouterr().out and done.stdout.count("\n") == 1, done.stderr
 
 
-def test_sizes_without_a_meaning_are_refused(tmp_path: Path) -> None:
-    [folder, _] = generated.write_models(tmp_path)
+def test_sizes_without_a_meaning_are_refused(work: Path) -> None:
     with pytest.raises(ch.ClearheadError, match=r"split by heads, as \{\"tensor\": 2\}"):
-        ch.load(folder, parallel={"shard": 2})
+        ch.load(work / "decoder", parallel={"shard": 2})
     with pytest.raises(ch.ClearheadError, match=r"asks for 2 processes .* and 1 were started"):
-        ch.load(folder, parallel={"tensor": 2})
+        ch.load(work / "decoder", parallel={"tensor": 2})

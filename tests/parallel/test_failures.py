@@ -74,18 +74,18 @@ def test_what_fails_in_one_process_is_said_by_all(tmp_path: Path) -> None:
     data = meshes.write_data("decoder", tmp_path)
     faults = ["settings", "data", "code", "nan", "memory"]
     jobs = [failing(fault, data, {"shard": 2}) for fault in faults]
-    jobs.insert(4, failing("nan", data, {"tensor": 2}))
+    jobs[4:4] = [failing("nan", data, {axis: 2}) for axis in ("tensor", "pipeline")]
     for process in start_pair(jobs, tmp_path):
         assert process.wait(timeout=280) == 0
     first, second = (json.loads((tmp_path / f"said-{rank}.json").read_text()) for rank in (0, 1))
-    assert first[:5] == second[:5]
+    assert first[:6] == second[:6]
     assert first[0].startswith("process 1 has another train.seed than process 0 (7, not None): start all")
     assert first[1].startswith("process 1 has another data than process 0 (another, not ")
     assert first[2].startswith("process 1 has another code than process 0 (another, not ")
     lost = "step 3: the weight decoder.blocks.1.feedforward.up.weight is not finite: begin again, or"
-    assert first[3].startswith(lost) and first[4].startswith(lost)
-    assert second[5].startswith("step 3: process 1 of 2 has no memory left (CUDA out of memory. Tried to")
-    assert first[5].startswith("process 0 waited for the gradients of step 3 in vain: process 1 came no")
+    assert all(line.startswith(lost) for line in first[3:6])
+    assert second[6].startswith("step 3: process 1 of 2 has no memory left (CUDA out of memory. Tried to")
+    assert first[6].startswith("process 0 waited for the gradients of step 3 in vain: process 1 came no")
 
 
 def test_a_process_that_hangs_is_named(tmp_path: Path) -> None:

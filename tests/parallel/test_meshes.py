@@ -25,6 +25,8 @@ CASES = [
     ("muon", {"expert": 2}),
     ("lora", {"tensor": 2}),
     ("encoder-decoder", {"pipeline": 2}),
+    ("decoder", {"context": 2}),
+    ("encoder-decoder", {"context": 2}),
 ]
 
 

@@ -29,6 +29,7 @@ from clearhead.errors import InputError, nearest, refuse
 from clearhead.evaluation.metrics import METRICS, Counts
 from clearhead.hub.pixels import to_pixels
 from clearhead.model import dtypes, heads, transformer
+from clearhead.parallel.plan import TOKENS
 from clearhead.parallel.world import ALONE, World
 from clearhead.recipe import GeneratePlan
 from clearhead.tasks.spec import TaskSpec
@@ -148,7 +149,7 @@ def examine(
 ) -> Iterator[Examined]:
     """Judge every batch of one epoch, each process its share; `objective` None: the usual one of the head."""
     for each in batches.all():
-        batch = world.rows(each).to(device)
+        batch = world.rows(each, TOKENS).to(device)
         arguments = losses.arguments_for(model, batch)
         answers: losses.Answered = ([], [])
         with transformer.evaluating(model), autocast():

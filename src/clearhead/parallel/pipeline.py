@@ -174,7 +174,7 @@ class StageTransformer(Transformer):
         if torch.is_grad_enabled() and self.training and self.config.n_experts:
             masks = (named.get(name) for name in ("source_mask", "mask")[-len(stacks) :])
             none = torch.zeros(2 * self.config.n_experts + 1, device=self.line.device)
-            chosen = [tally(stack, mask) for stack, mask in zip(stacks, masks)]
+            chosen = [tally(stack, stack.worked_on(mask)) for stack, mask in zip(stacks, masks)]
             sent.append(torch.stack([none if one is None else one for one in chosen]))
             if received:
                 sent[-1] = sent[-1] + received[-1]

@@ -10,6 +10,7 @@ from clearhead.typed import check_types, check_values
 
 AXES = ("pipeline", "data", "shard", "context", "expert", "tensor")  # from the slowest link to the fastest
 ROWS = ("data", "shard", "expert")  # processes along them have different rows of a batch
+TOKENS = ("data", "shard", "context", "expert")  # different rows, or different tokens of them
 HELD = ("shard", "context", "expert")  # processes along them each hold a part of every weight
 EXPERT_HELD = ("shard", "context")  # processes along them each hold a part of the weights of an expert
 

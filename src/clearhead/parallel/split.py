@@ -2,8 +2,7 @@
 
 `SPLITS` says by which axis the weights of each part may be split, as `division.TENSOR` has it: columns of a
 linear layer are its outputs, rows its inputs. What is not named is whole in every process. Tensor parallelism
-comes first. Then
-`fully_shard` makes every parameter a DTensor, of which each process owns a part.
+comes first. Then `fully_shard` makes every parameter a DTensor, of which each process owns a part.
 
 Shapes: B batch, T length, H heads, K key/value heads, E head width.
 """
@@ -41,8 +40,10 @@ from clearhead.model.positions import RelativePositions
 from clearhead.model.stack import Stack
 from clearhead.model.taps import Tap
 from clearhead.model.transformer import Transformer
+from clearhead.parallel.context import share_tokens
 from clearhead.parallel.division import TENSOR
 from clearhead.parallel.experts import split_experts
+from clearhead.parallel.rounds import Ring
 from clearhead.parallel.sums import shared, split_lora
 from clearhead.parallel.world import World
 
@@ -78,6 +79,10 @@ def split(
     assert world.mesh is not None
     partial = split_tensors(model, world.mesh["tensor"]) if world.plan.tensor > 1 else []
     experts = split_experts(model, world.mesh["expert"]) if world.plan.expert > 1 else []
+    if world.plan.context > 1:
+        way_out = "set train.compile to false, or leave it out"
+        refuse(compiled, f"parallel.context {world.plan.context} trains uncompiled: {way_out}", ConfigError)
+        share_tokens(model, Ring(world.mesh["context"].get_group()))
     sharding: dict[str, Any] = {"mesh": world.held}
     if offload:
         sharding["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())

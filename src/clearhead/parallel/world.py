@@ -25,7 +25,7 @@ from clearhead.batches.batch import Batch
 from clearhead.errors import ConfigError, TrainingError, refuse
 from clearhead.parallel import shards
 from clearhead.parallel.launch import restarts, started
-from clearhead.parallel.plan import AXES, EXPERT_HELD, HELD, ROWS, ParallelPlan
+from clearhead.parallel.plan import AXES, EXPERT_HELD, HELD, ROWS, TOKENS, ParallelPlan
 
 Made = TypeVar("Made")
 APART = 7_368_787  # between the seeds of two shares
@@ -45,7 +45,7 @@ class World:
     mesh: DeviceMesh | None = None  # of `AXES`; None: not arranged yet, or one process
     held: DeviceMesh | None = None  # of two axes: copies of the weights, and parts of each copy
     expert_held: DeviceMesh | None = None  # the same for weights of experts
-    together: dist.ProcessGroup | None = None  # the processes that differ in their share of the rows alone
+    together: dist.ProcessGroup | None = None  # the processes that differ in their share of a batch alone
     aside: dist.ProcessGroup | None = None  # all, in main memory: for what goes on beside training
     through: dist.ProcessGroup | None = None  # those in their share or their stage of the pipeline
 
@@ -56,14 +56,18 @@ class World:
 
     @property
     def shares(self) -> int:
-        """Into how many shares the rows of a batch are split."""
-        return math.prod(self.extent(axis) for axis in ROWS)
+        """Into how many shares the tokens of a batch are split."""
+        return math.prod(self.extent(axis) for axis in TOKENS)
 
     @property
     def share(self) -> int:
         """The number of this process's share."""
+        return self._number(TOKENS)
+
+    def _number(self, axes: Sequence[str]) -> int:
+        """Return the number of this process among those along some axes."""
         number = 0
-        for axis in ROWS:
+        for axis in axes:
             number = number * self.extent(axis) + self.place(axis)
         return number
 
@@ -102,18 +106,22 @@ class World:
         mesh = init_device_mesh(device, tuple(getattr(plan, name) for name in AXES), mesh_dim_names=AXES)
         held = DeviceMesh._concatenate([mesh["data"], mesh[HELD]._flatten("held")])
         apart = DeviceMesh._concatenate([mesh["data"], mesh[EXPERT_HELD]._flatten("expert_held")])
-        together, aside = mesh[ROWS]._flatten("shares").get_group(), dist.new_group(backend="gloo")
-        through = mesh["pipeline", *ROWS]._flatten("stages").get_group() if plan.pipeline > 1 else together
+        together, aside = mesh[TOKENS]._flatten("shares").get_group(), dist.new_group(backend="gloo")
+        through = mesh["pipeline", *TOKENS]._flatten("stages").get_group() if plan.pipeline > 1 else together
         for group in dist.distributed_c10d._world.pg_map:
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=plan.timeout), group)
         more = {"held": held, "expert_held": apart, "together": together, "through": through}
         return replace(self, plan=plan, mesh=mesh, aside=aside, **more)  # type: ignore[arg-type]
 
-    def rows(self, batch: Batch) -> Batch:
-        """Return this process's share of the rows; where there are too few, one row that counts nothing."""
-        if self.shares == 1:
+    def rows(self, batch: Batch, axes: Sequence[str] = ROWS) -> Batch:
+        """Return this process's share of the rows; where there are too few, one row that counts nothing.
+
+        `axes`: those along which processes have different rows.
+        """
+        shares, share = math.prod(self.extent(axis) for axis in axes), self._number(axes)
+        if shares == 1:
             return batch
-        begin, end = (len(batch) * number // self.shares for number in (self.share, self.share + 1))
+        begin, end = (len(batch) * number // shares for number in (share, share + 1))
         own = batch.rows(slice(begin, max(end, begin + 1)) if begin < len(batch) else slice(0, 1))
         own.__dict__["n_shared"] = batch.n_targets
         if begin == end:

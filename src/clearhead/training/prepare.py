@@ -122,13 +122,9 @@ def assemble(
         )
     optim.freeze(loaded.model, plan.freeze)
     check_stages(loaded.config, recipe.parallel.pipeline, precision.scaled)
-    world = world.arranged(
-        recipe.parallel,
-        device.type,
-        functools.partial(fits, recipe, loaded.config, precision),
-        always=plan.offload,
-    )
-    whole = world.plan.tensor == 1  # a split layer has its own ways
+    has_room = functools.partial(fits, recipe, loaded.config, precision)
+    world = world.arranged(recipe.parallel, device.type, has_room, always=plan.offload)
+    whole = world.plan.tensor * world.plan.context == 1  # a split layer has its own ways
     empty = emptied(loaded.model) if world.mesh is not None else None
     if world.mesh is None:  # what is split goes to the device in parts
         loaded.model.to(device)
@@ -138,7 +134,8 @@ def assemble(
         join_projections(loaded.model)
     if plan.checkpointing:
         recompute(loaded.model)
-    wanted = plan.compile if plan.compile is not None else pays(task, recipe.data, plan, device)
+    usual = world.plan.context == 1 and pays(task, recipe.data, plan, device)
+    wanted = usual if plan.compile is None else plan.compile
     partial: Sequence[nn.Parameter] = ()
     if world.mesh is not None:
         from clearhead.parallel.split import split  # takes seconds to import
@@ -149,9 +146,7 @@ def assemble(
             suit_narrow(loaded.model)
         partial = split(loaded.model, world, wanted, plan.offload)
         if unread is not None:
-            named = [name for name, _ in loaded.model.named_parameters()]
-            there = torch.device("cpu") if plan.offload else device
-            materialise(loaded.model, there, unread.each(named))
+            materialise(loaded.model, torch.device("cpu") if plan.offload else device, unread)
     optimizer = optim.make_optimizer(loaded.model, replace(plan, freeze=()), device)  # frozen before
     run = TrainingRun(
         folder=folder,

@@ -162,6 +162,17 @@ def _padded(tokens: masks.Tokens, size: int, rows: int) -> masks.Tokens:
     return masks.Tokens(order, positions, real, packed, plain=False, totals=totals, globals=marked)
 
 
+def meeting(queries: masks.Tokens, keys: masks.Tokens, kind: Kind, causal: bool, size: int) -> Tensor:
+    """Return which blocks of keys a block of queries may see in any row: [blocks, blocks of keys]."""
+    rows = max(queries.order.shape[0], keys.order.shape[0])
+    padded_q, padded_k = (_padded(tokens, size, rows) for tokens in (queries, keys))
+    met = _meeting(padded_q, padded_k, kind, causal, size)
+    everywhere = _seeing_all(padded_q, kind)
+    if everywhere is not None:
+        met = met | everywhere.view(rows, -1, 1, size).any(-1)
+    return met.any(0)
+
+
 def _meeting(queries: masks.Tokens, keys: masks.Tokens, kind: Kind, causal: bool, size: int) -> Tensor:
     """Return which blocks of keys may hold one that a block of queries sees: [B, N, blocks of keys].
 
@@ -177,6 +188,9 @@ def _meeting(queries: masks.Tokens, keys: masks.Tokens, kind: Kind, causal: bool
 
     if isinstance(kind, Blocks):
         met = _meeting_blocks(queries, keys, kind, causal, size)
+    elif kind.nearby is None:
+        blocks = (x.order.shape[1] // size for x in (queries, keys))
+        met = torch.ones(queries.order.shape[0], *blocks, dtype=torch.bool, device=keys.order.device)
     else:
         q_low, q_high, k_low, k_high = both(lambda tokens: tokens.positions + tokens.document_ids() * APART)
         reach = kind.nearby or 1
@@ -189,7 +203,7 @@ def _meeting(queries: masks.Tokens, keys: masks.Tokens, kind: Kind, causal: bool
     if causal:
         _, last, first, _ = both(lambda tokens: tokens.order)
         met = met & (first <= last)
-    if queries.documents is not None:
+    if queries.documents is not None and keys.documents is not None:
         q_low, q_high, k_low, k_high = both(lambda tokens: tokens.document_ids())
         met = met & (k_low <= q_high) & (k_high >= q_low)
     return met
