@@ -5,7 +5,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 CORE := .venv/.core
 DEV := .venv/.dev
 
-.PHONY: demo test quick lint ledger bench clean
+.PHONY: demo test quick lint ledger bench docs book dist clean
 
 demo: $(CORE)
 	$(BIN)/clearhead demo
@@ -34,6 +34,22 @@ bench: $(DEV)
 	$(BIN)/python benchmarks/long.py
 	$(BIN)/python benchmarks/load.py
 	$(BIN)/python benchmarks/startup.py
+
+# The site in site/: pages, links and the reference are checked, and a warning is an error.
+docs: $(CORE)
+	$(PIP) -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
+# Runs the pages of the book, and writes what they print, draw and list into them.
+book: $(DEV)
+	$(BIN)/python tools/book.py
+
+# The sdist and the wheel in dist/, and a try of the wheel in an environment that has nothing of this folder.
+dist: $(CORE)
+	$(PIP) build hatchling
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation
+	$(BIN)/python tools/try_wheel.py dist
 
 clean:
 	rm -rf .venv

@@ -3,7 +3,8 @@
     python benchmarks/kinds_learn.py features [--save]
     python benchmarks/kinds_learn.py copying [--steps 1200] [--kinds full linear] [--save]
     python benchmarks/kinds_learn.py digits [--steps 400] [--kinds full linear] [--save]
-    python benchmarks/kinds_learn.py text [--steps 150] [--data ../shared/data] [--save]
+    python benchmarks/kinds_learn.py text [--steps 150] [--data ../shared/data] [--device cuda] [--save]
+    python benchmarks/kinds_learn.py table [--out PATH]
 
 features: error of FAVOR+ against the exact softmax in float64, by number of random features; orthogonal or
 independent, positive or trigonometric (Performer, figure 2).
@@ -12,9 +13,11 @@ digits: handwritten digits of scikit-learn, one pixel after the other, then the 
 model of this size draws at 28 x 28 pixels (Linear Transformers, table 1).
 text: a character model with every kind of attention in the registry, on the same batches of the same text. A
 kind that a decoder refuses is trained as an encoder on masked characters, and full attention beside it.
+table: writes the rows of text, recorded or at `--out`, into docs/kinds.md.
 
-Seconds are CPU time. `--save` writes benchmarks/results/kinds_PART.json, and pictures of features and copying
-into docs/images.
+Seconds are CPU time; with `--device cuda`, those of the clock. `--save` writes
+benchmarks/results/kinds_PART.json, and pictures of features and copying into docs/images. `--out` writes the
+figures to a path, after each row of text. `--limit` seconds stop the series of text before the next kind.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
+import json
 import math
 import statistics
 import time
@@ -80,22 +84,44 @@ def learn(
     model: ch.Transformer, drawn: Iterator[Batch], held: list[Batch], steps: int, lr: float, every: int
 ) -> dict[str, Any]:
     """Train, and judge every so many steps; return the last figures, their history, time and memory."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.01)
+    device = next(model.parameters()).device
+    gpu = device.type == "cuda"
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.01, fused=gpu or None
+    )
     warm = min(100, steps // 3)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / warm, 0.5 + 0.5 * math.cos(math.pi * step / steps))
     )
     history, times = [], []
-    memory = peak_bytes(model, lambda: loss_of(model.train(), next(drawn)).backward())
+    clock = time.perf_counter if gpu else time.process_time
+    drawn = ((ids.to(device), wanted.to(device)) for ids, wanted in drawn)
+    held = [(ids.to(device), wanted.to(device)) for ids, wanted in held]
+
+    def pass_once() -> None:
+        loss_of(model.train(), next(drawn)).backward()
+
+    if gpu:
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        pass_once()
+        memory = torch.cuda.max_memory_allocated() - before
+    else:
+        memory = peak_bytes(model, pass_once)
     for step in range(1, steps + 1):
         model.train()
-        batch, start = next(drawn), time.process_time()
+        batch = next(drawn)
+        if gpu:
+            torch.cuda.synchronize()
+        start = clock()
         optimizer.zero_grad(set_to_none=True)
         loss_of(model, batch).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
-        times.append(time.process_time() - start)
+        if gpu:
+            torch.cuda.synchronize()
+        times.append(clock() - start)
         if step % every == 0 or step == steps:
             history.append({"step": step, **judged(model, held)})
     figures = {"loss": history[-1]["loss"], "accuracy": history[-1]["accuracy"]}
@@ -252,25 +278,63 @@ def text(options: argparse.Namespace) -> list[dict[str, Any]]:
     length, steps, rows = 256, options.steps or 150, []
 
     def row(kind: str, family: str) -> dict[str, Any]:
-        model = model_of(kind, len(symbols) + 1, length, positions="rope", family=family)
+        model = model_of(kind, len(symbols) + 1, length, positions="rope", family=family).to(options.device)
         held = list(itertools.islice(windows(test, family, len(symbols), length, FIXED), 16))
         drawn = windows(train, family, len(symbols), length, 0)
         count = sum(part.numel() for part in model.parameters())
         return {"kind": kind, "family": family, "parameters": count} | learn(
-            model, drawn, held, steps, 3e-3, 50
+            model, drawn, held, steps, 3e-3, max(50, steps // 10)
         )
 
-    refused = []
-    for kind in options.kinds if options.given else registered(32):
-        try:
-            rows.append(row(kind, "decoder"))
-        except ch.ConfigError as error:
-            refused.append(kind)
-            print(f"as an encoder, on masked characters, since {error}", flush=True)
-    return rows + [row(kind, "encoder") for kind in (["full", *refused] if refused else ())]
+    def trained(kinds: list[str], family: str) -> list[str]:
+        """Add a row for each kind; return those that the family refuses."""
+        refused = []
+        for kind in kinds:
+            if options.limit and time.perf_counter() - began > options.limit:
+                print(f"{kind} ({family}) left out: time is up", flush=True)
+                continue
+            try:
+                rows.append(row(kind, family))
+                written(options, rows)
+            except ch.ConfigError as error:
+                refused.append(kind)
+                print(f"as an encoder, on masked characters, since {error}", flush=True)
+        return refused
+
+    began = time.perf_counter()
+    refused = trained(options.kinds if options.given else list(registered(32)), "decoder")
+    trained(["full", *refused] if refused else [], "encoder")
+    return rows
 
 
-PARTS = {"features": features, "copying": copying, "digits": digits, "text": text}
+def written(options: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
+    """Write the figures to `--out`."""
+    if options.out is not None:
+        body = {"device": device_name(), "torch": torch.__version__, "rows": rows}
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(body, indent=2) + "\n")
+
+
+def table(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Write the rows of text into the docs, between the head of their table and the text after it."""
+    path = options.out or ROOT / "benchmarks" / "results" / "kinds_text.json"
+    found = json.loads(path.read_text())
+    rows = found.get("results", [found])[0]["rows"]
+    head = "| attention | trained as | parameters | loss | right | ms a step | MiB of a step |\n"
+    lines = [
+        f"| `{row['kind']}` | {row['family']} | {row['parameters']:,} | {row['loss']:.3f} | "
+        f"{row['accuracy']:.1%} | {row['ms_a_step']} | {row['peak_mib']} |\n".replace("%", " %")
+        for row in rows
+    ]
+    page = ROOT / "docs" / "kinds.md"
+    before, rest = page.read_text().split(head)
+    rule, _, after = rest.partition("\n")
+    after = after[after.index("\n\n") + 1 :]
+    page.write_text(f"{before}{head}{rule}\n{''.join(lines)}{after}")
+    return rows
+
+
+PARTS = {"features": features, "copying": copying, "digits": digits, "text": text, "table": table}
 
 
 def main() -> None:
@@ -281,13 +345,16 @@ def main() -> None:
     parser.add_argument("--steps", type=int)
     parser.add_argument("--kinds", nargs="+", help="default: full and the feature maps; of text, all")
     parser.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "data")
+    parser.add_argument("--device", default="cpu", help="of text: cpu or cuda")
+    parser.add_argument("--out", type=Path, help="a file for the figures of text, JSON")
+    parser.add_argument("--limit", type=float, help="seconds after which no kind of text begins")
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
     options.given = options.kinds is not None
     options.kinds = options.kinds or ["full", "linear", "linear(favor)"]
     results = PARTS[options.part](options)
-    if options.save:
+    if options.save and options.part != "table":
         about = {"device": device_name(), "torch": torch.__version__}
         save(f"kinds_{options.part}", [{**about, "rows": results}])
 

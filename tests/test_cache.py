@@ -163,6 +163,59 @@ def test_a_ragged_batch_forgets_the_tokens_that_no_layer_sees(attention, form):
             assert worst(ours[row, mask[row]], model(ids[row : row + 1, mask[row]]).logits[0]) <= 1e-5
 
 
+@pytest.mark.ledger("G2", "J2", "D8")
+@pytest.mark.parametrize(
+    "choices",
+    [
+        {"attention": "linear"},
+        {"attention": ("window(30)", "linear"), "depth_capacity": (1.0, 0.5)},
+    ],
+    ids=str,
+)
+def test_a_cache_of_states_crops_to_its_own_length_and_to_none(choices):
+    """What it refuses, between the two, leaves it as it was."""
+    model, ids = build(positions="rope", max_positions=64, **choices), some_ids(3, 24)
+    mask = torch.ones(3, 24, dtype=torch.bool)
+    mask[1, :4], mask[2, :11] = False, False
+    with torch.no_grad():
+        whole = model(ids, mask=mask).logits
+        for form in (ch.Cache, ch.WindowCache):
+            cache = form()
+            in_pieces(model, ids[:, :20], [12, 1, 1, 3, 3], cache, mask=mask[:, :20])
+            cache.crop(20)
+            with pytest.raises(ch.InputError, match="cannot step back to 7 of 20 tokens"):
+                cache.crop(7)
+            assert cache.length == 20
+            rest = in_pieces(model, ids[:, 20:], [1, 3], cache)
+            assert worst(rest, whole[:, 20:]) <= TOLERANCE
+            cache.crop(0)
+            anew = in_pieces(model, ids, [20, 4], cache, mask=mask)
+            assert worst(anew[mask], whole[mask]) <= TOLERANCE
+
+
+@pytest.mark.ledger("G2")
+def test_a_window_cache_steps_back_among_the_slots_it_describes():
+    """Padding in every row: the window has forgotten nothing, and slots are counted from the first one."""
+    model, ids, other = build(window=6, positions="rope"), some_ids(2, 30), some_ids(2, 30, seed=11)
+    mask = torch.ones(2, 30, dtype=torch.bool)
+    mask[:, 1:26], mask[1, 0] = False, False
+    with torch.no_grad():
+        for length in (26, 28, 0):
+            cache = ch.WindowCache()
+            in_pieces(model, ids[:, :29], [27, 1, 1], cache, mask=mask[:, :29])
+            assert cache.tokens.length < cache.length == 29
+            cache.crop(length)
+            said = in_pieces(model, other[:, length:], [30 - length], cache, mask=mask[:, length:])
+            joined = torch.cat([ids[:, :length], other[:, length:]], 1)
+            whole, real = model(joined, mask=mask).logits[:, length:], mask[:, length:]
+            assert worst(said[real], whole[real]) <= TOLERANCE
+        model(ids, mask=mask, cache=(cache := ch.WindowCache()))
+        with pytest.raises(
+            ch.InputError, match="has forgotten the first 22 slots, and cannot step back to 9"
+        ):
+            cache.crop(9)
+
+
 @pytest.mark.ledger("G2")
 def test_fixed_cache_overflow():
     model = build()

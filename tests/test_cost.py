@@ -440,6 +440,7 @@ KINDS = {
     "linear-gated": small.replace(attention="linear", attention_gate=True),
     "sinks": small.replace(attention="window(32, sinks=2)", n_kv_heads=2),
     "dilated": small.replace(attention="dilated(4, 3)"),
+    "strided": small.replace(attention="strided(16)", n_kv_heads=2),
     "blocks": encoder.replace(attention="blocks(32, 3, 4, 0, 1)"),
     "blocks-repeated": encoder.replace(attention="blocks(16, 3, 1, 1, counted=blocks, repeat=2, full=40)"),
     "global": encoder.replace(attention="global(12)"),

@@ -1,6 +1,6 @@
 """A model ready to use: `Model`, a bundle with the tasks as methods, and `load`, which opens a directory."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Unpack, overload
 
@@ -12,6 +12,7 @@ from clearhead.errors import CheckpointError, MissingExtraError, refuse
 from clearhead.generate.request import MAX_NEW_TOKENS
 from clearhead.hub import checkpoint, files, pixels, sentences
 from clearhead.hub.tokenizer import load_tokenizer, open_tokenizer, read_settings, special_ids
+from clearhead.model.transformer import Transformer
 from clearhead.tasks import generation, reading
 from clearhead.tasks.generation import Cancel, GenerateOptions, Hooks, OnText, TranslateOptions, generate
 from clearhead.tasks.results import Answer, Candidate, Classification, Generation, Score, Tags
@@ -258,6 +259,7 @@ def load(
     allow_download: bool = False,
     tokenizer: str | Path | None = None,
     mapped: bool = False,
+    parallel: Mapping[str, int] | None = None,
 ) -> Model:
     """Open a model directory, clearhead's or Hugging Face's; no network unless `allow_download`.
 
@@ -265,7 +267,8 @@ def load(
     `device` is "cpu", "cuda", "cuda:1", "mps", or "auto" for the best there is. `tokenizer` names one that
     lies elsewhere: a directory, a tokenizer.json, a SentencePiece .model, llama2.c's .bin. `mapped` weights
     are the file's own pages: they are read when first used and shared between processes, and the file must
-    not be written to while the model is in use.
+    not be written to while the model is in use. `parallel`, such as {"tensor": 2}, splits the model by heads
+    over the processes that `torchrun` has started; each reads its part, and all call it with the same inputs.
     """
     cast, place = float_dtype(dtype), best_device(device)
     path = Path(folder)
@@ -277,14 +280,38 @@ def load(
             CheckpointError,
         )
         path = _download(str(folder))
+    if parallel is not None:
+        from clearhead.parallel.inference import split_for_use  # takes seconds to import
+
+        empty, unread = open_empty(path, cast, tokenizer)
+        split_for_use(empty.model, unread, parallel, place)
+        return empty
     model, description = checkpoint.load_model(path, checkpoint.describe(path), cast, mapped)
+    return _with_settings(path, model.to(place), description, tokenizer)
+
+
+def open_empty(
+    folder: Path, dtype: torch.dtype | None = None, tokenizer: str | Path | None = None
+) -> tuple[Model, checkpoint.Unread]:
+    """Return the model of a directory with parameters on the meta device, and its weights, still on disk."""
+    model, description, unread = checkpoint.open_model(folder, checkpoint.describe(folder), dtype)
+    return _with_settings(folder, model, description, tokenizer), unread
+
+
+def _with_settings(
+    path: Path,
+    model: Transformer,
+    description: checkpoint.Description,
+    tokenizer: str | Path | None,
+) -> Model:
+    """Return a model with what lies beside its weights in a directory."""
     generation = files.read_json_if_any(path / "generation_config.json")
     if tokenizer is None:
         found, settings = load_tokenizer(path), read_settings(path)
     else:
         found, settings = open_tokenizer(Path(tokenizer), path)
     return Model(
-        model.to(place),
+        model,
         found,
         generation,
         description,

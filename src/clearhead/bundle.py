@@ -4,7 +4,7 @@
 methods.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from html import escape
 from pathlib import Path
@@ -19,12 +19,14 @@ from clearhead.config import ModelConfig
 from clearhead.errors import InputError, refuse
 from clearhead.generate.engine import Engine
 from clearhead.generate.own import own_options
-from clearhead.hub import checkpoint, files
+from clearhead.hub import checkpoint, export, files
 from clearhead.hub.pixels import PREPROCESSOR
 from clearhead.hub.sentences import Sentences, write_sentences
 from clearhead.hub.tokenizer import clean, encode, save_tokenizer, stop_ids
+from clearhead.hub.writing import Outgoing, write_tensors
 from clearhead.model.taps import unwrapped
 from clearhead.model.transformer import Transformer
+from clearhead.parallel.shards import is_split
 from clearhead.tokens.labels import decoded
 
 SHARD_SIZE = 5_000_000_000
@@ -253,7 +255,22 @@ class Bundle:
         self, folder: str | Path, dtype: str | torch.dtype | None = None, shard_size: int = SHARD_SIZE
     ) -> None:
         """Write a Hugging Face directory: whole, or not at all. Other files of an existing directory stay."""
-        saved = checkpoint.exported(self.config, self.description)
+        parameters = dict(self.model.named_parameters())
+        refuse(
+            is_split(self.model),
+            f"this model is split over processes: use the directory it was loaded from, {self.folder}",
+        )
+        described = self.described()
+        tensors = export.outgoing(self.model, described, float_dtype(dtype))
+        with files.whole_folder(Path(folder)) as work:
+            write_tensors(
+                work, files.MODEL, tensors, lambda name, owner: parameters[name].detach().cpu(), shard_size
+            )
+            self.write_settings(work, described, tensors)
+
+    def described(self) -> checkpoint.Description:
+        """Return what the model is saved as: its architecture and config.json."""
+        saved = export.exported(self.config, self.description)
         theirs = dict(saved.theirs)
         if len(self.labels) == self.config.n_classes > 0:
             theirs |= {
@@ -262,16 +279,20 @@ class Bundle:
             }
         if saved is not self.description:  # whose config.json says the special ids
             theirs |= self._named_ids(theirs)
-        with files.whole_folder(Path(folder)) as work:
-            described = replace(saved, theirs=theirs)
-            checkpoint.save_model(work, self.model, described, shard_size, float_dtype(dtype))
-            if self.tokenizer is not None:
-                save_tokenizer(work, self.tokenizer, self.special, self.settings, self.config.max_positions)
-            for name, settings in (("generation_config.json", self.generation), (PREPROCESSOR, self.images)):
-                if settings:
-                    files.write_json(work / name, settings)
-            if self.sentences is not None:
-                write_sentences(work, self.sentences, self.config.d_model)
+        return replace(saved, theirs=theirs)
+
+    def write_settings(
+        self, folder: Path, described: checkpoint.Description, tensors: Mapping[str, Outgoing]
+    ) -> None:
+        """Write all of a directory but the weights, which are written as `tensors`."""
+        export.write_config(folder, described, tensors)
+        if self.tokenizer is not None:
+            save_tokenizer(folder, self.tokenizer, self.special, self.settings, self.config.max_positions)
+        for name, settings in (("generation_config.json", self.generation), (PREPROCESSOR, self.images)):
+            if settings:
+                files.write_json(folder / name, settings)
+        if self.sentences is not None:
+            write_sentences(folder, self.sentences, self.config.d_model)
 
     def _named_ids(self, theirs: dict[str, Any]) -> dict[str, int]:
         """Return special token ids by their names in config.json, all but a padding id that is there."""

@@ -25,8 +25,9 @@ from clearhead.model.transformer import model_steps
 from clearhead.presets import preset
 
 DTYPES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # bytes of one value
-# Bytes of a parameter in training, as float32: value, gradient, and two moments or hardly anything.
-LEARNING = {"adamw": 16, "adafactor": 8}
+# Bytes of a parameter in training, as float32: value, gradient, and two moments or hardly anything. Muon has
+# one moment for matrices and two for the rest: two are counted.
+LEARNING = {"adamw": 16, "adafactor": 8, "muon": 16}
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ def batch_loss(
     batch: Batch,
     smoothing: float = 0.0,
     chunk: int | None = None,
-    balance: float = 0.01,
+    balance: float = feedforward.BALANCE,
     objective: Objective | None = None,
     total: Callable[[Tensor], Tensor] = lambda value: value,
 ) -> tuple[Tensor, int]:
@@ -77,10 +77,12 @@ def batch_loss(
     if isinstance(model.head, heads.LanguageHead):
         hidden = model(**arguments, logits="none").hidden  # B T D
         chunk = default_chunk(config.vocab_size, hidden.device) if chunk is None else chunk
-        loss = vocabulary_loss(model.head, hidden, batch, smoothing, chunk, compiled=_is_compiled(model))
+        wanted, compiled = model.main.own(batch.targets, IGNORE), _is_compiled(model)
+        some = batch.n_targets < batch.targets.numel() or wanted is not batch.targets
+        loss = vocabulary_loss(model.head, hidden, wanted, smoothing, chunk, some, compiled)
     else:
         loss_of = (objective or objective_of(config.head)).loss
-        loss = loss_of(model(**arguments).logits, batch, smoothing)
+        loss = loss_of(model(**arguments).logits, batch, smoothing) / model.main.copies
     if model.training and balance:
         # Multiply by the targets, because these losses are part of the mean.
         if config.n_experts:
@@ -168,14 +170,18 @@ def objective_of(head: str | None) -> Objective:
 def vocabulary_loss(
     head: heads.LanguageHead,
     hidden: Tensor,
-    batch: Batch,
+    targets: Tensor,
     smoothing: float,
     chunk: int,
+    some: bool = True,
     compiled: bool = False,
 ) -> Tensor:
-    """Return the cross-entropy of hidden states [B, T, D] over the vocabulary, in chunks -> []."""
-    rows, targets = hidden.reshape(-1, hidden.shape[-1]), batch.targets.reshape(-1)
-    if batch.n_targets < targets.numel():
+    """Return the cross-entropy of hidden states [B, T, D] with targets [B, T], in chunks -> [].
+
+    `some`: not every state has a target.
+    """
+    rows, targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
+    if some:
         asked = (targets != IGNORE).nonzero()[:, 0]
         rows, targets = rows[asked], targets[asked]  # N D, N
     of_rows = functools.partial(_row_loss_for(head, rows, compiled), head)
@@ -272,17 +278,10 @@ def balance_loss(
     It covers all layers of a training pass, and is least when tokens spread evenly over the experts. `mask`
     [B, T] leaves padding out. Where rows are shared out, `total` sums counts, and losses add up.
     """
-    mixtures = [part for part in model.modules() if isinstance(part, feedforward.Experts)]
-    routed = [part.routed for part in mixtures if part.routed is not None]
-    if not routed:
+    found = feedforward.tally(model, mask)
+    if found is None:
         return torch.zeros(())
-    logits = torch.cat([logits if mask is None else logits[mask.flatten()] for logits in routed])
-    probability = dtypes.wide(logits).softmax(-1)
-    chosen = probability.topk(mixtures[0].n_active, dim=-1).indices
-    counts = torch.zeros_like(probability).scatter(1, chosen, 1.0).sum(0)
-    counts = total(torch.cat([counts, counts.new_tensor([len(logits)])]))  # X + 1
-    share, number = counts[:-1] / counts[-1], counts[-1]
-    return logits.shape[-1] * (share * probability.sum(0) / number).sum()
+    return feedforward.imbalance(found, total(feedforward.counts_of(found)))
 
 
 def _balance(model: transformer.Transformer, batch: Batch, total: Callable[[Tensor], Tensor]) -> Tensor:
@@ -291,5 +290,5 @@ def _balance(model: transformer.Transformer, batch: Batch, total: Callable[[Tens
         (model.encoder, batch.source_mask if model.decoder is not None else batch.mask),
     ]
     return torch.stack(
-        [balance_loss(stack, mask, total) for stack, mask in stacks if stack is not None]
+        [balance_loss(stack, stack.worked_on(mask), total) for stack, mask in stacks if stack is not None]
     ).mean()

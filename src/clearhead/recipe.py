@@ -80,10 +80,10 @@ class TrainPlan:
     epochs: float | None = None  # None: chosen by the amount of data
     pretrain: int = 0  # classify, tag: steps of masked language modelling on the same texts before; 0: none
     accumulate: int = 1  # batches that make one step
-    seed: int = 0
+    seed: int = 0  # of weights, batches and dropout
 
     # Optimizer
-    optimizer: Literal["adamw", "adafactor"] = "adamw"  # adafactor: a fraction of the memory
+    optimizer: Literal["adamw", "adafactor", "muon"] = "adamw"  # adafactor: less memory; muon: for matrices
     lr: float = 1e-3  # the peak learning rate; `original`: a factor on its own rate
     betas: tuple[float, float] = (0.9, 0.95)  # decay of the running means of the gradient and of its square
     eps: float = 1e-8  # added to the root of the latter, which divides the update
@@ -130,7 +130,7 @@ class TrainPlan:
     # Show
     log_every: int = 10  # steps
     samples: int = 2  # shown at each validation; 0: none
-    tensorboard: bool = False
+    tensorboard: bool = False  # write for TensorBoard too
 
     def __post_init__(self) -> None:
         _check_plan(self)

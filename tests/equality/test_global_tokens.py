@@ -134,3 +134,28 @@ def test_wrong_global_tokens_are_refused():
         encoder("global(3, last)")
     with pytest.raises(ch.ConfigError, match="shares its weights"):
         build(family="encoder", attention=("full", "global(3)"), n_layers=2, layer_groups=1)
+
+
+@pytest.mark.ledger("J1", "L7")
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
+def test_global_tokens_compiled_and_in_bfloat16_are_the_plain_ones():
+    """Rows so long that blocks are gathered, with another number of global tokens in each."""
+    length = 300
+    choices = {"positions": "rope", "max_positions": length, "n_kv_heads": 2}
+    model, ids = encoder("global(20, given)", **choices), some_ids(2, length)
+    mask = torch.ones(2, length, dtype=torch.bool)
+    mask[1, :3] = False
+    given = {"mask": mask, "global_mask": marks((0, 4, 10), (7,), length=length)}
+    compiled = torch.compile(model, backend="eager")
+    plain, traced = (call(ids, **given).logits[mask] for call in (model, compiled))
+    assert (plain - traced).abs().max() < 1e-5
+    mine, theirs = (gradients(model, logits.square().mean()) for logits in (traced, plain))
+    assert max(float((mine[name] - theirs[name]).abs().max()) for name in theirs) < 1e-5
+    half, plain = encoder("global(20, given)", **choices).bfloat16(), plain.detach()
+    with torch.no_grad():
+        blocked = half(ids, **given).logits[mask].float()
+        with ch.attending(half, "eager"):
+            dense = half(ids, **given).logits[mask].float()
+    # Eight bits of mantissa, over two layers: as far from float32 by blocks as by the dense mask.
+    assert (blocked - plain).abs().mean() < 0.02 * plain.std()
+    assert (blocked - plain).abs().mean() < 1.5 * (dense - plain).abs().mean()

@@ -29,6 +29,7 @@ TEXTS = [str(kind().shortened(3)) for kind in KINDS.values()] + [
 MIXED = [("full", "linear"), ("window(3, sinks=1)", "gated-delta"), ("blocks(2, 1, 1)", "dilated(2, 2)")]
 LONG = [
     "window(20)",
+    "strided(13, sinks=3)",
     "global(20)",
     "window(20, sinks=3)",
     "dilated(8, 3, sinks=2)",
@@ -167,7 +168,7 @@ def test_blocks_are_the_dense_mask(family, attention, monkeypatch):
 
 def test_a_long_prompt_in_blocks_goes_on_as_one_pass():
     """Prompts read in pieces that are long enough for blocks, into growing and window caches."""
-    for attention in ("window(20, sinks=3)", "dilated(8, 3)", "blocks(32, 3, 5, 0, 1)"):
+    for attention in ("window(20, sinks=3)", "dilated(8, 3)", "strided(20)", "blocks(32, 3, 5, 0, 1)"):
         model = build(attention=attention, positions="rope", max_positions=700)
         ids = some_ids(2, 640)
         with torch.no_grad():
@@ -229,3 +230,15 @@ def test_kinds_read_back_as_written():
     for text in [*TEXTS, *LONG, *BLOCKS]:
         kind = read_kind(text)
         assert read_kind(str(kind)) == kind
+
+
+def test_columns_join_what_blocks_found():
+    """Strided attention with a sink, a soft-cap, pruned heads and narrow values."""
+    more = {"attention_sink": True, "attention_softcap": 5.0, "d_value": 6}
+    more["pruned_heads"] = {"blocks.0.attention": (1,)}
+    model = build(attention="strided(20)", positions="alibi", n_layers=1, max_positions=620, **more)
+    ids = some_ids(2, 620)
+    with torch.no_grad():
+        found = model(ids).logits
+        with ch.attending(model, "eager"):
+            assert (found - model(ids).logits).abs().max() < 1e-5

@@ -62,3 +62,12 @@ def test_speculation_over_a_state_is_refused():
         m.generate([1, 2, 3], 4, lookup=2)
     with pytest.raises(ch.InputError, match="cannot take a wrong guess back"):
         ch.Model(build()).generate([1, 2, 3], 4, draft=m)
+
+
+@pytest.mark.parametrize("attention", ["linear", ("full", "gated-delta")], ids=str)
+def test_pairs_of_tokens_are_refused_where_a_layer_has_no_scores_of_them(attention):
+    model, ids = build(attention=attention), torch.tensor([[1, 2, 3]])
+    kind = "linear" if attention == "linear" else "gated-delta"
+    for name, given in (("bias", torch.zeros(1, 1, 3, 3)), ("prefix", torch.tensor([2]))):
+        with pytest.raises(ch.InputError, match=f"{name} speaks of pairs of tokens, and attention {kind}"):
+            model(ids, **{name: given})

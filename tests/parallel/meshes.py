@@ -53,8 +53,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **{"model.qk_norm": "head", "model.positions": "alibi", "data.batch_size": 1},
     },
 }
+FAMILIES["muon"] = {
+    **FAMILIES["moe"],
+    **{"train.optimizer": "muon", "train.ema": 0.9, "train.schedule": "constant", "data.batch_size": 4},
+    **{"model.n_experts": 5, "model.d_shared_expert": 12, "model.gated": True},
+}
+FAMILIES["lora"] = {"train.lora": 2, "train.lora_targets": ["q", "k", "v", "out", "up", "down"]}
+BASE = {
+    "model.qk_norm": "full",
+    "model.attention": ["full", "linear"],
+    "model.n_kv_heads": 2,
+    "train.steps": 1,
+}
 NONE: Mapping[str, int] = {}
-AXES = ("data", "shard", "tensor")
+AXES = ("data", "shard", "tensor", "expert", "pipeline", "context")
 PAIRS = [dict.fromkeys(pair, 2) for pair in itertools.combinations(AXES, 2)]
 MESHES = [*({axis: 2} for axis in AXES), *PAIRS]
 
@@ -96,7 +108,10 @@ def write_data(family: str, folder: Path) -> Path:
     if family == "encoder-decoder":
         rows = [f"{line}\t{' '.join(reversed(line.split()))}" for line in lines]
         return _written(folder / "pairs.tsv", ["source\ttarget", *rows])
-    return _written(folder / "text.txt", lines)
+    text = _written(folder / "text.txt", lines)
+    if family == "lora":
+        perform(job("decoder", text, folder / "base", settings=BASE))
+    return text
 
 
 def _written(path: Path, lines: list[str]) -> Path:
@@ -108,6 +123,9 @@ def job(family: str, data: Path, out: Path, mesh: Mapping[str, int] = NONE, **mo
     """Describe one run."""
     sizes = {f"parallel.{axis}": size for axis, size in mesh.items()}
     settings = {**COMMON, **FAMILIES[family], **sizes, **more.pop("settings", {})}
+    if family == "lora":
+        settings = {key: value for key, value in settings.items() if not key.startswith("model.")}
+        settings["model.base"] = str(data.parent / "base")
     return {"data": str(data), "out": str(out), "settings": settings, **more}
 
 
@@ -132,16 +150,22 @@ def perform(job: dict[str, Any]) -> None:
         ch.train(job["data"], out=job["out"], settings=job["settings"], on_event=on_event)
 
 
-def launch(processes: int, jobs: list[dict[str, Any]], folder: Path, *options: str) -> str:
+def launch(
+    processes: int,
+    jobs: list[dict[str, Any]],
+    folder: Path,
+    *options: str,
+    module: str = "tests.parallel.meshes",
+) -> str:
     """Perform jobs in several processes; return what they printed."""
     path = folder / "jobs.json"
     path.write_text(json.dumps(jobs))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     done = subprocess.run(
-        [*command, *options, "-m", "tests.parallel.meshes", str(path)],
+        [*command, *options, "-m", module, str(path)],
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=3000,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
@@ -154,11 +178,19 @@ def differences(a: Path, b: Path) -> tuple[float, float, float]:
     ]
     assert losses[0].keys() == losses[1].keys()
     found = [max(abs(losses[0][step] - losses[1][step]) for step in losses[0])]
-    for name in ("model.safetensors", "training.safetensors"):
-        ours, theirs = (load_file(path / "last" / name) for path in (a, b))
+    for name in ("model", "training"):
+        ours, theirs = (tensors(path / "last", name) for path in (a, b))
         assert ours.keys() == theirs.keys()
         found.append(max(float((ours[key].double() - theirs[key].double()).abs().max()) for key in ours))
     return found[0], found[1], found[2]
+
+
+def tensors(folder: Path, stem: str) -> dict[str, torch.Tensor]:
+    """Return the tensors of the files of a checkpoint, one or several, by name."""
+    found: dict[str, torch.Tensor] = {}
+    for path in sorted(folder.glob(f"{stem}*.safetensors")):
+        found |= load_file(path)
+    return found
 
 
 def table(folder: Path) -> list[dict[str, Any]]:
@@ -167,7 +199,9 @@ def table(folder: Path) -> list[dict[str, Any]]:
     for family in FAMILIES:
         data, alone = write_data(family, folder / family), folder / f"{family}-alone"
         perform(job(family, data, alone))
-        for mesh in MESHES:
+        for mesh in (
+            mesh for mesh in MESHES if "expert" not in mesh or "model.n_experts" in FAMILIES[family]
+        ):
             out = folder / f"{family}-{'-'.join(mesh)}"
             launch(math.prod(mesh.values()), [job(family, data, out, mesh)], folder)
             loss, weights, moments = differences(alone, out)

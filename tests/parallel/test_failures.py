@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
+import signal
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from clearhead.errors import ConfigError
+from clearhead.training.events import read_log
 from tests.parallel import meshes
 
 pytestmark = pytest.mark.ledger("I3")
@@ -42,3 +50,78 @@ def test_a_killed_process_changes_nothing(victim: int, tmp_path: Path) -> None:
     assert "resuming from step 10" in printed
     meshes.perform(meshes.job("decoder", data, tmp_path / "whole", settings=settings))
     assert max(meshes.differences(tmp_path / "killed", tmp_path / "whole")) <= 1e-5
+
+
+def start_pair(jobs: list[dict[str, Any]], folder: Path) -> list[subprocess.Popen[str]]:
+    """Start two processes as `torchrun` does; see `tests.parallel.failing`."""
+    (folder / "jobs.json").write_text(json.dumps(jobs))
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    environment = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    command = [sys.executable, "-m", "tests.parallel.failing", str(folder / "jobs.json")]
+    return [subprocess.Popen(command, env={**environment, "RANK": rank}, text=True) for rank in "01"]
+
+
+def failing(fault: str, data: Path, mesh: dict[str, int]) -> dict[str, Any]:
+    """Describe a run whose second process fails."""
+    settings = {"train.steps": 3, "parallel.timeout": 10 if fault == "hang" else 30}
+    name = f"{fault}-{'-'.join(mesh)}"
+    return {**meshes.job("decoder", data, data.parent / name, mesh, settings=settings), "fault": fault}
+
+
+def test_what_fails_in_one_process_is_said_by_all(tmp_path: Path) -> None:
+    """Other settings, data or code; numbers that are not finite in one part of a model; no memory."""
+    data = meshes.write_data("decoder", tmp_path)
+    faults = ["settings", "data", "code", "nan", "memory"]
+    jobs = [failing(fault, data, {"shard": 2}) for fault in faults]
+    jobs[4:4] = [failing("nan", data, {axis: 2}) for axis in ("tensor", "pipeline")]
+    for process in start_pair(jobs, tmp_path):
+        assert process.wait(timeout=280) == 0
+    first, second = (json.loads((tmp_path / f"said-{rank}.json").read_text()) for rank in (0, 1))
+    assert first[:6] == second[:6]
+    assert first[0].startswith("process 1 has another train.seed than process 0 (7, not None): start all")
+    assert first[1].startswith("process 1 has another data than process 0 (another, not ")
+    assert first[2].startswith("process 1 has another code than process 0 (another, not ")
+    lost = "step 3: the weight decoder.blocks.1.feedforward.up.weight is not finite: begin again, or"
+    assert all(line.startswith(lost) for line in first[3:6])
+    assert second[6].startswith("step 3: process 1 of 2 has no memory left (CUDA out of memory. Tried to")
+    assert first[6].startswith("process 0 waited for the gradients of step 3 in vain: process 1 came no")
+
+
+def test_a_process_that_hangs_is_named(tmp_path: Path) -> None:
+    data = meshes.write_data("decoder", tmp_path)
+    first, second = start_pair([failing("hang", data, {"data": 2})], tmp_path)
+    try:
+        assert first.wait(timeout=200) == 0
+    finally:
+        second.kill()
+    [line] = json.loads((tmp_path / "said-0.json").read_text())
+    expected = "process 1 came no further than the gradients of step 3"
+    assert line == f"process 0 waited for the gradients of step 3 in vain: {expected}"
+
+
+def test_ctrl_c_saves_and_stops_all(tmp_path: Path) -> None:
+    """The terminal sends it to every process, and `torchrun` sends it to its own once more."""
+    data, out = meshes.write_data("decoder", tmp_path), tmp_path / "run"
+    settings = ["train.steps=100000", "train.device=cpu", "train.log_every=1", "parallel.shard=2"]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [*launch, "-m", "clearhead", "train", str(data), "--out", str(out)]
+    for one in (*settings, "model.d_model=16", "model.n_layers=1", "model.max_positions=16"):
+        command += ["--set", one]
+    run = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    while len(read_log(out)) < 3 and run.poll() is None:
+        time.sleep(0.05)
+    os.killpg(run.pid, signal.SIGINT)
+    said = run.communicate(timeout=100)[1]
+    stopped = re.search(r"stopped at step (\d+), saved", said)
+    assert stopped, said
+    assert (out / "last").resolve().name == f"step-{stopped[1]}"
+    assert said.count("stopping after this step") == 1
+
+
+def test_adafactor_is_refused_where_weights_are_split(tmp_path: Path) -> None:
+    data = meshes.write_data("decoder", tmp_path / "data")
+    settings = {"train.optimizer": "adafactor", "train.offload": True}
+    with pytest.raises(ConfigError, match="choose adamw or muon"):
+        meshes.perform(meshes.job("decoder", data, tmp_path / "run", settings=settings))

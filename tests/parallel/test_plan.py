@@ -17,6 +17,8 @@ from clearhead.errors import ClearheadError
 from clearhead.parallel.division import MeshSizes, read_mesh, weights_of
 from clearhead.parallel.estimate import estimate
 from clearhead.parallel.hardware import DEVICES, Cluster, device_named, read_bytes, read_flops, read_link
+from clearhead.parallel.plan import ParallelPlan
+from clearhead.parallel.planner import fits
 from clearhead.parallel.stages import Work, stages_of
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -197,6 +199,29 @@ def test_only_the_axes_asked_for_are_used():
     assert all(one.mesh.shard == one.mesh.pipeline == one.mesh.context == 1 for one in found.meshes)
 
 
+def test_sizes_are_chosen_by_memory():
+    """Copies where they fit, as few shards of each as fit, all shards where nothing does."""
+    work = Work(ch.preset("gpt2"), 1024, 8)
+    for shards, memory in ((1, 4e9), (2, 2.4e9), (4, 1.8e9), (8, 1e9)):
+        chosen = ParallelPlan().settled(8, lambda plan, memory=memory: fits(work, plan, memory))
+        assert (chosen.data, chosen.shard) == (8 // shards, shards)
+    assert ParallelPlan(shard=2).settled(8, lambda plan: False).data == 4
+    assert ParallelPlan(tensor=2).settled(8).data == 4
+    with pytest.raises(ClearheadError, match="asks for 3 processes"):
+        ParallelPlan(tensor=3).settled(8)
+
+
+def test_training_gathers_float32_and_leaves_the_stream_whole():
+    """What `train` does takes more than what a trainer with both does."""
+    work, mesh = Work(ch.preset("llama-3-8b"), 8192, 64, "bfloat16", "full"), MeshSizes(shard=32, tensor=2)
+    usual, trained = (
+        estimate(one, Cluster(H100, 64, 80e9, 50e9), mesh, 2) for one in (work, work.as_trained)
+    )
+    assert trained.memory.activations > usual.memory.activations
+    assert trained.memory.buffers > usual.memory.buffers
+    assert trained.traffic["shard"] == pytest.approx(1.5 * usual.traffic["shard"])  # 12 bytes of each, not 8
+
+
 def test_a_slower_link_favours_other_meshes():
     fast, slow = (
         ch.plan("llama-3-8b", 64, link=link, checkpointing="full", length=1024) for link in ("400Gb", "10Gb")
@@ -293,7 +318,7 @@ def test_command(tmp_path, capsys):
     )
     shown = capsys.readouterr().out
     assert max(map(len, shown.splitlines())) <= 80
-    assert shown.rstrip().endswith("[parallel]\nshard = 64")
+    assert shown.rstrip().endswith("[parallel]\nshard = 32\ncontext = 2")
     assert picture.stat().st_size > 10_000
     main(["plan", "llama-3-8b", "--devices", "16", "--mesh", "shard=8,tensor=2", "--json"])
     [mesh] = json.loads(capsys.readouterr().out)["meshes"]

@@ -348,6 +348,25 @@ def test_qwen3_next(options, tmp_path):
     check("Qwen3Next", options, tmp_path)
 
 
+@pytest.mark.ledger("L6", "J2", "M1")
+def test_qwen3_next_continues_unequal_rows_as_the_reference_does(tmp_path):
+    """Prompts of other lengths in one batch, which the reference pads on the left."""
+    torch.manual_seed(0)
+    theirs = transformers.Qwen3NextForCausalLM(config_of("Qwen3Next", NEXT)).eval()
+    for weight in theirs.parameters():
+        torch.nn.init.normal_(weight, std=0.2)
+    theirs.save_pretrained(tmp_path)
+    m, prompts, new = ch.load(tmp_path), [[3, 1, 4, 1, 5, 9, 2, 6], [5, 3], [5, 8, 9, 7, 9]], 12
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[0] * (longest - len(row)) + row for row in prompts])
+    mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in prompts])
+    said = theirs.generate(
+        ids, attention_mask=mask, max_new_tokens=new, min_new_tokens=new, do_sample=False, pad_token_id=0
+    )
+    ours = m.generate(prompts, new, min_new_tokens=new)
+    assert [row.ids for row in ours] == said[:, longest:].tolist()
+
+
 def test_qwen3_next_has_its_published_size():
     """80 billion parameters, of which a token meets 3 billion, without the token table and the output."""
     config = config_of("Qwen3Next", {})

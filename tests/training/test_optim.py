@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
@@ -11,6 +12,7 @@ from transformers.optimization import Adafactor
 import clearhead as ch
 from clearhead.errors import InputError
 from clearhead.recipe import TrainPlan
+from clearhead.training.muon import orthogonal
 from clearhead.training.optim import freeze, make_optimizer, parameter_groups, set_rate, step_if_finite
 from tests.harness import build, config, some_ids, worst
 
@@ -203,7 +205,7 @@ def test_adafactor_is_transformers(size):
     assert kept["row_var"].numel() + kept["col_var"].numel() == 4 + 6  # not 24
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "adafactor"])
+@pytest.mark.parametrize("optimizer", ["adamw", "adafactor", "muon"])
 def test_a_gradient_that_is_not_finite_changes_nothing(optimizer):
     weight = torch.nn.Linear(3, 3)
     made = make_optimizer(weight, TrainPlan(optimizer=optimizer), CPU)
@@ -242,3 +244,46 @@ def test_a_scaled_gradient_may_be_infinite_and_a_loss_may_not():
     assert (scaler.steps, scaler.updated) == (1, True)  # and decides for itself
     assert math.isnan(step_if_finite(made, scaler, torch.tensor(math.nan), torch.tensor(1.0))()[2])
     assert scaler.steps == 1
+
+
+@pytest.mark.ledger("H2")
+def test_muon_is_torchs_for_matrices_of_blocks_and_adamw_for_the_rest():
+    """PyTorch's own multiplies in bfloat16: its updates agree to a fiftieth of their size."""
+    first = ch.Transformer(config(n_experts=2, d_shared_expert=8))
+    ours, theirs, adamw = (copy.deepcopy(first) for _ in range(3))
+    matrices = {
+        name: one
+        for name, one in theirs.named_parameters()
+        if ".blocks." in name and one.ndim == 2 and min(one.shape) > 1
+    }
+    optimizers = [
+        make_optimizer(ours, TrainPlan(optimizer="muon"), CPU),
+        make_optimizer(adamw, TrainPlan(), CPU),
+        torch.optim.Muon(matrices.values(), lr=0.01, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+    ]
+    for _ in range(3):
+        for parameters in zip(ours.parameters(), theirs.parameters(), adamw.parameters()):
+            gradient = torch.randn_like(parameters[0])
+            for parameter in parameters:
+                parameter.grad = gradient.clone()
+        for optimizer in optimizers:
+            if optimizer is not optimizers[-1]:
+                set_rate(optimizer, 0.01)
+            optimizer.step()
+    before, named, other = (dict(model.named_parameters()) for model in (first, ours, adamw))
+    for name, parameter in named.items():
+        kept = optimizers[0].state[parameter].keys()
+        if name in matrices:
+            moved = (matrices[name] - before[name]).norm()
+            assert (parameter - matrices[name]).norm() < 0.02 * moved, name
+            assert kept == {"momentum"}
+        else:
+            assert worst(parameter, other[name]) < 1e-6, name
+            assert kept == {"step", "exp_avg", "exp_avg_sq"}
+
+
+def test_orthogonal_matrices_have_singular_values_near_one():
+    for shape in ((24, 16), (16, 24), (16, 16)):
+        values = torch.linalg.svdvals(orthogonal(torch.randn(shape) * 1e-6))
+        assert values.min() > 0.3 and values.max() < 1.3
+    assert torch.equal(orthogonal(torch.zeros(3, 4)), torch.zeros(3, 4))  # an expert without tokens

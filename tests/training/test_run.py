@@ -74,11 +74,12 @@ class StopAt:
         (),
         ("train.ema=0.9",),
         ("train.optimizer=adafactor",),
+        ("train.optimizer=muon",),
         ("train.accumulate=3",),
         ("data.packing=isolated",),
         ("train.average=2",),
     ],
-    ids=["plain", "ema", "adafactor", "accumulate", "isolated", "average"],
+    ids=["plain", "ema", "adafactor", "muon", "accumulate", "isolated", "average"],
 )
 def test_a_stopped_run_goes_on_as_if_it_never_had_been(text, tmp_path, settings, monkeypatch):
     seen: list[list[int]] = []

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -114,10 +114,11 @@ def load_model(
     device: str = "cpu",
     dtype: str | None = None,
     plot: Path | None = None,
+    parallel: Mapping[str, int] | None = None,
 ) -> ch.Model:
     """Return the model of a directory, on a device and in a dtype, once the inputs are checked."""
     check_inputs(folder, plot)
-    return ch.load(folder, dtype, device, tokenizer=tokenizer)
+    return ch.load(folder, dtype, device, tokenizer=tokenizer, parallel=parallel)
 
 
 def print_notes(notes: Iterable[str]) -> None:

@@ -146,7 +146,7 @@ def convert(
         CheckpointError,
     )
     limit = read_bytes(shard_size)
-    from clearhead.hub.checkpoint import explain_export
+    from clearhead.hub.export import explain_export
 
     model = load_model(source, tokenizer=tokenizer)
     model.save(target, dtype, shard_size=limit)

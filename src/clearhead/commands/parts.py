@@ -298,7 +298,7 @@ def _comparison(
     model: ch.Model, smaller: ch.Model, judged: examples.Examples | None, out: Path
 ) -> dict[str, Any]:
     """Return the size and quality of a model before and after pruning, and how it was saved."""
-    from clearhead.hub.checkpoint import explain_export
+    from clearhead.hub.export import explain_export
     from clearhead.inside.names import all_heads
     from clearhead.inside.parts.examples import judge
 

@@ -10,14 +10,12 @@ from tyro.conf import Positional
 
 import clearhead as ch
 from clearhead.commands.common import Json, Plot, check_picture, option, print_notes, read_config, show_result
+from clearhead.parallel.plan import AXES
 from clearhead.recipe import read_recipe, recipe_names
 from clearhead.report import count, size, table
 
 if TYPE_CHECKING:
     from rich.table import Table
-
-TRAINED = ("data", "shard", "tensor")  # the axes that `clearhead train` has
-AXES = (*TRAINED, "pipeline", "context", "expert")
 
 
 def plan(
@@ -48,14 +46,16 @@ def plan(
         Literal["none", "selective", "full"] | None,
         option("what the backward pass computes again; default: none, or the recipe's"),
     ] = None,
-    optimizer: Annotated[str | None, option("adamw or adafactor; default: adamw, or the recipe's")] = None,
+    optimizer: Annotated[
+        str | None, option("adamw, adafactor, muon; default: adamw, or the recipe's")
+    ] = None,
     mesh: Annotated[
         str | None, option("explain this mesh alone: shard=8,tensor=2", metavar="AXIS=SIZE,...")
     ] = None,
     axes: Annotated[
         tuple[str, ...],
-        option("axes that a mesh may have; others are pipeline, context and expert", metavar="AXIS"),
-    ] = TRAINED,
+        option("axes that a mesh may have", metavar="AXIS"),
+    ] = AXES,
     top: Annotated[int, option("meshes to show, at most")] = 5,
     plot: Plot = None,
     json: Json = False,
@@ -151,11 +151,11 @@ def _shown(found: ch.MeshReport, name: str) -> Iterator[Table | str]:
     )
     yield table(
         "sent by a device in a step, GB",
-        (">#", *(f">{axis}" for axis in AXES), ">total"),
+        (">#", *(f">{axis}" for axis in found.best.traffic), ">total"),
         (
             (
                 str(number),
-                *(f"{one.traffic[axis] / 1e9:,.1f}" for axis in AXES),
+                *(f"{sent / 1e9:,.1f}" for sent in one.traffic.values()),
                 f"{sum(one.traffic.values()) / 1e9:,.1f}",
             )
             for number, one in numbered

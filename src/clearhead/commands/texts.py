@@ -9,11 +9,12 @@ import gzip
 import io
 import json as jsonlib
 import math
+import os
 import sys
 import zlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, closing, contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
@@ -35,6 +36,7 @@ from clearhead.commands.common import (
     writing,
 )
 from clearhead.errors import ClearheadError, InputError, refuse
+from clearhead.parallel.launch import started
 
 Text = Annotated[
     Positional[str | None], option("the text; - or nothing: stdin, one text per line", metavar="TEXT")
@@ -70,9 +72,9 @@ class TextOptions:
     device: Device = "cpu"
     dtype: Dtype = None
 
-    def load(self, folder: Path) -> ch.Model:
-        """Return the model of a directory, as these options ask for it."""
-        return load_model(folder, tokenizer=self.tokenizer, device=self.device, dtype=self.dtype)
+    def load(self, folder: Path, parallel: Mapping[str, int] | None = None) -> ch.Model:
+        """Return the model of a directory, as these options ask for it; `parallel` as in `ch.load`."""
+        return load_model(folder, self.tokenizer, self.device, self.dtype, parallel=parallel)
 
     def run(
         self,
@@ -171,6 +173,32 @@ class TextOptions:
             raise InputError(
                 f"{name} cannot be read after line {number}: {str(error).splitlines()[0]}"
             ) from None
+
+
+@contextmanager
+def together(
+    options: TextOptions, text: str | None
+) -> Iterator[tuple[TextOptions, Mapping[str, int] | None]]:
+    """Join the processes of `torchrun`, if any: give options that write in the first alone, and how to split.
+
+    A mistake is said by one of them.
+    """
+    if not started():
+        yield options, None
+        return
+    refuse(
+        text in (None, "-") and options.file is None,
+        "several processes cannot share stdin: write the text after the directory, or name a --file",
+    )
+    from clearhead.parallel.world import joined
+
+    with joined() as world, ExitStack() as silence:
+        if not world.first:
+            nowhere = silence.enter_context(open(os.devnull, "w"))
+            silence.enter_context(redirect_stdout(nowhere))
+            silence.enter_context(redirect_stderr(nowhere))
+            options = replace(options, output=None)
+        yield options, {"tensor": world.size}
 
 
 Options = Annotated[TextOptions, arg(name="")]  # its flags without a prefix

@@ -34,11 +34,12 @@ from clearhead.commands.common import (
     writing,
 )
 from clearhead.errors import refuse
-from clearhead.parallel.launch import first_here
+from clearhead.parallel.launch import first_here, started
 from clearhead.recipe import recipe_names
 from clearhead.report import confusion_tables, table
 from clearhead.training import events
 
+ECHO = 3  # seconds within which a second Ctrl-C is the first one, passed on
 EVERY = 10  # seconds between the lines of a run without a terminal
 NEWLINE = "\n"
 SHOWN = ("task", "examples", "targets", "metrics", "intervals", "signatures")
@@ -147,15 +148,18 @@ def _list(json: bool) -> None:
 def _stopping() -> Iterator[list[signal.Signals]]:
     """Give a list that the first Ctrl-C or SIGTERM goes into, as a request to save and stop.
 
-    A second Ctrl-C stops at once.
+    A second Ctrl-C stops at once. `torchrun` passes on a Ctrl-C that the terminal has already sent to all.
     """
     received: list[signal.Signals] = []
+    asked = 0.0
 
     def ask(number: int, frame: FrameType | None) -> None:
-        if received and number == signal.SIGINT:
+        nonlocal asked
+        echo, asked = started() and time.monotonic() - asked < ECHO, asked or time.monotonic()
+        if received and number == signal.SIGINT and not echo:
             raise KeyboardInterrupt
         received.append(signal.Signals(number))
-        if not first_here():
+        if not first_here() or echo:
             return
         note = "\nstopping after this step and saving; Ctrl-C again stops at once"
         print(note, file=sys.stderr, flush=True)

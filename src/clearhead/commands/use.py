@@ -10,7 +10,7 @@ from tyro.conf import Positional, arg
 
 from clearhead.commands.common import Folder, TokenIds, option, warnings_as_notes
 from clearhead.commands.requests import CommandRequest
-from clearhead.commands.texts import Options, Text, TextOptions
+from clearhead.commands.texts import Options, Text, TextOptions, together
 from clearhead.generate.request import make_request
 from clearhead.report import class_table, fill_table, score_table, tag_table
 from clearhead.tasks.results import Candidate, Generation
@@ -46,42 +46,46 @@ def generate(
       clearhead generate my-model/ "Once upon" --beams 4 --num-return 2 --json
       clearhead generate my-model/ --file prompts.txt --output texts.txt
       echo "Once upon" | clearhead generate my-model/ -
+      torchrun --nproc-per-node 2 -m clearhead generate my-model/ "Once upon"
     """
     asked = request.given() | ({} if best is None else {"logprobs": True, "alternatives": best})
     make_request(asked)  # a mistake is said before the model is loaded
     live = stream and not options.json and prompt not in (None, "-")
-    model = options.load(folder)
-    from clearhead.tasks import generation
+    with together(options, prompt) as (options, parallel):
+        model = options.load(folder, parallel)
+        from clearhead.tasks import generation
 
-    hooks = generation.Hooks(
-        (lambda number, new: print(new, end="", flush=True)) if live else None,
-        draft=None if draft is None else options.load(draft),
-    )
+        hooks = generation.Hooks(
+            (lambda number, new: print(new, end="", flush=True)) if live else None,
+            draft=None if draft is None else options.load(draft),
+        )
 
-    def written(given: str | list[int]) -> str:
-        if isinstance(given, str):
-            return given
-        return "".join(f"{one} " for one in given) if model.tokenizer is None else str(model.decode(given))
+        def written(given: str | list[int]) -> str:
+            if isinstance(given, str):
+                return given
+            return (
+                "".join(f"{one} " for one in given) if model.tokenizer is None else str(model.decode(given))
+            )
 
-    goes_on = model.config.family != "encoder-decoder"  # the new text goes on from the prompt
-    if goes_on and model.config.positions == "learned":
-        asked.setdefault("overflow", "slide")
+        goes_on = model.config.family != "encoder-decoder"  # the new text goes on from the prompt
+        if goes_on and model.config.positions == "learned":
+            asked.setdefault("overflow", "slide")
 
-    def compute(batch: list[dict[str, Any]]) -> list[list[Generation]]:
-        for fields in batch if live and goes_on else ():
-            print(written(fields["prompt"]), end="", flush=True)
-        return generation.generate(model, [fields["prompt"] for fields in batch], asked, hooks)
+        def compute(batch: list[dict[str, Any]]) -> list[list[Generation]]:
+            for fields in batch if live and goes_on else ():
+                print(written(fields["prompt"]), end="", flush=True)
+            return generation.generate(model, [fields["prompt"] for fields in batch], asked, hooks)
 
-    def body(fields: dict[str, Any], made: list[Generation]) -> dict[str, Any]:
-        found = [_as_json(one) for one in made]
-        return {**fields, **({"results": found} if request.num_return > 1 else found[0])}
+        def body(fields: dict[str, Any], made: list[Generation]) -> dict[str, Any]:
+            found = [_as_json(one) for one in made]
+            return {**fields, **({"results": found} if request.num_return > 1 else found[0])}
 
-    def line(fields: dict[str, Any], made: list[Generation]) -> str:
-        lead = written(fields["prompt"]) if goes_on else ""
-        return "" if live else "\n".join(f"{lead}{_text(one)}" for one in made)
+        def line(fields: dict[str, Any], made: list[Generation]) -> str:
+            lead = written(fields["prompt"]) if goes_on else ""
+            return "" if live else "\n".join(f"{lead}{_text(one)}" for one in made)
 
-    with warnings_as_notes():
-        options.run({"prompt": prompt}, compute, body, line, ids=ids)
+        with warnings_as_notes():
+            options.run({"prompt": prompt}, compute, body, line, ids=ids)
 
 
 def _text(made: Generation) -> str:

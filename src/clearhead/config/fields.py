@@ -63,9 +63,9 @@ class StackFields:
 
     # Size
     vocab_size: int = 0  # required wherever ids go in or out
-    d_model: int = 512
+    d_model: int = 512  # width of the residual stream
     n_layers: int = 6  # of the decoder, or of the only stack
-    n_heads: int = 8
+    n_heads: int = 8  # queries of each token, side by side
     # by attention: {"blocks.3.attention": (0, 5)}
     pruned_heads: Mapping[str, tuple[int, ...]] = field(default_factory=dict, hash=False)
 
@@ -73,31 +73,31 @@ class StackFields:
     # of the encoder where there is one: ids, image patches, vectors (linear) or frames (conv)
     input: Input = "tokens"
     embedding_scale: float = 1.0  # the original Transformer multiplies by sqrt(d_model)
-    embedding_norm: bool = False
+    embedding_norm: bool = False  # a norm after the embedding
     n_types: int = 0  # segment (token type) embeddings
-    patch_size: int = 16
-    n_channels: int = 3
+    patch_size: int = 16  # patches: height and width of a square, in pixels
+    n_channels: int = 3  # patches: 3 for colour, 1 for grey
     class_token: bool = False  # patches: a learned vector before the first patch
     d_input: int = 0  # vectors, frames: width of one input vector
     conv_kernel: int = 3  # frames: two convolutions of this width, the second with the stride below
-    conv_stride: int = 2
+    conv_stride: int = 2  # frames: 2 halves their number
 
     # Positions
-    positions: PositionName = "learned"
+    positions: PositionName = "learned"  # how order is told: a table, waves, rotation or a bias
     max_positions: int = 1024  # longest sequence; for schemes without a table, the length it is meant for
     position_offset: int = 0  # learned: rows skipped at the start of the table
     # sin, cos, sin, cos ... or all sin, then all cos
     sinusoid_layout: Literal["interleaved", "half"] = "interleaved"
     # slowest wave exactly 10,000 long (True) or one step short of it, as in the paper
     sinusoid_ends: bool = False
-    rope_base: float = 10_000.0
+    rope_base: float = 10_000.0  # larger: slower rotation, for longer texts
     # base in layers that have a window; None: rope_base, with the scaling
     rope_local_base: float | None = None
     rope_layout: Literal["half", "interleaved"] = "half"  # pairs are (i, i + E/2), or (2i, 2i + 1)
-    rope_scaling: RopeScaling | None = None
+    rope_scaling: RopeScaling | None = None  # beyond the trained length; see RopeScaling
     rope_skips: tuple[int, ...] = ()  # layers, counted from 0, in which nothing is rotated
-    relative_buckets: int = 32
-    relative_max_distance: int = 128
+    relative_buckets: int = 32  # relative: biases per head, by distance
+    relative_max_distance: int = 128  # relative: from here on, one bucket
 
     # Attention
     attention_softcap: float | None = None  # scores become cap * tanh(scores / cap)
@@ -107,8 +107,8 @@ class StackFields:
     qk_norm: Literal["none", "head", "full"] = "none"  # norm on queries and keys, per head or over all heads
 
     # Feed-forward
-    activation: ActivationName = "gelu"
-    gated: bool = False
+    activation: ActivationName = "gelu"  # between the two linear layers
+    gated: bool = False  # a third layer: activation(gate) * up
     # gated: before the activation the gate is at most this, and what it multiplies lies within -this and this
     gated_clamp: float | None = None
     gated_shift: float = 0.0  # gated: added to what the gate multiplies, after the clamp
@@ -117,18 +117,18 @@ class StackFields:
     # softmax over the chosen, or over all
     router_order: Literal["topk_softmax", "softmax_topk"] = "topk_softmax"
     router_renormalise: bool = True  # softmax_topk: make the chosen weights sum to one
-    router_bias: bool = False
+    router_bias: bool = False  # in the layer that chooses experts
     d_shared_expert: int = 0  # width of one more expert that each token visits, weighed by a sigmoid; 0: none
     dense_layers: tuple[int, ...] = ()  # layers, counted from 0, with one feed-forward in place of a mixture
 
     # Residual
-    norm_position: NormPosition = "pre"
+    norm_position: NormPosition = "pre"  # before or after a sublayer, both, or on its output
     parallel: bool = False  # attention and feed-forward read the same input and are added together
     parallel_norms: Literal[1, 2] = 1  # one norm for both, or one each
     residual_scale: float = 1.0  # on what each sublayer adds
 
     # Dropout, in training only
-    dropout: float = 0.0
+    dropout: float = 0.0  # on embeddings and what sublayers add
     feedforward_dropout: float = 0.0  # between the two feed-forward layers
     layer_drop: float = 0.0  # stochastic depth: chance that a row of the batch skips a sublayer
 
@@ -138,7 +138,7 @@ class Fields(StackFields):
     """All that a user may say about a Transformer: `StackFields`, and what is derived or not a stack's."""
 
     # Size
-    family: Family = "decoder"
+    family: Family = "decoder"  # which stacks there are, and who sees the future
     n_encoder_layers: int | None = None  # encoder-decoder: None: n_layers
     n_kv_heads: int | None = None  # key/value heads; None: n_heads; 1: multi-query; between: grouped-query
     n_encoder_heads: int | None = None  # encoder-decoder: None: n_heads
@@ -176,14 +176,14 @@ class Fields(StackFields):
 
     # Biases
     bias: bool = True  # in every linear layer and norm, unless a field below says otherwise
-    qkv_bias: bool | None = None
-    attention_out_bias: bool | None = None
-    feedforward_bias: bool | None = None
-    norm_bias: bool | None = None  # layernorm only
+    qkv_bias: bool | None = None  # None: bias
+    attention_out_bias: bool | None = None  # None: bias
+    feedforward_bias: bool | None = None  # None: bias
+    norm_bias: bool | None = None  # layernorm only; None: bias
 
     # Norm
-    norm: NormName = "layernorm"
-    norm_eps: float = 1e-5
+    norm: NormName = "layernorm"  # rmsnorm: no mean is subtracted, and no bias
+    norm_eps: float = 1e-5  # added to the variance before the root
     norm_unit_offset: bool = False  # the scale is 1 + weight
     final_norm: bool | None = None  # after the last block; None: all but post-norm
 
@@ -193,7 +193,7 @@ class Fields(StackFields):
 
     # Head
     head: HeadName | None = None  # None: classifier if n_classes is set, else lm or (encoder) mlm
-    n_classes: int = 0
+    n_classes: int = 0  # classifier, tagger: number of labels
     pooling: Pooling | None = None  # None: cls for a bidirectional model, last for a causal one
     pooler: PoolerName = "none"  # a dense layer after pooling, and its activation
     normalise: bool = False  # embedding: scale the vector to length one
@@ -201,12 +201,12 @@ class Fields(StackFields):
     head_layer: bool = False  # tagger, span: a feed-forward, added and normalised, before the output
     head_activation: ActivationName | None = None  # of that transform or layer; None: activation
     head_bias: bool | None = None  # None: all but lm
-    logit_scale: float = 1.0
-    logit_softcap: float | None = None
+    logit_scale: float = 1.0  # logits are multiplied by it
+    logit_softcap: float | None = None  # logits become cap * tanh(logits / cap)
 
     # Initialisation
-    init: Initialisation = "gpt2"
-    init_std: float = 0.02
+    init: Initialisation = "gpt2"  # the distribution of fresh weights
+    init_std: float = 0.02  # spread of fresh weights; xavier has its own
 
 
 @dataclass(frozen=True)

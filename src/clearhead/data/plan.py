@@ -27,9 +27,8 @@ class DataPlan:
     lowercase: bool | Literal["source", "target"] = False  # of all texts; pairs: or of one side
     validation: tuple[str, ...] = ()  # files to validate on; none: a share of the data is set apart
     validation_share: float = 0.1  # of the examples (of the characters, where text is one document)
-    bad_rows: Literal["refuse", "skip"] = (
-        "refuse"  # rows that cannot be read: an error, or left out and counted
-    )
+    # rows that cannot be read: an error, or left out and counted
+    bad_rows: Literal["refuse", "skip"] = "refuse"
     max_examples: int | None = None  # read no more than this
     max_length: int | None = None  # tokens of a row; None: what the model takes
     packing: Literal["stream", "isolated"] = "stream"  # lm: rows across documents, or documents apart

@@ -29,6 +29,7 @@ from clearhead.errors import InputError, nearest, refuse
 from clearhead.evaluation.metrics import METRICS, Counts
 from clearhead.hub.pixels import to_pixels
 from clearhead.model import dtypes, heads, transformer
+from clearhead.parallel.plan import TOKENS
 from clearhead.parallel.world import ALONE, World
 from clearhead.recipe import GeneratePlan
 from clearhead.tasks.spec import TaskSpec
@@ -148,11 +149,14 @@ def examine(
 ) -> Iterator[Examined]:
     """Judge every batch of one epoch, each process its share; `objective` None: the usual one of the head."""
     for each in batches.all():
-        batch = world.rows(each).to(device)
+        batch = world.rows(each, TOKENS).to(device)
         arguments = losses.arguments_for(model, batch)
         answers: losses.Answered = ([], [])
         with transformer.evaluating(model), autocast():
-            if isinstance(model.head, heads.LanguageHead):
+            if not world.last:  # the last stage judges
+                model(**arguments, logits="none")
+                found = torch.zeros(len(batch))
+            elif isinstance(model.head, heads.LanguageHead):
                 hidden = model(**arguments, logits="none").hidden  # B T D
                 chunk = losses.default_chunk(model.config.vocab_size, device)
                 found = vocabulary_losses(model.head, hidden, batch.targets, chunk)
@@ -189,7 +193,7 @@ def validate(
         "validate on more of it, or on other files",
     )
     found = {"loss": sum(float(part.losses.sum()) for part in seen) / count}
-    if not isinstance(loaded.model.head, heads.LanguageHead):
+    if loaded.config.readout.head not in ("lm", "mlm"):  # a stage may have another head, or none
         predicted, wanted = (
             [row for part in seen for row in getattr(part, side)] for side in ("said", "meant")
         )

@@ -143,7 +143,9 @@ def show(
 
     Args:
         m: what `load` gave, or a bare model, which takes ids or pixels.
-        given, target, pair: as for `inside.inputs.prepare`.
+        given: text, a pair, ids or an image, as for `inside.inputs.prepare`.
+        target: what the decoder of an encoder-decoder has written.
+        pair: the second text, for an encoder of pairs.
         height: of the frame, in pixels.
     """
     m = m if isinstance(m, Model) else Model(m)

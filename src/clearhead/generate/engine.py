@@ -37,6 +37,7 @@ from clearhead.model.attention import Attention
 from clearhead.model.cache import Cache
 from clearhead.model.taps import SILENT, tap_for
 from clearhead.model.transformer import Transformer
+from clearhead.parallel.shards import is_split
 
 SMALLEST = 512  # slots of the smallest cache; larger ones double
 AHEAD = 16  # greedy tokens made between two looks at them
@@ -272,12 +273,12 @@ class Engine:
         self.prefix: Prefix | None = None  # what the last request with `reuse` has read
 
     def runner(self) -> Transformer:
-        """Return the fast copy; the model itself while taps, hooks or a chosen kernel are set."""
+        """Return the fast copy; the model itself where it is split, has hooks or taps, or a chosen kernel."""
         parts = list(self.model.modules())
         hooked = any(part._forward_hooks or part._forward_pre_hooks for part in parts)
         hooked |= any("forward" in vars(part) for part in parts)
         chosen = any(isinstance(part, Attention) and part.kernel != "fused" for part in parts)
-        if hooked or chosen or tap_for(self.model) is not SILENT:
+        if hooked or chosen or is_split(self.model) or tap_for(self.model) is not SILENT:
             return self.model
         made_of = [_described(part) for part in parts]
         if self.copy is None or self.made_of != made_of:

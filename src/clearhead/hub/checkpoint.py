@@ -21,12 +21,12 @@ from clearhead.config import ModelConfig
 from clearhead.data.files import RECIPE
 from clearhead.errors import CheckpointError, ClearheadError, ConfigError, nearest
 from clearhead.hub.architecture import SECTION, Architecture, check_sizes, is_among
-from clearhead.hub.files import read_json, refuse, write_json
+from clearhead.hub.files import read_json, refuse
 from clearhead.hub.mxfp4 import unpacked
-from clearhead.hub.registry import ARCHITECTURES, architecture_of, nearest_to
+from clearhead.hub.registry import ARCHITECTURES, architecture_of
 from clearhead.hub.rules import Rule, Shape, matches
 from clearhead.hub.stored import as_stored, check_bounds, common_dtype, equal
-from clearhead.hub.weights import Entry, allocated, cast, held, open_weights, write_weights
+from clearhead.hub.weights import Entry, allocated, cast, held, open_weights
 from clearhead.model.transformer import Transformer
 
 READERS = 2  # threads; more would hold more copies at once than they gain
@@ -124,27 +124,17 @@ def load_model(
     The dtype is that of the file unless `dtype` is given. Where the file has several, `common_dtype` decides.
     `mapped` weights are pages of the file.
     """
-    entries, theirs = unpacked(open_weights(folder, mapped), description.theirs)
-    description, model, sources = _fill(folder, dataclasses.replace(description, theirs=theirs), entries)
+    model, description, unread = open_model(folder, description, dtype, mapped)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    dtype = dtype or common_dtype(description.theirs, [entry for _, entry in sources])
-    dtypes = {name: dtype or entry.dtype for rule, entry in sources for name in rule.ours}
+    dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
     room = {} if mapped else allocated(shapes, dtypes)
-    counts = Counter(id(entry) for _, entry in sources)
+    counts = Counter(id(entry) for _, entry in unread.sources)
 
     def read(source: tuple[Rule, Entry]) -> list[Tensor]:
         rule, entry = source
         twice = counts[id(entry)] > 1  # a table that fills two parameters is two tables from now on
         entry = dataclasses.replace(entry, release=lambda: None) if twice else entry
-        wrong = f"{folder}: tensor {rule.theirs} has"
-        tensors = _read(rule, entry, [shapes[name] for name in rule.ours], description.config)
-        for name, tensor in zip(rule.ours, tensors):
-            refuse(
-                tensor.shape != shapes[name],
-                f"{wrong} shape {entry.shape} and {name} needs {shapes[name]}: config.json does not fit",
-            )
-            whole = not tensor.is_floating_point()
-            refuse(whole, f"{wrong} dtype {tensor.dtype}: weights must be floating point")
+        tensors = unread.read(rule, entry)
         new = [
             cast(tensor, dtypes[name], rule.theirs, into=room.get(name))
             for name, tensor in zip(rule.ours, tensors)
@@ -153,18 +143,67 @@ def load_model(
             entry.release()
         return [tensor.clone() for tensor in new] if mapped and twice else new
 
-    sources.sort(key=lambda source: -math.prod(source[1].shape))  # first what is held twice for a moment
+    unread.sources.sort(key=lambda source: -math.prod(source[1].shape))  # what is held twice for a moment
     # One reader at a time holds one tensor twice at most.
     with ThreadPoolExecutor(READERS if mapped and dtype is None else 1) as pool:
-        for (rule, _), tensors in zip(sources, pool.map(read, sources)):
-            for name, tensor in zip(rule.ours, tensors):
-                path, last = ("." + name).rsplit(".", 1)
-                setattr(model.get_submodule(path[1:]), last, nn.Parameter(tensor))
+        for (rule, _), tensors in zip(unread.sources, pool.map(read, unread.sources)):
+            _put(model, dict(zip(rule.ours, tensors)))
     model.tie()
     if not mapped:
         carried = {name: held(entry.read()) for name, entry in description.carried.items()}
         description = dataclasses.replace(description, carried=carried)
     return model.eval(), description
+
+
+@dataclass(frozen=True)
+class Unread:
+    """Weights that are on disk still: which tensor fills which parameters."""
+
+    folder: Path
+    config: ModelConfig
+    shapes: dict[str, Shape]  # of the parameters
+    sources: list[tuple[Rule, Entry]]
+
+    def read(self, rule: Rule, entry: Entry) -> list[Tensor]:
+        """Return the parameters that one tensor of the file becomes."""
+        wrong = f"{self.folder}: tensor {rule.theirs} has"
+        tensors = _read(rule, entry, [self.shapes[name] for name in rule.ours], self.config)
+        for name, tensor in zip(rule.ours, tensors):
+            needs = f"{name} needs {self.shapes[name]}: config.json does not fit"
+            refuse(tensor.shape != self.shapes[name], f"{wrong} shape {entry.shape} and {needs}")
+            whole = not tensor.is_floating_point()
+            refuse(whole, f"{wrong} dtype {tensor.dtype}: weights must be floating point")
+        return tensors
+
+    def each(self, wanted: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+        """Yield parameters by name, one tensor of the file at a time, in the dtype of the file."""
+        for rule, entry in self.sources:
+            if not set(rule.ours).isdisjoint(wanted):
+                yield from zip(rule.ours, self.read(rule, entry))
+                entry.release()
+
+
+def open_model(
+    folder: Path, description: Description, dtype: torch.dtype | None = None, mapped: bool = True
+) -> tuple[Transformer, Description, Unread]:
+    """Return the model of a directory on the meta device, in its dtype, and the weights as they lie on disk.
+
+    See `load_model`.
+    """
+    entries, theirs = unpacked(open_weights(folder, mapped), description.theirs)
+    description, model, sources = _fill(folder, dataclasses.replace(description, theirs=theirs), entries)
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    dtype = dtype or common_dtype(description.theirs, [entry for _, entry in sources])
+    dtypes = {name: dtype or entry.dtype for rule, entry in sources for name in rule.ours}
+    _put(model, {name: torch.empty(shapes[name], dtype=dtypes[name], device="meta") for name in shapes})
+    model.tie()
+    return model.eval(), description, Unread(folder, description.config, shapes, sources)
+
+
+def _put(model: Transformer, tensors: Mapping[str, Tensor]) -> None:
+    for name, tensor in tensors.items():
+        path, last = ("." + name).rsplit(".", 1)
+        setattr(model.get_submodule(path[1:]), last, nn.Parameter(tensor, tensor.is_floating_point()))
 
 
 def _read(rule: Rule, entry: Entry, shapes: list[Shape], config: ModelConfig) -> list[Tensor]:
@@ -196,7 +235,7 @@ def _fill(
     model = empty_model(config)
     chosen: dict[str, Rule] = {}
     unused = set(entries)
-    for rule in _matches(model, architecture):
+    for rule in matching_rules(model, architecture):
         if rule.theirs in entries:
             unused.discard(rule.theirs)
             first = chosen.setdefault(rule.ours[0], rule)  # a tied tensor that is written twice is read once
@@ -213,12 +252,12 @@ def _fill(
     if unused:
         name = min(unused)
         raise CheckpointError(
-            f"{folder}: no rule of {architecture.model_type} reads the tensor {name}{_more(unused)}"
+            f"{folder}: no rule of {architecture.model_type} reads the tensor {name}{more(unused)}"
             f"{nearest(name, architecture.tensor_names())}: config.json and weights do not belong together"
         )
     if missing:
         raise CheckpointError(
-            f"{folder}: no tensor fills {missing[0]}{_more(missing)}: "
+            f"{folder}: no tensor fills {missing[0]}{more(missing)}: "
             "the file is incomplete, or config.json is another model's"
         )
     sources = [(rule, entries[rule.theirs]) for rule in chosen.values()]
@@ -232,7 +271,7 @@ def rules_of(architecture: Architecture, model: Transformer) -> tuple[Rule, ...]
     )
 
 
-def _matches(model: Transformer, architecture: Architecture) -> Iterator[Rule]:
+def matching_rules(model: Transformer, architecture: Architecture) -> Iterator[Rule]:
     """Yield the rules with layers and experts filled in; tied parameters go by their first name."""
     first: dict[int, str] = {}
     names = {
@@ -243,95 +282,6 @@ def _matches(model: Transformer, architecture: Architecture) -> Iterator[Rule]:
         yield dataclasses.replace(rule, ours=tuple(names[name] for name in rule.ours))
 
 
-def _more(names: Collection[str]) -> str:
+def more(names: Collection[str]) -> str:
+    """Say how many names there are beside the first."""
     return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
-
-
-# Saving -----------------------------------------------------------------------------------------------------
-
-
-def exported(config: ModelConfig, original: Description | None = None) -> Description:
-    """Return what a model is saved as: its architecture and config.json, and tensors of other heads.
-
-    A model that is as it was loaded is saved as it came, with keys that we have no word for. Where no
-    architecture expresses all of our config, a section of our own does.
-    """
-    if original is not None and original.config == config:
-        return original
-    architecture, differences = nearest_to(config)
-    own = {SECTION: {"config": config.to_dict()}}
-    theirs = None if architecture is None or differences else architecture.write(config)
-    if architecture is None or theirs is None:
-        return Description(
-            {"architectures": list(OWN.classes), "model_type": SECTION, **own}, config, SECTION
-        )
-    if architecture.read(theirs) != config:  # it computes the same, and would train differently
-        theirs |= own
-    return Description(theirs, config, architecture.model_type)
-
-
-def explain_export(config: ModelConfig, original: Description | None = None) -> tuple[str, str]:
-    """Return what a model is saved as, and the fields that keep it from being a Hugging Face architecture."""
-    saved = exported(config, original)
-    if saved.kind != SECTION:
-        return f"{saved.theirs['architectures'][0]} ({saved.kind})", ""
-    closest, differences = nearest_to(config)
-    if closest is None:
-        return SECTION, (
-            "no Hugging Face architecture has this family and head, "
-            "so config.json has clearhead's own section"
-        )
-    listed = ", ".join(differences[:6]) + (", ..." if len(differences) > 6 else "")
-    return SECTION, (
-        f"the nearest Hugging Face architecture is {closest.model_type}, which cannot express {listed}"
-    )
-
-
-def save_model(
-    folder: Path,
-    model: Transformer,
-    description: Description,
-    shard_size: int,
-    dtype: torch.dtype | None = None,
-) -> None:
-    """Write config.json and the weights into a folder that exists; carried tensors stay as they are."""
-    architecture, carried = description.architecture, description.carried
-    rules = export_state(model, architecture)
-    parameters = dict(model.named_parameters())
-    dtypes = {
-        **{name: dtype or parameters[rule.ours[0]].dtype for name, rule in rules.items()},
-        **{name: dtype or entry.dtype for name, entry in carried.items()},
-    }
-    counts = {
-        **{name: sum(parameters[ours].numel() for ours in rule.ours) for name, rule in rules.items()},
-        **{name: math.prod(entry.shape) for name, entry in carried.items()},
-    }
-    base = architecture.prefix if model.config.head in ("none", "embedding") else ""
-
-    def make(name: str) -> Tensor:
-        name = base + name
-        if name in carried:
-            return cast(carried[name].read(), dtypes[name], name)
-        rule = rules[name]
-        ours = [cast(parameters[each].detach(), dtypes[name], name).cpu() for each in rule.ours]
-        tensor = rule.operation.save(ours, model.config)[0]
-        return tensor.clone() if rule.copy else tensor  # the format cannot give the same bytes two names
-
-    sizes = {name.removeprefix(base): count * dtypes[name].itemsize for name, count in counts.items()}
-    write_weights(folder, sizes, make, shard_size)
-    first = str(next(iter(dtypes.values())))
-    write_json(folder / "config.json", {**description.theirs, "dtype": first.removeprefix("torch.")})
-
-
-def export_state(model: Transformer, architecture: Architecture) -> dict[str, Rule]:
-    """Return the rule that makes each tensor of the checkpoint, by name; each parameter is written once."""
-    made: dict[str, Rule] = {}
-    written: set[str] = set()
-    for rule in _matches(model, architecture):
-        if rule.ours[0] not in written or rule.copy:
-            written.update(rule.ours)
-            made[rule.theirs] = rule
-    missing = [name for name, _ in model.named_parameters() if name not in written]
-    if missing:
-        raise CheckpointError(f"no rule of {architecture.model_type} writes {missing[0]}{_more(missing)}")
-    return made

@@ -16,7 +16,15 @@ from safetensors import SafetensorError
 from clearhead import errors
 from clearhead.errors import CheckpointError, first_line
 
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+MODEL = "model"  # the files of its weights begin with it
+
+
+def index_of(stem: str) -> str:
+    """Return the file that says in which of several safetensors files each tensor is."""
+    return f"{stem}.safetensors.index.json"
+
+
+WEIGHTS, INDEX = f"{MODEL}.safetensors", index_of(MODEL)
 PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 refuse = functools.partial(errors.refuse, error=CheckpointError)  # refuses a checkpoint in one line
 ALL_WEIGHTS = (WEIGHTS, INDEX, "model-*-of-*.safetensors", PICKLED, PICKLED_INDEX, "pytorch_model-*-of-*.bin")

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from clearhead.errors import CheckpointError, first_line
@@ -26,10 +25,10 @@ from clearhead.hub.files import (
     PICKLED,
     PICKLED_INDEX,
     WEIGHTS,
+    index_of,
     read_json,
     reading,
     refuse,
-    write_json,
 )
 
 DTYPES = {
@@ -96,13 +95,28 @@ def open_weights(folder: Path, mapped: bool = True) -> dict[str, Entry]:
         (WEIGHTS, INDEX, open_safetensors),
         (PICKLED, PICKLED_INDEX, open_pickle),
     ):
-        if (folder / name).exists():
-            return opener(_inside(folder, name), mapped)
-        if (folder / index).exists():
-            return _open_shards(folder, index, partial(opener, mapped=mapped))
+        if (found := _opened(folder, name, index, partial(opener, mapped=mapped))) is not None:
+            return found
     raise CheckpointError(
         f"{folder} holds no weights: looked for {WEIGHTS}, {INDEX}, {PICKLED}, {PICKLED_INDEX}"
     )
+
+
+def open_tensors(folder: Path, stem: str) -> dict[str, Entry]:
+    """Return what `writing.write_tensors` wrote beside a model: mapped, in one file or several."""
+    found = _opened(folder, f"{stem}.safetensors", index_of(stem), open_safetensors)
+    if found is None:
+        raise CheckpointError(f"{folder} holds no {stem}.safetensors and no {index_of(stem)}")
+    return found
+
+
+def _opened(
+    folder: Path, name: str, index: str, opener: Callable[[Path], dict[str, Entry]]
+) -> dict[str, Entry] | None:
+    """Return the tensors of one file, or of the files that an index names; None: there is neither."""
+    if (folder / name).exists():
+        return opener(_inside(folder, name))
+    return _open_shards(folder, index, opener) if (folder / index).exists() else None
 
 
 def _inside(folder: Path, name: str) -> Path:
@@ -297,31 +311,3 @@ def cast(tensor: Tensor, dtype: torch.dtype, name: str, into: Tensor | None = No
             "choose bfloat16 or float32"
         )
     return new
-
-
-# Writing ----------------------------------------------------------------------------------------------------
-
-
-def write_weights(
-    folder: Path, sizes: dict[str, int], make: Callable[[str], Tensor], shard_size: int
-) -> None:
-    """Write safetensors files of at most `shard_size` bytes each.
-
-    `sizes` are bytes by name; `make` returns a tensor when its turn comes.
-    """
-    shards: list[list[str]] = [[]]
-    filled = 0
-    for name, size in sizes.items():
-        if shards[-1] and filled + size > shard_size:
-            shards.append([])
-            filled = 0
-        shards[-1].append(name)
-        filled += size
-    weight_map: dict[str, str] = {}
-    for number, names in enumerate(shards, start=1):
-        file = WEIGHTS if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-        save_file({name: make(name).contiguous() for name in names}, folder / file, {"format": "pt"})
-        weight_map |= dict.fromkeys(names, file)
-    if len(shards) > 1:
-        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
-        write_json(folder / INDEX, index)

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from clearhead.config import StackSpec
-from clearhead.config.kinds import Kind
+from clearhead.config.kinds import Kind, Strided
 from clearhead.model import masks, norms, positions
 from clearhead.model.attend import KERNELS, attend_bytes
 from clearhead.model.cache import CrossKeys, LayerKeys
-from clearhead.model.kinds.blocks import attend_blocks, plain_blocks
+from clearhead.model.kinds.blocks import plain_blocks
+from clearhead.model.kinds.gathered import attend_blocks
 from clearhead.model.steps import Pass, Step, linear_step, norm_step
 from clearhead.model.taps import SILENT, Tap
 
@@ -175,6 +176,8 @@ def attention_steps(
         gathered = queries // size * met * K * (E + Ev) * run.size
         mask = (B * queries * met + whole * S) * (run.size if not eager else 1)
         kept = B * (gathered + (queries + whole) * H * ((E + Ev) * run.size + 4)) + mask
+        if isinstance(sees, Strided):  # scores, their exponentials, the pattern, and both answers with sums
+            kept += B * H * (asked * (2 * run.wide + run.size) + 2 * T * (Ev + 2) * run.wide)
         if whole:  # they read all of q, k and v
             kept += B * T * (H * E + K * (E + Ev)) * run.size
         else:

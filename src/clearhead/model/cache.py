@@ -26,6 +26,7 @@ class LayerKeys:
 
     k: Tensor | None = None
     v: Tensor | None = None
+    steps_back = True  # whether the last tokens can be forgotten again
 
     def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Keep those of new tokens; return those of all the tokens that attention may see."""
@@ -72,6 +73,11 @@ class Cache:
     def rows(self) -> int | None:
         """Number of rows; None before the first call."""
         return next((keys.k.shape[0] for keys in self.layers.values() if keys.k is not None), None)
+
+    @property
+    def gone(self) -> int:
+        """Number of first slots that `tokens` no longer describes: windows and states do without them."""
+        return 0 if self.tokens is None else max(0, self.length - self.tokens.length)
 
     def layer(self, index: int, kind: Kind) -> LayerKeys:
         """Return the self-attention keys of one layer."""
@@ -135,17 +141,21 @@ class Cache:
             not 0 <= length <= self.length,
             f"cannot crop a cache of {self.length} tokens to {length}: choose 0 to {self.length}",
         )
-        for keys in self.layers.values():
-            if isinstance(keys, StateKeys) and length < self.length:
-                refuse(
-                    length > 0,
-                    f"a layer of this model keeps a state, not keys, and cannot step back to {length} of "
-                    f"{self.length} tokens: read them anew",
-                )
-                keys.forget()
+        if length == self.length:
+            return
+        refuse(
+            length > 0 and not all(keys.steps_back for keys in self.layers.values()),
+            f"a layer of this model keeps a state, not keys, and cannot step back to {length} of "
+            f"{self.length} tokens: read them anew",
+        )
+        refuse(
+            0 < length <= self.gone,
+            f"this cache has forgotten the first {self.gone} slots, and cannot step back to {length}: "
+            "use Cache() to step back",
+        )
+        kept = length - self.gone
+        self.tokens = self.tokens.map(lambda x: x[:, :kept]) if self.tokens is not None and length else None
         self.length, self.packed = length, self.packed and length > 0
-        kept = self.tokens.map(lambda x: x[:, :length]) if self.tokens is not None else None
-        self.tokens = kept if length else None
         for keys in self.layers.values():
             keys.follow(self.tokens)
 
@@ -153,6 +163,7 @@ class Cache:
 class StateKeys(LayerKeys):
     """What a layer keeps in place of keys: tensors of constant size, each with a row per row of the batch."""
 
+    steps_back = False
     state: tuple[Tensor, ...] = ()
 
     def keep(self, *state: Tensor) -> None:
@@ -163,6 +174,11 @@ class StateKeys(LayerKeys):
     def forget(self) -> None:
         """Begin anew."""
         self.state, self.k, self.v = (), None, None
+
+    def follow(self, tokens: Tokens | None) -> None:
+        """Begin anew where no token is left."""
+        if tokens is None:
+            self.forget()
 
     def reorder(self, rows: Tensor) -> None:
         """Replace row i by row `rows[i]`."""

@@ -36,6 +36,12 @@ def check_call(
         "types were given and the model has no segment embeddings: leave them out, or build it with n_types",
     )
     check_integers(types, batch, length, "types", spec.n_types, "n_types")
+    scoreless = next((kind for kind in spec.kinds if not kind.chooses), None)
+    for name, given in (("prefix", prefix), ("bias", bias)):
+        refuse(
+            given is not None and scoreless is not None,
+            f"{name} speaks of pairs of tokens, and attention {scoreless} scores none: leave it out",
+        )
     if prefix is not None:
         check_prefix(prefix, batch, length, cache, spec.causal)
     if bias is not None:

@@ -36,6 +36,9 @@ def relu2(x: Tensor) -> Tensor:
     return torch.relu(x).square()
 
 
+BALANCE = 0.01  # weight of the loss of routers
+
+
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": torch.relu,
     "gelu": nnf.gelu,
@@ -139,17 +142,21 @@ class Experts(nn.Module):
         chosen, weights = tap.step("chosen", chosen), tap.step("weights", weights)
 
         order = chosen.flatten().argsort(stable=True)  # (token, choice) pairs, sorted by expert
-        counts = chosen.flatten().bincount(minlength=len(self.experts)).tolist()
+        counts = chosen.flatten().bincount(minlength=logits.shape[-1])
         token = order // self.n_active  # which row each pair belongs to
-        runs = enumerate(torch.split(tap.step("sorted", rows[token]), counts))
-        answers = [self.experts[number](run, tap.part(f"experts.{number}")) for number, run in runs]
-        answer = (torch.cat(answers) * weights.flatten()[order, None]).to(rows.dtype)
+        answers = self.answer(tap.step("sorted", rows[token]), counts, tap)  # N·A D
+        answer = (answers * weights.flatten()[order, None]).to(rows.dtype)
         mixed = tap.step("mixed", torch.zeros_like(rows).index_add(0, token, answer).view_as(x))
         if self.shared is not None and self.shared_gate is not None:
             shared = self.shared(x, tap.part("shared"))
             share = tap.step("shared_gate", self.shared_gate(x)).sigmoid()  # B T 1
             mixed = tap.step("with_shared", mixed + share * shared)
         return tap("out", mixed)
+
+    def answer(self, rows: Tensor, counts: Tensor, tap: Tap) -> Tensor:
+        """Map rows [N·A, D], sorted by expert, of which each expert has `counts` [X] -> [N·A, D]."""
+        runs = enumerate(torch.split(rows, counts.tolist()))
+        return torch.cat([self.experts[number](run, tap.part(f"experts.{number}")) for number, run in runs])
 
     def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Return weights and numbers of the experts of each token: [N, X] -> [N, A] twice."""
@@ -160,6 +167,39 @@ class Experts(nn.Module):
         if self.renormalise:
             top = top / top.sum(-1, keepdim=True)
         return top.to(logits.dtype), chosen
+
+
+def tally(model: nn.Module, mask: Tensor | None = None) -> Tensor | None:
+    """Add up what the routers of the latest pass in training chose; None: nothing was routed.
+
+    `mask` [B, T] leaves padding out.
+
+    Returns: [2X + 1]: choices of each expert, number of tokens, probabilities of each expert. Only the last
+        X have a gradient.
+    """
+    mixtures = [part for part in model.modules() if isinstance(part, Experts)]
+    routed = [part.routed for part in mixtures if part.routed is not None]
+    if not routed:
+        return None
+    logits = torch.cat([logits if mask is None else logits[mask.flatten()] for logits in routed])
+    probability = wide(logits).softmax(-1)
+    chosen = probability.topk(mixtures[0].n_active, dim=-1).indices
+    counts = torch.zeros_like(probability).scatter(1, chosen, 1.0).sum(0)
+    return torch.cat([counts, counts.new_tensor([len(logits)]), probability.sum(0)])
+
+
+def counts_of(tally: Tensor) -> Tensor:
+    """Return choices of each expert and the number of tokens: [..., 2X + 1] -> [..., X + 1]."""
+    return tally[..., : tally.shape[-1] // 2 + 1].detach()
+
+
+def imbalance(tally: Tensor, counts: Tensor) -> Tensor:
+    """Compute X · Σ (share of choices) · (mean probability): [..., 2X + 1] -> [...].
+
+    Of a tally that is a part of another one, the part of its loss; `counts` [..., X + 1] are of the other.
+    """
+    X, number = counts.shape[-1] - 1, counts[..., -1:].clamp(min=1)
+    return X * (counts[..., :-1] / number * tally[..., X + 1 :] / number).sum(-1)
 
 
 def expert_steps(spec: StackSpec, run: Pass, name: str, rows: int) -> Iterator[Step]:

@@ -10,15 +10,18 @@ Shapes: B batch (1 where all rows are alike), T query length, S key length.
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 from torch import Tensor
 
 from clearhead.config.kinds import FULL, Kind
 from clearhead.errors import refuse
-from clearhead.model.kinds.choices import chosen
+from clearhead.model.kinds.choices import Choice, predicate
 from clearhead.model.positions import Rotary
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 
 @dataclass(frozen=True)
@@ -149,11 +152,23 @@ class BlockPlan:
 
     size: int  # b
     index: Tensor  # B|1 N M: numbers of the blocks of keys
-    mask: Tensor  # B|1 N b M·b
+    mask: "Tensor | BlockMask"  # B|1 N b M·b, or what `flex_attention` takes in its place
     bias: Tensor | None  # B|1 N H b M·b
     globals: Tensor | None = None  # B|1 G: slots of the queries that see everything
     global_mask: Tensor | None = None  # B|1 1 G S
     global_bias: Tensor | None = None  # B|1 H G S
+    columns: "Columns | None" = None  # of strided attention: what the blocks leave out
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The tokens of each column, and who of them may attend to whom; R columns of Q queries and C keys."""
+
+    queries: Tensor  # B|1 R·Q: slots
+    keys: Tensor  # B|1 R·C
+    mask: Tensor  # B|1 R Q C
+    bias: Tensor | None  # B|1 R 1|H Q C
+    place: Tensor  # B|1 T: where each query stands among `queries`
 
 
 @dataclass(frozen=True)
@@ -195,28 +210,46 @@ def compose(
         if queries.length == keys.length:
             return None, True
 
-    allowed: list[Tensor] = []  # each B|1 T|1 S
-    if keys.real is not None:
-        allowed.append(keys.real[:, None, :])
-    if queries.documents is not None and keys.documents is not None:
-        allowed.append(queries.documents[:, :, None] == keys.documents[:, None, :])
-    if causal:
-        earlier = keys.order[:, None, :] <= queries.order[:, :, None]
-        if prefix is not None:
-            earlier = earlier | (keys.positions < prefix[:, None])[:, None, :]
-        allowed.append(earlier)
-    if keys.until is not None:
-        refuse(prefix is not None, "prefix came with a cache that forgets it: use Cache()")
-        allowed.append(queries.order[:, :, None] < keys.until[:, None, :])
-    if kind != FULL:
-        seen = chosen(kind, queries.positions, keys.positions, queries.totals, causal)
-        if queries.globals is not None and keys.globals is not None:
-            seen = seen | queries.globals[:, :, None] | keys.globals[:, None, :]
-        allowed.append(seen)
+    rule = None if kind == FULL else predicate(kind, causal)
+    allowed = rules(
+        queries, keys, causal, rule, lambda x: x[:, :, None], lambda x: x[:, None, :], prefix
+    )  # each B|1 T|1 S
     if not allowed:
         return None, False
     mask = functools.reduce(torch.logical_and, allowed)
     return mask.expand(-1, queries.length, -1)[:, None], False
+
+
+def rules(
+    queries: Tokens,
+    keys: Tokens,
+    causal: bool,
+    rule: Choice | None,
+    of_query: Callable[[Tensor], Tensor],
+    of_key: Callable[[Tensor], Tensor],
+    prefix: Tensor | None = None,
+) -> list[Tensor]:
+    """Return all that must hold of a query and a key, for the queries and keys that two functions pick."""
+    allowed: list[Tensor] = []
+    if keys.real is not None:
+        allowed.append(of_key(keys.real))
+    if queries.documents is not None and keys.documents is not None:
+        allowed.append(of_query(queries.documents) == of_key(keys.documents))
+    if causal:
+        earlier = of_key(keys.order) <= of_query(queries.order)
+        if prefix is not None:
+            earlier = earlier | of_key(keys.positions < prefix[:, None])
+        allowed.append(earlier)
+    if keys.until is not None:
+        refuse(prefix is not None, "prefix came with a cache that forgets it: use Cache()")
+        allowed.append(of_query(queries.order) < of_key(keys.until))
+    if rule is not None:
+        totals = None if queries.totals is None else of_query(queries.totals)
+        seen = rule(of_query(queries.positions), of_key(keys.positions), totals)
+        if queries.globals is not None and keys.globals is not None:
+            seen = seen | of_query(queries.globals) | of_key(keys.globals)
+        allowed.append(seen)
+    return allowed
 
 
 def spelled_out(mask: Tensor | None, causal: bool, queries: Tokens, keys: Tokens) -> Tensor:

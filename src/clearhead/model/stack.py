@@ -28,6 +28,7 @@ from clearhead.model.attention import Attention, attention_steps
 from clearhead.model.cache import Cache, CrossKeys, LayerKeys
 from clearhead.model.feedforward import Experts, FeedForward, expert_steps, feedforward_steps
 from clearhead.model.fronts import Embedding, embedding_steps
+from clearhead.model.kinds import flex
 from clearhead.model.kinds.blocks import plan_blocks, tokens_for, with_counts
 from clearhead.model.kinds.depth import PartView, Router, places, router_steps
 from clearhead.model.kinds.layers import attention_for, kind_steps
@@ -158,6 +159,8 @@ class Memory:
 class Stack(nn.Module):
     """Embedding, blocks, final norm."""
 
+    copies = 1  # processes that return the same states in training
+
     def __init__(self, spec: StackSpec, front: nn.Module | None = None) -> None:
         """Build the stack; `front` is the other stack's, where both share a token table."""
         super().__init__()
@@ -198,7 +201,7 @@ class Stack(nn.Module):
             self._views, prefix=prefix, bias=bias, dtype=x.dtype, ids=inputs, global_mask=global_mask
         )
         views = views_of(self.spec.whole_kinds, tokens, cache, tap=tap)
-        cross_view = masks.View(mask=masks.compose(tokens, memory.tokens)[0]) if memory is not None else None
+        cross_view = self.cross_view(tokens, memory.tokens, x.shape[0]) if memory is not None else None
         for layer, (block, kind) in enumerate(zip(self.layers(), self.spec.kinds)):
             if block.router is not None:
                 view, keys = block.router.part(layer, tokens, cache, views_of)
@@ -258,10 +261,26 @@ class Stack(nn.Module):
 
             plan = None
             if prefix is None and bias is None and not tap.traced:
-                plan = plan_blocks(queries, keys, kind, causal, biased)
+                flexible = flex.serves(self.spec, kind, keys, dtype, self.training)
+                plan = plan_blocks(queries, keys, kind, causal, biased, flexible)
             view = dense() if plan is None else masks.View(blocks=plan, dense=dense)
             views[kind] = replace(view, rotary=rotary, tokens=queries)
         return views
+
+    def cross_view(self, tokens: Tokens, source: Tokens, batch: int) -> masks.View:
+        """Return what cross-attention may see: all real tokens of the source."""
+        return masks.View(mask=masks.compose(tokens, source)[0])
+
+    def own(self, x: Tensor, fill: float) -> Tensor:
+        """Return of values of each token [B, T] those of the states that a pass in training returns: all.
+
+        A stack that works on some of the tokens gives their values, and `fill` where there is no token.
+        """
+        return x
+
+    def worked_on(self, mask: Tensor | None) -> Tensor | None:
+        """Return which tokens of the latest pass were real, for those that the blocks have worked on: all."""
+        return mask
 
     @property
     def dtype(self) -> torch.dtype:

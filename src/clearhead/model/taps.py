@@ -196,6 +196,10 @@ def edit(model: object, changes: Mapping[str, Callable[[Tensor], Tensor | None]]
 @contextmanager
 def listening(listener: Listener) -> Iterator[None]:
     """Show every forward pass of its model to `listener` within the `with` block."""
+    refuse(
+        any(hasattr(one, "device_mesh") for one in unwrapped(listener.model).parameters()),
+        "this model is split over processes, and each has some of its heads alone: load it in one process",
+    )
     token = _listeners.set((*_listeners.get(), listener))
     try:
         with _uncompiled:

@@ -1,9 +1,9 @@
 """How each part of the model is divided among devices, stated once, as data.
 
-A mesh has six axes. Two of them divide by the steps of `ch.cost`: `tensor` as `TENSOR` says of each step, and
-`expert` the weights of experts. `pipeline` divides the layers, `context` the tokens of a row; `data`, `shard`
-and `expert` divide the rows of a batch. What is left of a weight is divided by dimension 0 among the ranks of
-`SHARDS`, as `fully_shard` does.
+A mesh has the axes of `plan.AXES`. Two of them divide by the steps of `ch.cost`: `tensor` as `TENSOR` says of
+each step, and `expert` the weights of experts. `pipeline` divides the layers, `context` the tokens of a row;
+those of `plan.ROWS` divide the rows of a batch. What is left of a weight is divided by dimension 0 among the
+ranks of `plan.HELD`, as `fully_shard` does. `split` splits the layers of a model as `TENSOR` says.
 """
 
 import math
@@ -13,6 +13,7 @@ from clearhead.config import ModelConfig
 from clearhead.config.kinds import Full, Windowed
 from clearhead.errors import nearest, refuse
 from clearhead.model.steps import Step
+from clearhead.parallel.plan import AXES, HELD, ROWS
 
 Split = Literal["columns", "rows", "vocabulary", "heads", "sequence", "whole"]
 # The last name of a step, or its last two where they differ: its weights, and what it keeps for the backward
@@ -22,6 +23,8 @@ TENSOR: dict[str, tuple[Split, Split]] = {
     "q": ("columns", "heads"),
     "k": ("columns", "heads"),
     "v": ("columns", "heads"),
+    "beta": ("columns", "heads"),
+    "decay": ("columns", "heads"),
     "q_norm": ("whole", "heads"),
     "k_norm": ("whole", "heads"),
     "scores": ("whole", "heads"),
@@ -44,9 +47,6 @@ TENSOR: dict[str, tuple[Split, Split]] = {
     "encoder.hidden": ("whole", "sequence"),
     "head.out": ("vocabulary", "whole"),
 }
-SHARDS = ("shard", "context", "expert")  # axes whose ranks share the weights that are not experts'
-ROWS = ("data", "shard", "expert")  # axes that divide the rows of a batch
-NESTING = ("tensor", "context", "expert", "shard", "data", "pipeline")  # neighbours first
 # Products whose result stays with selective checkpointing; attention's answer stays too.
 SELECTIVE = ("q", "v", "up", "down", "z")
 SELECTIVE_GATED = ("q", "v", "gate", "down", "z")
@@ -70,7 +70,7 @@ class MeshSizes(NamedTuple):
     @property
     def sharing(self) -> int:
         """Number of ranks that share the weights that are not experts'."""
-        return math.prod(getattr(self, axis) for axis in SHARDS)
+        return math.prod(getattr(self, axis) for axis in HELD)
 
     @property
     def rows(self) -> int:
@@ -79,7 +79,7 @@ class MeshSizes(NamedTuple):
 
     def stride(self, axis: str) -> int:
         """Return how many devices apart the neighbours on an axis are."""
-        return math.prod(getattr(self, inner) for inner in NESTING[: NESTING.index(axis)])
+        return math.prod(getattr(self, inner) for inner in AXES[AXES.index(axis) + 1 :])
 
     def __str__(self) -> str:
         """Return the axes that divide something: "shard 8, tensor 2"."""
@@ -121,7 +121,7 @@ def refusal(config: ModelConfig, mesh: MeshSizes, length: int) -> str | None:
         kinds = [kind for kind in stack.kinds if not kind.chooses]
         if mesh.tensor > 1 and kinds:
             return (
-                f"tensor {mesh.tensor} divides softmax attention, and the model has {kinds[0]} layers: use 1"
+                f"tensor {mesh.tensor} is estimated for softmax attention, and a layer is {kinds[0]}: use 1"
             )
         kinds = [kind for kind in stack.kinds if not isinstance(kind, Full | Windowed)]
         if mesh.context > 1 and kinds:

@@ -12,8 +12,8 @@ from typing import Any
 from clearhead.costs import LEARNING
 from clearhead.parallel.division import MeshSizes
 from clearhead.parallel.hardware import Cluster
-from clearhead.parallel.plan import AXES
-from clearhead.parallel.stages import Amounts, PipelineStage, Work, costs_of, stages_of
+from clearhead.parallel.plan import HELD
+from clearhead.parallel.stages import Amounts, Checkpointing, PipelineStage, Work, costs_of, stages_of
 
 WEIGHT, GRADIENT = 4, 4  # bytes of each, as `train` keeps them; the optimizer has the rest of `LEARNING`
 SPLIT_LOGIT = 20  # bytes of a logit at its peak where `tensor` divides the vocabulary, in half precision:
@@ -79,6 +79,7 @@ class MeshCost:
     mfu: float  # share of the peak, by the FLOPs of `ch.cost`, with attention in full
     tokens_per_second: float  # of one device
     fits: bool
+    checkpointing: Checkpointing = "none"
 
     @property
     def bubble(self) -> float:
@@ -87,11 +88,10 @@ class MeshCost:
 
     @property
     def recipe(self) -> str:
-        """The lines of a recipe that ask for this mesh; a comment where `train` has not all of its axes."""
-        sizes = {axis: size for axis, size in self.mesh._asdict().items() if size > 1}
-        if foreign := [axis for axis in sizes if axis not in AXES]:
-            return f"# clearhead train has no axis {' and '.join(foreign)}: it has {', '.join(AXES)}"
-        return "\n".join(["[parallel]", *(f"{axis} = {size}" for axis, size in sizes.items())])
+        """The lines of a recipe that ask for this mesh."""
+        sizes = (f"{axis} = {size}" for axis, size in self.mesh._asdict().items() if size > 1)
+        again = ["", "[train]", "checkpointing = true"] if self.checkpointing == "full" else []
+        return "\n".join(["[parallel]", *sizes, *again])
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON values."""
@@ -121,12 +121,12 @@ def estimate(work: Work, cluster: Cluster, mesh: MeshSizes, micro_rows: int) -> 
     slowest = max(stages, key=lambda stage: _compute(stage, work, cluster, mesh)[0])
     traffic = _traffic(slowest, stages, work, mesh, batches)
     time = _time(slowest, work, cluster, mesh, batches, traffic)
-    counted = costs_of(work.config, work.length, micro_rows, work.dtype, mesh.sharing == 1)
+    counted = costs_of(work.config, work.length, micro_rows, work.dtype, work.autocast(mesh))
     flops = counted.flops.training_per_token * work.tokens
     rate = work.tokens / mesh.devices / time.total
     mfu = flops / (time.total * mesh.devices * cluster.device.peak)
     fits = memory.total <= cluster.memory
-    return MeshCost(mesh, micro_rows, batches, memory, traffic, time, mfu, rate, fits)
+    return MeshCost(mesh, micro_rows, batches, memory, traffic, time, mfu, rate, fits, work.checkpointing)
 
 
 def _kept(figures: Amounts, work: Work) -> float:
@@ -136,7 +136,7 @@ def _kept(figures: Amounts, work: Work) -> float:
 
 def _memory(stage: PipelineStage, work: Work, mesh: MeshSizes, batches: int, rank: int) -> MeshMemory:
     """Return the bytes of a device of one stage, at its peak."""
-    total, block, ends, size = stage.total, stage.largest, stage.ends, work.size
+    total, block, ends, size, cast = stage.total, stage.largest, stage.ends, work.size, work.gathered
     waiting: float = mesh.pipeline - rank  # micro-batches whose backward pass has not begun
     if work.interleave > 1:
         waiting += (mesh.pipeline - 1) / work.interleave
@@ -151,13 +151,13 @@ def _memory(stage: PipelineStage, work: Work, mesh: MeshSizes, batches: int, ran
         always += (waiting + 2 * batches) * block.stream / mesh.tensor
     buffers = {"loss": always, "block": always + moving, "end": always}
     if mesh.sharing > 1 and mesh.pipeline > 1:  # weights stay gathered and gradients whole for the step
-        held = total.whole * (size + GRADIENT)
+        held = total.whole * (cast + GRADIENT)
         buffers = {moment: held + more for moment, more in buffers.items()}
     elif mesh.sharing > 1:
-        gathered = ends.whole * size
-        buffers["loss"] += gathered + block.whole * size
-        buffers["block"] += gathered + ends.whole * size + block.whole * (2 * size + size + GRADIENT)
-        buffers["end"] += gathered + ends.whole * (size + GRADIENT)
+        gathered = ends.whole * cast
+        buffers["loss"] += gathered + block.whole * cast
+        buffers["block"] += gathered + ends.whole * cast + block.whole * (2 * cast + cast + GRADIENT)
+        buffers["end"] += gathered + ends.whole * (cast + GRADIENT)
     elif mesh.data > 1:
         buffers = {moment: more + BUCKET for moment, more in buffers.items()}
     activations = {"loss": kept + logits, "block": kept + again, "end": 0.0}
@@ -194,7 +194,7 @@ def _traffic(
     stage: PipelineStage, stages: list[PipelineStage], work: Work, mesh: MeshSizes, batches: int
 ) -> dict[str, float]:
     """Return the bytes that one device sends in a step, by axis."""
-    total, size, sharing = stage.total, work.size, mesh.sharing
+    total, sharing = stage.total, mesh.sharing
     passes = 3 + (work.checkpointing == "full")  # forward and backward of a ring: keys and values, gradients
     twice = 2 + (work.checkpointing == "full")
     joints = 4 * total.joints + (2 * total.joints - stage.count) * (work.checkpointing == "full")
@@ -205,7 +205,7 @@ def _traffic(
     largest = max(one.total.stored for one in stages)
     return {
         "data": 2 * (mesh.data - 1) / mesh.data * largest * GRADIENT,
-        "shard": (sharing - 1) / sharing * heaviest * (gathers * size + scatters * GRADIENT),
+        "shard": (sharing - 1) / sharing * heaviest * (gathers * work.gathered + scatters * GRADIENT),
         "tensor": (mesh.tensor - 1) / mesh.tensor * stream * joints * batches,
         "pipeline": (mesh.pipeline > 1) * 2 * work.interleave * batches * stream / mesh.tensor,
         "context": (mesh.context - 1) * total.keys * passes * batches,
@@ -227,7 +227,7 @@ def _time(
     calls = stage.count * batches
 
     def link(axis: str, size: int, collectives: float) -> float:
-        rate = cluster.rate(size, mesh.stride("context" if axis == "shard" else axis)) * LINK
+        rate = cluster.rate(size, mesh.stride(HELD[-1] if axis == "shard" else axis)) * LINK
         return traffic[axis] / rate + LATENCY * collectives if size > 1 else 0.0
 
     tensor, expert = link("tensor", mesh.tensor, 8 * calls), link("expert", mesh.expert, 4 * calls)

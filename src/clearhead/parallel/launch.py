@@ -8,6 +8,11 @@ def started() -> bool:
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
+def processes_here() -> int:
+    """Return how many processes `torchrun` has started on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
 def restarts() -> int:
     """Return how often `torchrun` has started the processes again after a failure."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))

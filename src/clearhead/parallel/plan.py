@@ -1,6 +1,7 @@
 """`[parallel]` of a recipe: into how many processes each axis of the work is split."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Self
 
@@ -9,7 +10,9 @@ from clearhead.typed import check_types, check_values
 
 AXES = ("pipeline", "data", "shard", "context", "expert", "tensor")  # from the slowest link to the fastest
 ROWS = ("data", "shard", "expert")  # processes along them have different rows of a batch
+TOKENS = ("data", "shard", "context", "expert")  # different rows, or different tokens of them
 HELD = ("shard", "context", "expert")  # processes along them each hold a part of every weight
+EXPERT_HELD = ("shard", "context")  # processes along them each hold a part of the weights of an expert
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,10 +32,11 @@ class ParallelPlan:
         sizes = [field.name for field in fields(self) if getattr(self, field.name) is not None]
         check_values(self, sizes, lambda value: value >= 1, "must be 1 or more")
 
-    def settled(self, processes: int, fits: bool = True) -> Self:
-        """Return the plan with every size chosen; `fits`: the whole training state fits one device.
+    def settled(self, processes: int, fits: Callable[[Self], bool] = lambda plan: True) -> Self:
+        """Return the plan with every size chosen; `fits`: a step of such a plan fits one device.
 
-        Processes that no size accounts for hold copies of the model where it fits, else shards of it.
+        Processes that no size accounts for hold copies of the model, each shared out among as few of them as
+        fit. Those are neighbours, whose links are the fastest. Where nothing fits, all of them share it out.
         """
         free = [name for name in ("data", "shard") if getattr(self, name) is None]
         given = math.prod(getattr(self, name) or 1 for name in AXES)
@@ -43,10 +47,11 @@ class ParallelPlan:
             ConfigError,
         )
         left = processes // given
-        chosen = dict.fromkeys(free, 1)
-        if free:
-            chosen["data" if "data" in free and (fits or "shard" not in free) else "shard"] = left
-        return replace(self, **chosen)
+        if len(free) == 1:
+            return replace(self, **{free[0]: left})
+        tried = (replace(self, data=left // n, shard=n) for n in range(1, left) if left % n == 0 and free)
+        last = replace(self, data=1, shard=left) if free else self
+        return next((plan for plan in tried if fits(plan)), last)
 
     def __str__(self) -> str:
         return " x ".join(f"{name} {size}" for name in AXES if (size := getattr(self, name)) is not None)

@@ -14,13 +14,14 @@ from clearhead.parallel import hardware
 from clearhead.parallel.division import MeshSizes, check_axis, read_mesh, refusal
 from clearhead.parallel.estimate import MeshCost, estimate
 from clearhead.parallel.hardware import Cluster
-from clearhead.parallel.plan import AXES as TRAINED
+from clearhead.parallel.plan import AXES, ParallelPlan
 from clearhead.parallel.stages import Checkpointing, Work
 from clearhead.presets import preset
 
 PRECISIONS = (*(name for name in DTYPES if name != "float64"), "float8")
 SHORTEST = 1024  # tokens of a row that a rank of `context` has, at least, in a sensible mesh
 MOST = 64  # micro-batches of a sensible mesh without a pipeline
+FILLED = 0.9  # of a device's memory, at most: its allocator and libraries take the rest
 DOUBLINGS = 8  # of the devices that are tried where none of the meshes fits
 
 
@@ -78,7 +79,7 @@ def plan(
     peak: float | str = "h100",
     node: int | str | None = None,
     mesh: MeshSizes | str | None = None,
-    axes: Sequence[str] = TRAINED,
+    axes: Sequence[str] = AXES,
     top: int = 5,
 ) -> MeshReport:
     """Return the fastest mesh of each combination of axes, with bytes, traffic and time of a training step.
@@ -96,7 +97,7 @@ def plan(
         peak: the name of a device, such as "h100" or "a100", or its half-precision FLOP/s.
         node: devices of a node, or text with the link inside it too, such as "8,450GB"; None: the device's.
         mesh: explain this mesh alone, as `MeshSizes` or text such as "shard=8,tensor=2".
-        axes: those that a mesh may have; by default those that `train` has.
+        axes: those that a mesh may have.
         top: meshes to return, at most.
     """
     config = preset(config) if isinstance(config, str) else config
@@ -122,6 +123,14 @@ def plan(
     parameters = cost(config, work.length).parameters.total
     notes = tuple(_notes(work, machine, ranked[0]))
     return MeshReport(config, machine, work, parameters, best, len(fitting), len(found), notes)
+
+
+def fits(work: Work, plan: ParallelPlan, memory: float) -> bool:
+    """Return True if a step of `train` fits devices of so many bytes; `work.rows` are rounded up."""
+    mesh = MeshSizes(**{axis: getattr(plan, axis) for axis in AXES})
+    micro = math.ceil(work.rows / mesh.rows)
+    devices = hardware.cluster(mesh.devices, int(FILLED * memory))
+    return estimate(dataclasses.replace(work.as_trained, rows=micro * mesh.rows), devices, mesh, micro).fits
 
 
 def _work(
@@ -152,7 +161,7 @@ def _work(
         f"batch {batch} is no multiple of the {tokens} tokens of a row: use {max(1, rows) * tokens}, "
         "or another length",
     )
-    return Work(config, length, rows, precision, checkpointing, optimizer)
+    return Work(config, length, rows, precision, checkpointing, optimizer).as_trained
 
 
 def _divisors(number: int) -> list[int]:
@@ -238,7 +247,7 @@ def _no_fit(work: Work, cluster: Cluster, found: list[MeshCost], axes: Sequence[
 def _way_out(work: Work, cluster: Cluster, axes: Sequence[str]) -> str:
     """Return the first changes that make a mesh fit: more checkpointing, more devices, or both."""
     states = cost(work.config, work.length).parameters.total * LEARNING[work.optimizer]
-    modes = get_args(Checkpointing)[get_args(Checkpointing).index(work.checkpointing) :]
+    modes: tuple[Checkpointing, ...] = (work.checkpointing, "full")  # `train` has no selective one
 
     def fits(devices: int, mode: Checkpointing) -> bool:
         machine = dataclasses.replace(cluster, devices=devices)
@@ -263,3 +272,5 @@ def _notes(work: Work, cluster: Cluster, best: MeshCost) -> Iterator[str]:
         yield f"no run on {cluster.device.name} was measured: times assume the usual shares of its peak"
     if work.precision == "float8":
         yield "`clearhead train` has no float8: its precisions are float32, bfloat16 and float16"
+    if work.checkpointing == "selective":
+        yield "`clearhead train` has no selective checkpointing: train.checkpointing is what is full here"

@@ -12,7 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from clearhead.hub.checkpoint import Unread
+from clearhead.hub.weights import cast as narrowed
 from clearhead.model.transformer import Transformer
+
+Place = tuple[tuple[int, int], ...]  # begin and length along each dimension
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -25,28 +29,44 @@ def whole(tensor: Tensor) -> Tensor:
     return cast(Tensor, tensor.full_tensor()) if hasattr(tensor, "full_tensor") else tensor
 
 
+def is_split(model: nn.Module) -> bool:
+    """Return True for a model of which each process holds a part."""
+    return any(hasattr(one, "device_mesh") for one in model.parameters())
+
+
+def place_of(held: Any) -> Place:
+    """Return where in the whole tensor the part lies that this process holds."""
+    spans = [(0, size) for size in held.shape]
+    if hasattr(held, "device_mesh"):
+        mesh = held.device_mesh
+        places = zip(mesh.shape, mesh.get_coordinate(), held.placements)
+        for size, index, placement in reversed(list(places)):  # the innermost axis is split first
+            if hasattr(placement, "dim"):
+                begin, length = spans[placement.dim]
+                step = math.ceil(length / size)
+                start, end = (min(step * number, length) for number in (index, index + 1))
+                spans[placement.dim] = begin + start, end - start
+    return tuple(spans)
+
+
 def part_like(full: Tensor, held: Any) -> Tensor:
     """Return of a whole tensor the part that `held`, of the same shape, is of its own whole."""
-    if not hasattr(held, "device_mesh"):
-        return full
-    mesh = held.device_mesh
-    places = zip(mesh.shape, mesh.get_coordinate(), held.placements)
-    for size, index, placement in reversed(list(places)):  # the innermost axis is split first
-        if hasattr(placement, "dim"):
-            step = math.ceil(full.shape[placement.dim] / size)
-            begin, end = (min(step * number, full.shape[placement.dim]) for number in (index, index + 1))
-            full = full.narrow(placement.dim, begin, end - begin)
+    if hasattr(held, "device_mesh"):
+        for dim, (begin, length) in enumerate(place_of(held)):
+            full = full.narrow(dim, begin, length)
     return full
 
 
 def parted(full: Tensor, held: Any) -> Tensor:
-    """Return a whole tensor as `held` is, of the same shape: of a DTensor, the part of this process."""
-    if not hasattr(held, "device_mesh") or full.shape != held.shape:
-        return full
+    """Return a copy of a whole tensor as `held` is, on its device; of a DTensor, the part of this process."""
+    whole = not hasattr(held, "device_mesh") or full.shape != held.shape
+    part = (full if whole else part_like(full, held)).to(local(held).device, copy=True)
+    if whole:
+        return part
     from torch.distributed.tensor import DTensor
 
     return DTensor.from_local(
-        part_like(full, held).contiguous(),
+        part.contiguous(),
         held.device_mesh,
         held.placements,
         run_check=False,
@@ -62,12 +82,38 @@ def put(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
         local(parameters[name]).copy_(local(value))
 
 
+@torch.no_grad()
+def materialise(model: Transformer, device: torch.device, unread: Unread) -> None:
+    """Give memory to the parameters of a model that are on the meta device, and read the parts held here."""
+    model._apply(lambda one: torch.empty_like(one, device=device))  # type: ignore[no-untyped-call]
+    model.tie()
+    named = dict(model.named_parameters())
+    for name, value in unread.each(named):
+        if name in named:
+            own = local(named[name])
+            narrowed(part_like(value, named[name]), own.dtype, name, into=own)
+
+
 def wholes(tensors: Mapping[str, Tensor], keep: bool) -> Iterator[tuple[str, Tensor]]:
-    """Yield whole tensors by name, on the CPU, one at a time; not `keep`: only help to gather them."""
-    for name, tensor in tensors.items():
-        found = whole(tensor.detach())
-        if keep:
-            yield name, found.cpu()
+    """Yield whole tensors by name, on the CPU, one at a time; not `keep`: only help to gather them.
+
+    The first process keeps them. One that it has no part of comes from the first process that has one.
+    """
+    everyone: list[dict[str, Any]] = [{name: (one.shape, one.dtype) for name, one in tensors.items()}]
+    if dist.is_initialized():
+        own, everyone = everyone[0], [{}] * dist.get_world_size()
+        dist.all_gather_object(everyone, own)
+    for name in dict.fromkeys(name for names in everyone for name in names):
+        source = next(rank for rank, names in enumerate(everyone) if name in names)
+        found = whole(tensors[name].detach()).cpu() if name in tensors else None
+        if keep and found is None:
+            shape, dtype = everyone[source][name]
+            found = torch.empty(shape, dtype=dtype)
+            dist.recv(found, source)
+        elif found is not None and source and source == dist.get_rank():
+            dist.send(found.contiguous(), 0)
+        if keep and found is not None:
+            yield name, found
 
 
 def rest(model: nn.Module) -> None:
@@ -86,27 +132,29 @@ def emptied(model: Transformer) -> Transformer:
     return copy.deepcopy(model, memo)
 
 
-def assembled(empty: Transformer, held: Transformer, keep: bool) -> Transformer | None:
-    """Return a plain model with the whole weights of one that is split; not `keep`: None, having helped."""
-    found = dict(wholes(dict(held.named_parameters()), keep))
-    if not keep:
-        return None
+def assembled(empty: Transformer, found: Mapping[str, Tensor]) -> Transformer:
+    """Return a plain model with whole weights by name."""
     made = emptied(empty)
     made.load_state_dict(found, strict=False, assign=True)
     made.tie()
     return made
 
 
-def norm_of(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the norm [] of all tensors together, each part counted once among all processes."""
-    squares = [local(one).detach().float().square().sum() / _copies(one) for one in tensors]
-    total = torch.stack(squares).sum()
+def norm_of(tensors: Sequence[Tensor], processes: int, device: torch.device) -> Tensor:
+    """Return the norm [] of all tensors together, on a device; each part counts once among all processes.
+
+    `processes`: how many hold a part of the same tensors.
+    """
+    squares = [local(one).detach().float().square().sum() / _copies(one, processes) for one in tensors]
+    total = torch.stack([torch.zeros((), device=device), *squares]).sum()
     dist.all_reduce(total)
     return total.sqrt()
 
 
-def _copies(tensor: Any) -> int:
+def _copies(tensor: Any, processes: int) -> int:
     """Return how many processes hold the same part of a tensor."""
-    places = zip(tensor.device_mesh.shape, tensor.placements)
-    parts = math.prod(size for size, place in places if hasattr(place, "dim"))
-    return dist.get_world_size() // int(parts)
+    mesh = tensor.device_mesh
+    parts = math.prod(size for size, place in zip(mesh.shape, tensor.placements) if hasattr(place, "dim"))
+    if "expert_held" in mesh.mesh_dim_names:  # others along the expert axis hold other experts
+        parts *= mesh._get_root_mesh()["expert"].size()
+    return processes // int(parts)

@@ -1,20 +1,21 @@
 """How a model is split over a mesh: a plan as data, applied late, to a model that knows nothing of it.
 
-`SPLITS` says by which axis the weights of each part may be split: columns of a linear layer are its outputs,
-rows its inputs. What is not named is whole in every process. Tensor parallelism comes first. Then
-`fully_shard` makes every parameter a DTensor, of which each process owns a part.
+`SPLITS` says by which axis the weights of each part may be split, as `division.TENSOR` has it: columns of a
+linear layer are its outputs, rows its inputs. What is not named is whole in every process. Tensor parallelism
+comes first. Then `fully_shard` makes every parameter a DTensor, of which each process owns a part.
 
 Shapes: B batch, T length, H heads, K key/value heads, E head width.
 """
 
 import logging
+import math
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
+from torch.distributed._functional_collectives import all_gather_tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.distributed.tensor import Replicate
@@ -26,26 +27,38 @@ from torch.distributed.tensor.parallel import (
 )
 
 from clearhead.errors import ConfigError, refuse
+from clearhead.fast.lora import LoraLinear
 from clearhead.fast.parts import like
 from clearhead.model.attention import Attention
 from clearhead.model.cache import LayerKeys
 from clearhead.model.feedforward import FeedForward
 from clearhead.model.fronts import TokenFront
 from clearhead.model.heads import LanguageHead
+from clearhead.model.kinds.layers import DeltaLayer, LinearAttention, LowRankAttention
 from clearhead.model.masks import View
 from clearhead.model.positions import RelativePositions
 from clearhead.model.stack import Stack
 from clearhead.model.taps import Tap
 from clearhead.model.transformer import Transformer
+from clearhead.parallel.context import share_tokens
+from clearhead.parallel.division import TENSOR
+from clearhead.parallel.experts import split_experts
+from clearhead.parallel.rounds import Ring
+from clearhead.parallel.sums import shared, split_lora
 from clearhead.parallel.world import World
 
-COLUMNS, ROWS = ColwiseParallel(), RowwiseParallel()
+STYLES = {"columns": ColwiseParallel(), "rows": RowwiseParallel()}
+PARTS: Mapping[type[nn.Module], tuple[str, ...]] = {
+    Attention: ("q", "k", "v", "gate", "out"),
+    DeltaLayer: ("q", "k", "v", "gate", "beta", "decay", "out"),
+    FeedForward: ("gate", "up", "down"),
+}
 SPLITS: Mapping[type[nn.Module], Mapping[str, ParallelStyle]] = {
-    Attention: {"q": COLUMNS, "k": COLUMNS, "v": COLUMNS, "gate": COLUMNS, "out": ROWS},
-    FeedForward: {"gate": COLUMNS, "up": COLUMNS, "down": ROWS},
+    **{part: {name: STYLES[TENSOR[name][0]] for name in names} for part, names in PARTS.items()},
     TokenFront: {"tokens": RowwiseParallel(input_layouts=Replicate())},  # by the vocabulary
     LanguageHead: {"out": ColwiseParallel(output_layouts=Replicate())},  # by the vocabulary
 }
+SHARED = ("q_norm", "k_norm", "sink", "k_mix", "v_mix")  # of attention: they serve the heads of every process
 # Gathering a part that two axes split takes two steps, which PyTorch remarks on at each of them.
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
@@ -64,12 +77,19 @@ def split(
     Returns: the parameters whose gradients are to be summed over the tensor axis, see `SplitAttention`.
     """
     assert world.mesh is not None
-    partial = _split_tensors(model, world.mesh["tensor"]) if world.plan.tensor > 1 else []
+    partial = split_tensors(model, world.mesh["tensor"]) if world.plan.tensor > 1 else []
+    experts = split_experts(model, world.mesh["expert"]) if world.plan.expert > 1 else []
+    if world.plan.context > 1:
+        way_out = "set train.compile to false, or leave it out"
+        refuse(compiled, f"parallel.context {world.plan.context} trains uncompiled: {way_out}", ConfigError)
+        share_tokens(model, Ring(world.mesh["context"].get_group()))
     sharding: dict[str, Any] = {"mesh": world.held}
     if offload:
         sharding["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+    for own in experts:
+        fully_shard(own, **{**sharding, "mesh": world.expert_held})
     for stack in (part for part in model.children() if isinstance(part, Stack)):
-        for block in stack.blocks:
+        for block in (one for one in stack.blocks if next(one.parameters(), None) is not None):
             if compiled:
                 block.compile()
             fully_shard(block, **sharding)
@@ -97,8 +117,16 @@ class SplitAttention(Attention):
         """See `Attention.project`."""
         if self.keys is None:
             return super().project(x, source)
-        shared = cast(Tensor, _Shared.apply(source, self.group))  # type: ignore[no-untyped-call]
-        return self.q(x), self.k(shared), self.v(shared)
+        source = shared(source, self.group)
+        return self.q(x), self.k(source), self.v(source)
+
+    def split(self, name: str, x: Tensor, n_heads: int, norm: nn.Module | None, tap: Tap) -> Tensor:
+        """See `Attention.split`: a norm over all heads takes all of them."""
+        if norm is None or self.norm_over != "full" or (name == "k" and self.keys is not None):
+            return super().split(name, x, n_heads, norm, tap)
+        whole = all_gather_tensor(x, 2, self.group)  # B T all·E
+        x = norm(whole).narrow(-1, dist.get_rank(self.group) * x.shape[-1], x.shape[-1])
+        return super().split(name, x, n_heads, None, tap)
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, view: View, cache: LayerKeys | None, tap: Tap, x: Tensor
@@ -113,24 +141,37 @@ class SplitAttention(Attention):
         return None if self.sink is None else self.sink[self.own]
 
 
-class _Shared(torch.autograd.Function):
-    """The same tensor; its gradient is the sum of what the processes of a group have."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
-        """Sum the gradient."""
-        upstream = upstream.contiguous().clone()
-        dist.all_reduce(upstream, group=ctx.group)
-        return upstream, None
+class SplitLinear(SplitAttention, LinearAttention):
+    """Linear attention with some of the heads."""
 
 
-def _split_tensors(model: Transformer, mesh: DeviceMesh) -> list[str]:
+class SplitLowRank(SplitAttention, LowRankAttention):
+    """Low-rank attention with some of the heads; the mixtures serve those of every process."""
+
+
+class SplitDelta(DeltaLayer):
+    """A layer of the gated delta rule with some of the heads.
+
+    What is no matrix is whole in every process, which has a part of its gradient.
+    """
+
+    channels: list[int]  # of the convolution, those that are here
+    own: list[int]  # the value heads that are here
+
+    def per_head(self) -> tuple[Tensor, Tensor, Tensor]:
+        """See `GatedDelta.per_head`."""
+        conv, bias, rate = super().per_head()
+        return conv[self.channels], bias[self.own], rate[self.own]
+
+
+KINDS: Mapping[type[nn.Module], type[SplitAttention]] = {
+    Attention: SplitAttention,
+    LinearAttention: SplitLinear,
+    LowRankAttention: SplitLowRank,
+}
+
+
+def split_tensors(model: Transformer, mesh: DeviceMesh) -> list[str]:
     """Split heads, widths and vocabulary; return the names of parameters with partial gradients."""
     size, partial = mesh.size(), []
     for name, part in list(model.named_modules()):
@@ -141,16 +182,35 @@ def _split_tensors(model: Transformer, mesh: DeviceMesh) -> list[str]:
             model.set_submodule(name, part)
             if part.keys is not None:
                 del plan["k"], plan["v"]
-            shared = ("q_norm", "k_norm", "sink", *(("k", "v") if part.keys is not None else ()))
+            several = (*SHARED, *(("k", "v") if part.keys is not None else ()))
             partial += [
-                f"{name}.{own}" for own, _ in part.named_parameters() if own.partition(".")[0] in shared
+                f"{name}.{own}" for own, _ in part.named_parameters() if own.partition(".")[0] in several
             ]
+        elif isinstance(part, DeltaLayer):
+            part = _own_memories(part, mesh)
+            model.set_submodule(name, part)
+            partial += [f"{name}.{own}" for own in ("conv", "decay_bias", "log_rate", "norm.weight")]
         elif isinstance(part, RelativePositions):
             partial += [f"{name}.{own}" for own, _ in part.named_parameters()]
         there = {key: style for key, style in plan.items() if getattr(part, key) is not None}
-        parallelize_module(part, mesh, there)
+        for key, style in list(there.items()):
+            if isinstance(layer := getattr(part, key), LoraLinear):
+                columns = isinstance(style, ColwiseParallel)
+                model.set_submodule(f"{name}.{key}", split_lora(layer, mesh, columns))
+                there[f"{key}.base"] = there.pop(key)
+                partial += [f"{name}.{key}.a"] if columns else []
+        if not isinstance(part, TokenFront | LanguageHead) or _enough(model.config.vocab_size, size):
+            parallelize_module(part, mesh, there)
     model.tie()
     return partial
+
+
+def _enough(rows: int, size: int) -> bool:
+    """Return True if every process gets a row where each but the last ones gets equally many, rounded up.
+
+    A small vocabulary on many processes leaves the last ones none: then it is whole in every one.
+    """
+    return math.ceil(rows / size) * (size - 1) < rows
 
 
 def _own_heads(part: Attention, mesh: DeviceMesh) -> SplitAttention:
@@ -166,7 +226,18 @@ def _own_heads(part: Attention, mesh: DeviceMesh) -> SplitAttention:
     changes |= {"keys": keys if shared else None, "group": mesh.get_group()}
     if not shared:
         changes["n_kv_heads"] = part.n_kv_heads // size
-    return like(part, SplitAttention, **changes)
+    return like(part, KINDS[type(part)], **changes)
+
+
+def _own_memories(part: DeltaLayer, mesh: DeviceMesh) -> SplitDelta:
+    """Return the layer of the gated delta rule with the heads of this process."""
+    size, rank = mesh.size(), mesh.get_local_rank()
+    keys, heads, width = part.n_key_heads // size, part.n_value_heads // size, part.conv.shape[0]
+    parts = torch.arange(width).tensor_split(part.borders)  # the channels of queries, keys and values
+    channels = torch.cat([of.chunk(size)[rank] for of in parts]).tolist()
+    borders = tuple(border // size for border in part.borders)
+    changes = {"n_key_heads": keys, "n_value_heads": heads, "borders": borders, "channels": channels}
+    return like(part, SplitDelta, **changes, own=list(range(rank * heads, (rank + 1) * heads)))
 
 
 def _check(name: str, part: nn.Module, size: int) -> None:
@@ -175,13 +246,13 @@ def _check(name: str, part: nn.Module, size: int) -> None:
     for key in next((plan for kind, plan in SPLITS.items() if isinstance(part, kind)), {}):
         layer = getattr(part, key)
         refuse(
-            not isinstance(layer, nn.Linear | nn.Embedding | None),
+            not isinstance(layer, nn.Linear | nn.Embedding | LoraLinear | None),
             f"{axis} cannot split {name}.{key}, a {type(layer).__name__}: use data or shard",
             ConfigError,
         )
     if isinstance(part, Attention):
         refuse(
-            type(part) is not Attention,
+            type(part) not in KINDS,
             f"{axis} splits attention by heads, and {name} is {type(part).__name__}: use data or shard",
             ConfigError,
         )
@@ -190,9 +261,11 @@ def _check(name: str, part: nn.Module, size: int) -> None:
             f"{axis} does not divide the {part.n_heads} heads of {name}: choose a divisor",
             ConfigError,
         )
+    if isinstance(part, DeltaLayer):
+        count = part.n_key_heads
         refuse(
-            part.norm_over == "full",
-            f"{axis} cannot split {name}, whose norm is over all heads: use data or shard",
+            count % size != 0,
+            f"{axis} does not divide the {count} key heads of {name}: choose a divisor",
             ConfigError,
         )
     if isinstance(part, FeedForward):

@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Self
 
 from clearhead.config import ModelConfig
 from clearhead.costs import DTYPES, Cost, chunk_rows, cost
@@ -40,6 +40,7 @@ class Work:
     loss_chunk: int | None = None  # positions scored at a time; 0: all; None: as `train` chooses
     logit_bytes: float = 0.0  # bytes of a logit at its peak; 0: as `train` has it, compiled
     sequence: bool = True  # `tensor` divides the tokens between products, and the logits
+    cast: bool = True  # sharded weights are cast before they are gathered, and the residual stream is narrow
     interleave: int = 1  # pieces of the model that each rank of `pipeline` has
 
     @property
@@ -51,6 +52,20 @@ class Work:
     def size(self) -> int:
         """Bytes of one value of it."""
         return DTYPES[self.dtype]
+
+    @property
+    def gathered(self) -> int:
+        """Bytes of a weight that is gathered."""
+        return self.size if self.cast else 4
+
+    @property
+    def as_trained(self) -> Self:
+        """The same as `train` does it: the residual stream is whole, and weights are gathered in float32."""
+        return dataclasses.replace(self, sequence=False, cast=False)
+
+    def autocast(self, mesh: MeshSizes) -> bool:
+        """Return True if weights are float32 until a product takes them, and the residual stream is too."""
+        return mesh.sharing == 1 or not self.cast
 
     @property
     def tokens(self) -> int:
@@ -143,7 +158,7 @@ def _groups(
 
 def stages_of(work: Work, mesh: MeshSizes, rows: int, memory: float) -> list[PipelineStage]:
     """Divide a model among the ranks of `pipeline`, for micro-batches of `rows`."""
-    ends, different, of_block = _groups(work.config, work.length, rows, work.dtype, mesh.sharing == 1)
+    ends, different, of_block = _groups(work.config, work.length, rows, work.dtype, work.autocast(mesh))
     kinds = [_figures(inner, work, mesh, rows, block=True) for inner in different]
     made, count = [], len(of_block)
     for rank in range(mesh.pipeline):
@@ -192,7 +207,7 @@ def _figures(steps: Sequence[Step], work: Work, mesh: MeshSizes, rows: int, bloc
         totals["whole"] += whole
         totals["stored"] += stored
         totals["kept"] += step.kept / divided
-        if mesh.sharing == 1 and size < 4 and step.gradients > 1:
+        if work.autocast(mesh) and size < 4 and step.gradients > 1:
             totals["copies"] += step.weights * size / (parts if split != "whole" else 1)
         if block and last in names:
             totals["selective"] += step.m * step.n * step.count * size / (context * parts)
@@ -213,7 +228,7 @@ def _figures(steps: Sequence[Step], work: Work, mesh: MeshSizes, rows: int, bloc
             totals["routed"] += 2 * step.m * step.n * size / context
     if block:
         totals["stream"] = stream * size
-        wide = 4 if mesh.sharing == 1 else size
+        wide = 4 if work.autocast(mesh) else size
         totals["full"] = stream * wide / (mesh.tensor if work.sequence else 1)
         totals["selective"] += totals["full"]
     else:

@@ -8,6 +8,7 @@ import itertools
 import math
 import os
 import re
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -24,11 +25,13 @@ from clearhead.batches.batch import Batch
 from clearhead.errors import ConfigError, TrainingError, refuse
 from clearhead.parallel import shards
 from clearhead.parallel.launch import restarts, started
-from clearhead.parallel.plan import AXES, HELD, ROWS, ParallelPlan
+from clearhead.parallel.plan import AXES, EXPERT_HELD, HELD, ROWS, TOKENS, ParallelPlan
 
 Made = TypeVar("Made")
 APART = 7_368_787  # between the seeds of two shares
 LOST = re.compile(r"gloo|nccl|timed? ?out|connection|peer|socket|store", re.IGNORECASE)  # others are gone
+WAITED = "~"  # sorts behind the number of a call
+TELLING = 1.0  # seconds in which all processes that wait in vain say so
 _calls = itertools.count()
 
 
@@ -41,7 +44,10 @@ class World:
     size: int = 1
     mesh: DeviceMesh | None = None  # of `AXES`; None: not arranged yet, or one process
     held: DeviceMesh | None = None  # of two axes: copies of the weights, and parts of each copy
-    together: dist.ProcessGroup | None = None  # the processes that differ in their share of the rows alone
+    expert_held: DeviceMesh | None = None  # the same for weights of experts
+    together: dist.ProcessGroup | None = None  # the processes that differ in their share of a batch alone
+    aside: dist.ProcessGroup | None = None  # all, in main memory: for what goes on beside training
+    through: dist.ProcessGroup | None = None  # those in their share or their stage of the pipeline
 
     @property
     def first(self) -> bool:
@@ -50,14 +56,18 @@ class World:
 
     @property
     def shares(self) -> int:
-        """Into how many shares the rows of a batch are split."""
-        return math.prod(self.extent(axis) for axis in ROWS)
+        """Into how many shares the tokens of a batch are split."""
+        return math.prod(self.extent(axis) for axis in TOKENS)
 
     @property
     def share(self) -> int:
         """The number of this process's share."""
+        return self._number(TOKENS)
+
+    def _number(self, axes: Sequence[str]) -> int:
+        """Return the number of this process among those along some axes."""
         number = 0
-        for axis in ROWS:
+        for axis in axes:
             number = number * self.extent(axis) + self.place(axis)
         return number
 
@@ -72,10 +82,17 @@ class World:
 
     @property
     def seed(self) -> int:
-        """What to add to a seed, so that shares draw apart and the parts of one layer alike."""
-        return self.share * APART
+        """What to add to a seed, so that shares and stages draw apart and the parts of one layer alike."""
+        return (self.share + self.shares * self.place("pipeline")) * APART
 
-    def arranged(self, plan: ParallelPlan, device: str, fits: bool, always: bool = False) -> Self:
+    @property
+    def last(self) -> bool:
+        """True in a process of the last stage, which has the head and the loss."""
+        return self.place("pipeline") == self.extent("pipeline") - 1
+
+    def arranged(
+        self, plan: ParallelPlan, device: str, fits: Callable[[ParallelPlan], bool], always: bool = False
+    ) -> Self:
         """Return the same processes in the mesh of a plan; see `ParallelPlan.settled`.
 
         One process has a mesh only if it is to have one `always`.
@@ -88,27 +105,34 @@ class World:
             dist.init_process_group(_backend(), store=store, rank=0, world_size=1)
         mesh = init_device_mesh(device, tuple(getattr(plan, name) for name in AXES), mesh_dim_names=AXES)
         held = DeviceMesh._concatenate([mesh["data"], mesh[HELD]._flatten("held")])
-        together = mesh[ROWS]._flatten("shares").get_group()
+        apart = DeviceMesh._concatenate([mesh["data"], mesh[EXPERT_HELD]._flatten("expert_held")])
+        together, aside = mesh[TOKENS]._flatten("shares").get_group(), dist.new_group(backend="gloo")
+        through = mesh["pipeline", *TOKENS]._flatten("stages").get_group() if plan.pipeline > 1 else together
         for group in dist.distributed_c10d._world.pg_map:
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=plan.timeout), group)
-        return replace(self, plan=plan, mesh=mesh, held=held, together=together)
+        more = {"held": held, "expert_held": apart, "together": together, "through": through}
+        return replace(self, plan=plan, mesh=mesh, aside=aside, **more)  # type: ignore[arg-type]
 
-    def rows(self, batch: Batch) -> Batch:
-        """Return this process's share of the rows; where there are too few, one row that counts nothing."""
-        if self.shares == 1:
+    def rows(self, batch: Batch, axes: Sequence[str] = ROWS) -> Batch:
+        """Return this process's share of the rows; where there are too few, one row that counts nothing.
+
+        `axes`: those along which processes have different rows.
+        """
+        shares, share = math.prod(self.extent(axis) for axis in axes), self._number(axes)
+        if shares == 1:
             return batch
-        begin, end = (len(batch) * number // self.shares for number in (self.share, self.share + 1))
+        begin, end = (len(batch) * number // shares for number in (share, share + 1))
         own = batch.rows(slice(begin, max(end, begin + 1)) if begin < len(batch) else slice(0, 1))
         own.__dict__["n_shared"] = batch.n_targets
         if begin == end:
             own.__dict__.update(n_targets=0, n_tokens=0, n_rows=0)
         return own
 
-    def sum(self, value: Tensor) -> Tensor:
-        """Return the sum of a value over the shares; it is changed in place."""
-        if self.shares > 1:
+    def sum(self, value: Tensor, stages: bool = False) -> Tensor:
+        """Return the sum of a value over the shares, or over those of all stages; it is changed in place."""
+        if self.shares * (self.extent("pipeline") if stages else 1) > 1:
             with self.waiting("the sum of the loss"):
-                dist.all_reduce(value, group=self.together)
+                dist.all_reduce(value, group=self.through if stages else self.together)
         return value
 
     def any(self, flag: bool) -> bool:
@@ -120,16 +144,22 @@ class World:
             dist.all_reduce(found, op=dist.ReduceOp.MAX)
         return bool(found)
 
-    def clip(self, parameters: Sequence[nn.Parameter], most: float) -> Tensor:
+    def clip(
+        self,
+        parameters: Sequence[nn.Parameter],
+        most: float,
+        counted: Sequence[nn.Parameter],
+    ) -> Tensor:
         """Scale the gradients so that their norm over the whole model is `most` at most; return it [] before.
 
-        As PyTorch does for one process.
+        As PyTorch does for one process. `counted`: those that no earlier stage of a pipeline holds too.
         """
         if self.mesh is None:
             return nn.utils.clip_grad_norm_(parameters, most)
         gradients = [one.grad for one in parameters if one.grad is not None]
         with self.waiting("the norm of the gradients"):
-            norm = shards.norm_of(gradients)
+            known = [one.grad for one in counted if one.grad is not None]
+            norm = shards.norm_of(known, self.size // self.extent("pipeline"), parameters[0].device)
         torch._foreach_mul_([shards.local(one) for one in gradients], (most / (norm + 1e-6)).clamp(max=1.0))
         return norm
 
@@ -173,26 +203,33 @@ class World:
         return made[0]  # type: ignore[no-any-return]
 
     def gathered(self, own: Made) -> list[Made]:
-        """Return what each share has, in order."""
-        if self.shares == 1:
+        """Return what each share has, in order; of a pipeline, what its last stage has."""
+        count = self.shares * self.extent("pipeline")
+        if count == 1:
             return [own]
-        found: list[Any] = [None] * self.shares
+        found: list[Any] = [None] * count
         with self.waiting("the results of a batch"):
-            dist.all_gather_object(found, own, group=self.together)
+            dist.all_gather_object(found, own, group=self.through)
+        return found[-self.shares :]
+
+    def everyone(self, own: Made) -> list[Made]:
+        """Return what each process has, in order."""
+        if self.size == 1:
+            return [own]
+        found: list[Any] = [None] * self.size
+        with self.waiting("what each process has"):
+            dist.all_gather_object(found, own)
         return found
 
     def agree(self, facts: Mapping[str, object]) -> None:
         """Refuse a process whose data, settings or versions are not those of the first one."""
-        if self.size == 1:
-            return
-        found: list[Any] = [None] * self.size
-        with self.waiting("what each process works with"):
-            dist.all_gather_object(found, dict(facts))
+        found = self.everyone(dict(facts))
         for rank, theirs in enumerate(found):
-            for name, value in found[0].items():
+            for name in sorted(found[0].keys() | theirs.keys()):
+                value, own = found[0].get(name), theirs.get(name)
                 refuse(
-                    theirs.get(name) != value,
-                    f"process {rank} has another {name} than process 0 ({theirs.get(name)}, not {value}): "
+                    own != value,
+                    f"process {rank} has another {name} than process 0 ({own}, not {value}): "
                     "start all of them with the same files, versions and settings",
                     ConfigError,
                 )
@@ -207,14 +244,17 @@ class World:
         try:
             yield
         except RuntimeError as error:
-            if isinstance(error, torch.OutOfMemoryError) or not LOST.search(str(error)):
+            if isinstance(error, TrainingError | torch.OutOfMemoryError) or not LOST.search(str(error)):
                 raise
             raise TrainingError(f"process {self.rank} waited for {what} in vain: {self._missing()}") from None
 
     def _missing(self) -> str:
-        """Say which process is furthest behind, by what each said last."""
+        """Say which process is furthest behind, by what each said last; those that wait too are not."""
         try:
-            places = {rank: _store().get(f"at/{rank}").decode() for rank in range(self.size)}
+            _store().set(f"at/{self.rank}", f"{WAITED} for others")
+            time.sleep(TELLING)
+            others = (rank for rank in range(self.size) if rank != self.rank)
+            places = {rank: _store().get(f"at/{rank}").decode() for rank in others}
         except RuntimeError:
             return "the process that started it is gone"
         rank = min(places, key=places.__getitem__)
@@ -230,31 +270,36 @@ def joined() -> Iterator[World]:
 
     Of an error that ends them all, one process speaks. A group that the caller has opened stays open.
     """
-    if not started():
-        opened = dist.is_initialized()
+    opened = dist.is_initialized()
+    if not started() or opened:
         try:
-            yield ALONE
+            yield join()
         finally:
             if dist.is_initialized() and not opened:
                 dist.destroy_process_group()
         return
-    if dist.is_initialized():
-        yield World(rank=dist.get_rank(), size=dist.get_world_size())
-        return
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    store, rank, size = next(rendezvous("env://"))
-    # The store may outlive a restart, and hold the addresses of processes that are gone.
-    own = dist.PrefixStore(f"life {restarts()}", store)  # type: ignore[attr-defined]
-    dist.init_process_group(_backend(), store=own, rank=rank, world_size=size)
     try:
-        yield World(rank=dist.get_rank(), size=dist.get_world_size())
+        yield join()
     except Exception:
         if not _speaks():
             raise SystemExit(2) from None
         raise
     finally:
         dist.destroy_process_group()
+
+
+def join() -> World:
+    """Join the processes that `torchrun` has started, if there are others, and stay with them."""
+    if not started():
+        return ALONE
+    if not dist.is_initialized():
+        if torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        store, rank, size = next(rendezvous("env://"))
+        # The store may outlive a restart, and hold the addresses of processes that are gone.
+        own = dist.PrefixStore(f"life {restarts()}", store)  # type: ignore[attr-defined]
+        dist.init_process_group(_backend(), store=own, rank=rank, world_size=size)
+    return World(rank=dist.get_rank(), size=dist.get_world_size())
 
 
 def _speaks() -> bool:

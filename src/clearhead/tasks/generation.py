@@ -24,6 +24,7 @@ from clearhead.generate.request import Request, RequestOptions, make_request
 from clearhead.generate.stream import TextStream
 from clearhead.model.checks import check_stack_input
 from clearhead.model.transformer import Transformer, evaluating
+from clearhead.parallel.shards import is_split
 from clearhead.tasks.reading import fitting
 from clearhead.tasks.results import Generation, Score
 
@@ -84,6 +85,13 @@ def generate(
     refuse(
         request.reuse and (len(texts) != 1 or m.config.family != "decoder"),
         f"reuse with {len(texts)} prompts of a {m.config.family}: it takes one prompt of a decoder at a time",
+    )
+    apart = {"seconds": request.seconds, "cancel": hooks.cancel, "compile": request.compile}
+    asked = [name for name, value in apart.items() if value] if is_split(m.model) else []
+    refuse(
+        asked,
+        f"{', '.join(asked)} with a model that is split over processes, which must go on together: "
+        "leave it out",
     )
     draft = hooks.draft
     refuse(

@@ -20,7 +20,8 @@ from clearhead.config import ModelConfig
 from clearhead.config.resolve import derive
 from clearhead.costs import LEARNING, cost
 from clearhead.errors import ConfigError, nearest, refuse
-from clearhead.hub.checkpoint import Description, describe, exported
+from clearhead.hub.checkpoint import Description, describe
+from clearhead.hub.export import exported
 from clearhead.model.transformer import Transformer
 from clearhead.presets import PRESETS, preset
 from clearhead.recipe import BASE, Recipe, TrainPlan

@@ -18,15 +18,18 @@ from torch import Tensor, nn
 from clearhead.api import Model
 from clearhead.batches.batch import Batch, Batches
 from clearhead.errors import TrainingError
-from clearhead.evaluation.examples import validate, written_scores
-from clearhead.losses import batch_loss
-from clearhead.model.transformer import Transformer
-from clearhead.parallel import shards
+from clearhead.evaluation.examples import WRITTEN, validate, written_scores
+from clearhead.losses import arguments_for, batch_loss
+from clearhead.model.feedforward import BALANCE
+from clearhead.model.transformer import Output, Transformer
+from clearhead.parallel import shards, turns
+from clearhead.parallel.pipeline import StageTransformer
 from clearhead.parallel.world import ALONE, World
 from clearhead.recipe import TrainPlan
 from clearhead.tasks.spec import TaskSpec
 from clearhead.training import faults, machine, optim, weights
 from clearhead.training.events import OnEvent, Reason, Saved, Stepped, Validated
+from clearhead.training.saving import Saver
 from clearhead.training.state import (
     BEST,
     State,
@@ -35,16 +38,8 @@ from clearhead.training.state import (
     point,
     save_checkpoint,
     saved_steps,
+    snapshot,
 )
-
-
-@dataclass(frozen=True)
-class Portion:
-    """The batches of a step: the rows of this process, and what all processes have together."""
-
-    batches: list[Batch]
-    targets: int
-    tokens: int
 
 
 @dataclass
@@ -71,6 +66,7 @@ class TrainingRun:
     compiled: Transformer | None = None  # a twin of the model that is compiled, with the same parts
     empty: Transformer | None = None  # the model without weights, where several processes hold parts of it
     partial: Sequence[nn.Parameter] = ()  # with gradients to be summed over the tensor axis
+    saver: Saver = field(default_factory=Saver)
 
     @property
     def model(self) -> Transformer:
@@ -87,16 +83,20 @@ class TrainingRun:
         """True while the metric has improved within the last `patience` validations."""
         return self.plan.patience is None or self.state.stale < self.plan.patience
 
-    def best_steps(self, count: int = 1) -> list[int]:
-        """Return the steps of the best validations, the best first."""
-        return self.state.best(self.metric, self.metric != "loss", count)
+    @property
+    def structure(self) -> Transformer:
+        """A model with every parameter of the one in training, by shape and name."""
+        return self.model if self.empty is None else self.empty
 
-    def batches(self, step: int) -> Portion:
+    def best_steps(self, count: int = 1, state: State | None = None) -> list[int]:
+        """Return the steps of the best validations, the best first."""
+        return (state or self.state).best(self.metric, self.metric != "loss", count)
+
+    def batches(self, step: int) -> turns.Portion:
         """Return the batches of a step, of which this process has some of the rows; the first step is 1."""
         size = self.plan.accumulate
         whole = [self.train.at(index) for index in range((step - 1) * size, step * size)]
-        counts = sum(batch.n_targets for batch in whole), sum(batch.n_tokens for batch in whole)
-        return Portion([self.world.rows(batch).to(self.precision.device) for batch in whole], *counts)
+        return turns.portion(whole, self.world, self.precision.device)
 
     def seed(self, step: int) -> None:
         """Seed dropout for a step."""
@@ -107,16 +107,24 @@ class TrainingRun:
         return optim.rate(self.plan, step, self.steps, self.model.config.d_model)
 
     def loss(self, batch: Batch) -> Tensor:
-        """Return the loss of a batch, summed over its targets."""
+        """Return the loss of a batch, summed over its targets.
+
+        Of a pipeline, the last stage returns it, without the balance of experts (see `StageTransformer`), and
+        the others 0, whose gradient is that of what they have passed on.
+        """
         plan, objective = self.plan, self.task.objective
         counted = bool(batch.n_rows)  # False: a row stands in for none
         with self.precision.autocast(), self.attention():
+            if not self.world.last:
+                passed: Output = self.runner(**arguments_for(self.model, batch), logits="none")
+                return passed.required_logits
             loss, _ = batch_loss(
                 self.runner,
                 batch,
                 plan.label_smoothing,
                 plan.loss_chunk,
-                objective=objective,
+                0.0 if isinstance(self.model, StageTransformer) else BALANCE,
+                objective,
                 total=lambda value: self.world.sum(value * counted),
             )
         return loss * counted
@@ -146,18 +154,20 @@ class TrainingRun:
         if self.empty is None:
             yield usable
             return
-        made = shards.assembled(self.empty, self.model, keep=self.world.first)
-        if made is None:
+        found = dict(shards.wholes(dict(self.model.named_parameters()), keep=self.world.first))
+        if not self.world.first:
             yield None
             return
+        made = shards.assembled(self.empty, found)
         with weights.merged(made) if self.plan.lora else nullcontext():
             yield replace(usable, model=made.eval())
 
 
 def learn(run: TrainingRun, on_event: OnEvent, stop: Callable[[], bool]) -> Reason:
-    """Train from `run.state` on; return why training ended."""
+    """Train from `run.state` on; return why training ended. The last checkpoint may still be on its way."""
     plan, state, model, optimizer = run.plan, run.state, run.model, run.optimizer
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    counted = model.counted() if isinstance(model, StageTransformer) else trained
     scaler = run.precision.scaler(state)
     meter = Meter(run, on_event)
     model.train()
@@ -167,21 +177,19 @@ def learn(run: TrainingRun, on_event: OnEvent, stop: Callable[[], bool]) -> Reas
         run.seed(step)
         optim.set_rate(optimizer, run.rate(step))
 
-        targets = max(1, work.targets)
-        total = torch.zeros((), device=run.precision.device)
         with run.world.waiting(f"the gradients of step {step}"):
-            for batch in work.batches:
-                loss = run.loss(batch)
-                run.backward(scaler.scale(loss / targets))
-                total += loss.detach()
+            total = turns.gradients(
+                model, work, run.world, run.loss, lambda loss: run.backward(scaler.scale(loss))
+            )
         if step < run.steps:
             upcoming = run.batches(step + 1)  # prepared while the device works
         meter.settle()  # on a GPU: reads the step before, while the device works on this one
 
         run.world.complete(run.partial)
         scaler.unscale_(optimizer)
-        norm = run.world.clip(trained, plan.clip or math.inf)
-        read = optim.step_if_finite(optimizer, scaler, run.world.sum(total) / targets, norm)
+        norm = run.world.clip(trained, plan.clip or math.inf, counted)
+        mean = run.world.sum(total, stages=True) / max(1, work.targets)
+        read = optim.step_if_finite(optimizer, scaler, mean, norm)
         optimizer.zero_grad(set_to_none=True)
         if run.ema is not None:
             run.ema.update(model)
@@ -190,19 +198,22 @@ def learn(run: TrainingRun, on_event: OnEvent, stop: Callable[[], bool]) -> Reas
         if run.precision.device.type != "cuda":
             meter.settle()
 
-        stopping, best = run.world.any(stop()), False
+        run.saver.finish(on_event)
+        stopping, best = run.world.any(stop() or run.saver.failed), False
         if due(step, plan.validate_every, run.steps):
             meter.settle()
             meter.tick()
-            validated = validate_run(run)
+            with run.world.waiting(f"the validation of step {step}"):
+                validated = validate_run(run)
             on_event(validated)
             meter.ticked = time.perf_counter()  # validation does not count
             best = validated.best or step in run.best_steps(plan.keep_best)[1:]
         if due(step, plan.save_every, run.steps) or best or stopping or not run.patient:
             meter.settle()
             meter.tick()
-            save(run, scaler)
-            on_event(Saved(step, run.folder))
+            with run.world.waiting(f"the checkpoint of step {step}"):
+                run.saver.finish(on_event, wait=True)
+                save(run, scaler)
         if stopping:
             return "stopped"
     return "done" if run.patient else "patience"
@@ -215,14 +226,15 @@ def due(step: int, every: int | None, steps: int) -> bool:
 
 def validate_run(run: TrainingRun) -> Validated:
     """Validate, and record whether this is the best validation so far."""
-    state = run.state
+    state, samples = run.state, tuple[str, ...]()
     with run.usable() as usable:
         metrics = validate(
             usable, run.task, run.validation, run.precision.autocast, run.precision.device, run.world
         )
-        with run.whole(usable) as whole:
-            scores, samples = run.world.once(lambda: written_by(run, whole))
-    metrics |= scores
+        if run.plan.samples or run.metric in WRITTEN:
+            with run.whole(usable) as whole:
+                scores, samples = run.world.once(lambda: written_by(run, whole))
+            metrics |= scores
     state.validations.append({"step": state.step, **metrics})
     best = run.best_steps() == [state.step] and not math.isnan(metrics[run.metric])
     state.stale = 0 if best else state.stale + 1
@@ -237,23 +249,30 @@ def written_by(run: TrainingRun, model: Model | None) -> tuple[dict[str, float],
 
 
 def save(run: TrainingRun, scaler: Any = None) -> None:
-    """Write a checkpoint, move the links `last` and `best`, and remove checkpoints no longer needed."""
-    state, plan = run.state, run.plan
+    """Copy a checkpoint and begin to write it; then links are moved, and old checkpoints removed."""
+    state, plan, model = run.state, run.plan, run.model
     if scaler is not None and scaler.is_enabled():
         state.scale, state.scale_age = scaler.get_scale(), scaler.state_dict()["_growth_tracker"]
-    tensors = optimizer_tensors(run.optimizer, run.model)
+    tensors = optimizer_tensors(run.optimizer, model)
     if run.ema is not None:
         tensors |= {f"ema/{name}": tensor for name, tensor in run.ema.state(bool(plan.lora)).items()}
     if run.ema is not None or plan.lora:
-        tensors |= {f"weights/{name}": parameter.clone() for name, parameter in run.model.named_parameters()}
-    tensors = dict(shards.wholes(tensors, keep=run.world.first))
-    with run.usable() as usable, run.whole(usable) as whole:
-        if whole is not None:
-            save_checkpoint(run.folder, whole, tensors, state)
-    if not run.world.first:
-        return
-    steps = saved_steps(run.folder)
-    best = [step for step in run.best_steps(len(state.validations)) if step in steps]
+        tensors |= {f"weights/{name}": parameter.clone() for name, parameter in model.named_parameters()}
+    with run.ema.applied(model) if run.ema is not None else nullcontext():
+        taken = snapshot(run.loaded, model, run.structure, tensors, state)
+
+    def write() -> None:
+        save_checkpoint(run.folder, taken, run.world.aside)
+        if run.world.first:
+            tidy(run, taken.state)
+
+    run.saver.begin(Saved(state.step, run.folder), write)
+
+
+def tidy(run: TrainingRun, state: State) -> None:
+    """Point `best` to the best checkpoint, and remove those no longer needed."""
+    steps, plan = saved_steps(run.folder), run.plan
+    best = [step for step in run.best_steps(len(state.validations), state) if step in steps]
     if best:
         point(run.folder, BEST, best[0])
     forget(run.folder, steps[-plan.keep_last :], {*averaged_steps(run), *best[: plan.keep_best]})
@@ -283,9 +302,8 @@ class Meter:
         loss, norm, verdict = read()
         if not math.isfinite(verdict):
             run.seed(step)  # the optimizer did not step: the weights are still those before it
-            raise TrainingError(
-                faults.diagnose(run.model, batches, step, run.precision, run.plan, run.task.objective)
-            )
+            work = run.model, batches, step, run.precision, run.plan, run.task.objective, run.world
+            raise TrainingError(faults.diagnose(*work, split_loss=None if run.empty is None else run.loss))
         if step % run.plan.log_every == 0 or step in (1, run.steps):
             self.on_event(self.report(loss, norm))
         self.pending = None

@@ -13,9 +13,15 @@ from dataclasses import dataclass
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from clearhead.config import ModelConfig
+from clearhead.costs import cost
 from clearhead.data.plan import DataPlan
+from clearhead.parallel import planner
 from clearhead.parallel.hardware import find_device
-from clearhead.recipe import TrainPlan
+from clearhead.parallel.launch import processes_here
+from clearhead.parallel.plan import ParallelPlan
+from clearhead.parallel.stages import Checkpointing, Work
+from clearhead.recipe import Recipe, TrainPlan
 from clearhead.tasks.spec import TaskSpec
 from clearhead.training.state import State
 
@@ -140,6 +146,17 @@ def room(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def fits(recipe: Recipe, config: ModelConfig, precision: Precision, mesh: ParallelPlan) -> bool:
+    """Return True if a batch fits the device on a mesh; the processes of a CPU share its memory."""
+    data, plan, device = recipe.data, recipe.train, precision.device
+    longest = cost(config).length
+    length = min(data.max_length or longest, longest)
+    rows = data.batch_tokens // length if data.batch_tokens else data.batch_size
+    again: Checkpointing = "full" if plan.checkpointing else "none"
+    work = Work(config, length, max(1, rows), precision.name, again, plan.optimizer)
+    return planner.fits(work, mesh, room(device) / (processes_here() if device.type == "cpu" else 1))
 
 
 def memory(device: torch.device) -> int:

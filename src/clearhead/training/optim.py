@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from clearhead.errors import nearest, refuse
+from clearhead.errors import ConfigError, nearest, refuse
 from clearhead.recipe import TrainPlan
+from clearhead.training.muon import Muon
 
 BLOCK = re.compile(r"^(.*?)blocks\.(\d+)\.")
 FUSED = ("cpu", "cuda", "mps", "xpu")  # devices on which AdamW updates all weights in one pass
@@ -43,7 +44,7 @@ def parameter_groups(model: nn.Module, plan: TrainPlan) -> list[dict[str, Any]]:
 
     Only matrices decay: not norms, biases and vectors, nor embeddings of tokens, types and positions, even
     where the output layer shares one. With `layer_decay`, the scale falls from the head down to the
-    embedding.
+    embedding. `orthogonal` groups are for Muon: they hold the matrices of blocks.
     """
     tables = {id(part.weight) for part in model.modules() if isinstance(part, nn.Embedding)}
     groups: dict[tuple[object, ...], dict[str, Any]] = {}
@@ -51,9 +52,11 @@ def parameter_groups(model: nn.Module, plan: TrainPlan) -> list[dict[str, Any]]:
     for name, parameter in trained:
         decay = plan.weight_decay if parameter.ndim >= 2 and id(parameter) not in tables else 0.0
         scale = plan.layer_decay ** _below_head(model, name)
-        new = {"params": [], "weight_decay": decay, "scale": scale}
+        inner = BLOCK.match(name) is not None and parameter.ndim == 2 and id(parameter) not in tables
+        turned = plan.optimizer == "muon" and inner and min(parameter.shape) > 1
+        new = {"params": [], "weight_decay": decay, "scale": scale, "orthogonal": turned}
         mesh = getattr(parameter, "device_mesh", None)  # one update takes parameters of one mesh
-        groups.setdefault((decay, scale, mesh), new)["params"].append(parameter)
+        groups.setdefault((decay, scale, mesh, turned), new)["params"].append(parameter)
     refuse(not groups, "train.freeze leaves nothing to train: freeze less")
     return list(groups.values())
 
@@ -72,15 +75,24 @@ def _n_blocks(model: nn.Module, prefix: str) -> int:
 
 
 def make_optimizer(model: nn.Module, plan: TrainPlan, device: torch.device) -> Optimizer:
-    """Freeze the parameters named in `plan.freeze`, and return AdamW or Adafactor for the others.
+    """Freeze the parameters named in `plan.freeze`, and return AdamW, Adafactor or Muon for the others.
 
     Adafactor's rate is relative to the size of each weight. It keeps a row and a column per matrix in place
-    of two matrices, and ignores `betas` and `eps`.
+    of two matrices, and ignores `betas` and `eps`. Muon multiplies in the precision of the run.
     """
     freeze(model, plan.freeze)
     groups = parameter_groups(model, plan)
     if plan.optimizer == "adafactor":
+        refuse(
+            any(hasattr(one, "device_mesh") for one in model.parameters()),
+            "train.optimizer adafactor works on whole weights, and several processes or train.offload split "
+            "them: choose adamw or muon",
+            ConfigError,
+        )
         return torch.optim.Adafactor(groups, lr=plan.lr, eps=ADAFACTOR_EPS)
+    if plan.optimizer == "muon":
+        dtype = torch.bfloat16 if plan.precision == "bfloat16" else torch.float32
+        return Muon(groups, device, dtype, lr=plan.lr, betas=plan.betas, eps=plan.eps)
     return torch.optim.AdamW(groups, lr=plan.lr, betas=plan.betas, eps=plan.eps, fused=device.type in FUSED)
 
 

@@ -1,7 +1,9 @@
 """A new run made ready: recipe, data, tokenizer, model, batches, optimizer."""
 
+import functools
 import hashlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,17 +15,20 @@ from clearhead.api import Model
 from clearhead.batches import batch, batching, encoded, even
 from clearhead.bundle import best_device
 from clearhead.config import ModelConfig
-from clearhead.costs import LEARNING, cost
+from clearhead.costs import cost
 from clearhead.data.examples import Corpus, Images
 from clearhead.data.files import RECIPE
 from clearhead.errors import ConfigError, refuse
 from clearhead.evaluation.examples import begun, sampler
 from clearhead.fast.parts import like
 from clearhead.fast.training import join_projections, recompute, suit_narrow
+from clearhead.hub.checkpoint import Unread
 from clearhead.hub.files import write_text
 from clearhead.hub.tokenizer import load_tokenizer, read_settings, special_ids
 from clearhead.model.heads import LanguageHead
-from clearhead.parallel.shards import emptied
+from clearhead.parallel.pipeline import check as check_stages
+from clearhead.parallel.pipeline import staged
+from clearhead.parallel.shards import emptied, materialise
 from clearhead.parallel.world import ALONE, World
 from clearhead.presets import PRESETS
 from clearhead.recipe import BASE, Recipe, TrainPlan
@@ -33,7 +38,7 @@ from clearhead.tokens.training import choose, train_tokenizer
 from clearhead.training import build, optim, weights
 from clearhead.training.events import Note, OnEvent
 from clearhead.training.loop import TrainingRun
-from clearhead.training.machine import choose_precision, narrow, pays, quick_attention, room
+from clearhead.training.machine import choose_precision, fits, narrow, pays, quick_attention
 from clearhead.training.state import CACHE
 from clearhead.training.tries import first_example
 
@@ -88,8 +93,12 @@ def assemble(
     folder: Path,
     on_event: OnEvent,
     world: World = ALONE,
+    unread: Unread | None = None,
 ) -> TrainingRun:
-    """Put a run together around its model: precision, low-rank updates, optimizer, averages, fast parts."""
+    """Put a run together around its model: precision, low-rank updates, optimizer, averages, fast parts.
+
+    `unread`: the weights of a model that has none yet, of which each process reads its part.
+    """
     plan, device = recipe.train, best_device(recipe.train.device)
     assert plan.steps is not None and plan.metric is not None, "the recipe is not settled"
     if plan.threads is not None:
@@ -111,18 +120,22 @@ def assemble(
             plan.lora_targets,
             also=() if isinstance(loaded.model.head, LanguageHead) else ("head.*",),
         )
-    count = sum(one.numel() for one in loaded.model.parameters())
-    fits = count * LEARNING[plan.optimizer] < 0.6 * room(device)
-    world = world.arranged(recipe.parallel, device.type, fits, always=plan.offload)
-    whole = world.plan.tensor == 1  # a split layer has its own ways
+    optim.freeze(loaded.model, plan.freeze)
+    check_stages(loaded.config, recipe.parallel.pipeline, precision.scaled)
+    has_room = functools.partial(fits, recipe, loaded.config, precision)
+    world = world.arranged(recipe.parallel, device.type, has_room, always=plan.offload)
+    whole = world.plan.tensor * world.plan.context == 1  # a split layer has its own ways
     empty = emptied(loaded.model) if world.mesh is not None else None
-    if world.mesh is None:
+    if world.mesh is None:  # what is split goes to the device in parts
         loaded.model.to(device)
+    if world.plan.pipeline > 1:
+        loaded.model = staged(loaded.model, world, device)
     if whole:
         join_projections(loaded.model)
     if plan.checkpointing:
         recompute(loaded.model)
-    wanted = plan.compile if plan.compile is not None else pays(task, recipe.data, plan, device)
+    usual = world.plan.context == 1 and pays(task, recipe.data, plan, device)
+    wanted = usual if plan.compile is None else plan.compile
     partial: Sequence[nn.Parameter] = ()
     if world.mesh is not None:
         from clearhead.parallel.split import split  # takes seconds to import
@@ -132,7 +145,9 @@ def assemble(
         if narrow(device) and whole and not wanted:
             suit_narrow(loaded.model)
         partial = split(loaded.model, world, wanted, plan.offload)
-    optimizer = optim.make_optimizer(loaded.model, plan, device)
+        if unread is not None:
+            materialise(loaded.model, torch.device("cpu") if plan.offload else device, unread)
+    optimizer = optim.make_optimizer(loaded.model, replace(plan, freeze=()), device)  # frozen before
     run = TrainingRun(
         folder=folder,
         task=task,

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from clearhead.api import load
+from clearhead.api import load, open_empty
 from clearhead.data.files import RECIPE
 from clearhead.errors import CheckpointError, ConfigError, TrainingError, refuse
 from clearhead.hub.files import write_text
@@ -65,12 +65,18 @@ def restore(
         f"the data of {folder} has changed since the run began: put the old files back, or begin a new run",
         TrainingError,
     )
-    loaded = load(checkpoint, dtype=torch.float32)
+    unread = None
+    if world.size == 1:
+        loaded = load(checkpoint, dtype=torch.float32)
+    else:
+        loaded, unread = open_empty(checkpoint, torch.float32)
     batches = encode_batches(recipe, task, corpus, loaded, folder, lambda event: None, world)  # told before
-    run = assemble(recipe, task, corpus, loaded, batches, folder, on_event, world)
+    run = assemble(recipe, task, corpus, loaded, batches, folder, on_event, world, unread)
     tensors, run.state = load_checkpoint(checkpoint)
     _check_unchanged(run, tensors)
     named = dict(run.model.named_parameters())
+    elsewhere = set() if run.empty is None else dict(run.empty.named_parameters()).keys() - named.keys()
+    tensors = {name: one for name, one in tensors.items() if elsewhere.isdisjoint(name.split("/"))}
     kept = _named(tensors, "weights/")
     shards.put(named, {name: shards.part_like(one, named[name]) for name, one in kept.items()})
     restore_optimizer(run.optimizer, run.model, tensors)
@@ -105,9 +111,11 @@ def _check_unchanged(run: TrainingRun, tensors: Mapping[str, Tensor]) -> None:
     """Raise if the checkpoint does not fit the recipe, which lies beside it and may have been edited."""
     saved, parameters = _named(tensors, "weights/"), run.model.named_parameters()
     moments = {name.rpartition("/")[2] for name in _named(tensors, "optimizer/")}
+    turned, factored = "momentum" in moments, not moments.isdisjoint(("row_var", "variance"))
+    muon = any(group["orthogonal"] for group in run.optimizer.param_groups)
     fits = {
         "lora": all(saved.get(name, one).shape == one.shape for name, one in parameters),
-        "optimizer": not moments or ("exp_avg" in moments) == (run.plan.optimizer == "adamw"),
+        "optimizer": not moments or (turned, factored) == (muon, run.plan.optimizer == "adafactor"),
         "metric": all(run.metric in row for row in run.state.validations),
     }
     for key, fitting in fits.items():

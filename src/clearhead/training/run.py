@@ -8,21 +8,28 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from clearhead.api import Model, load
+from torch import Tensor
+
+from clearhead.api import Model, load, open_empty
+from clearhead.bundle import SHARD_SIZE
 from clearhead.data import corpora, files
 from clearhead.data.given import Given, given_or_paths
 from clearhead.data.plan import DataPlan
 from clearhead.errors import refuse
 from clearhead.evaluation.examples import validate, written_scores
-from clearhead.hub.files import write_text
+from clearhead.hub.files import MODEL, whole_folder, write_text
+from clearhead.hub.weights import open_tensors
+from clearhead.hub.writing import Outgoing, write_tensors
+from clearhead.parallel.pipeline import staged
+from clearhead.parallel.shards import materialise
 from clearhead.parallel.world import World, joined
 from clearhead.recipe import BASE, SECTIONS, Recipe, Settings, read_recipe
 from clearhead.tasks import corpus, table
-from clearhead.training import loop, prepare, weights
+from clearhead.training import faults, loop, prepare, weights
 from clearhead.training import resume as continued
 from clearhead.training.events import Finished, Note, OnEvent, Reason, Started, logged
 from clearhead.training.folder import mark, new_folder, ours, resumed_folder
-from clearhead.training.state import BEST, CHECKPOINTS, LAST, PRETRAIN, newest
+from clearhead.training.state import BEST, CHECKPOINTS, LAST, PRETRAIN, TENSORS, newest
 from clearhead.training.tries import command_to_try
 from clearhead.typed import plain
 
@@ -85,7 +92,13 @@ def train(
         needed = (*plan.data.paths, *plan.data.validation, plan.tokens.model, plan.model.get(BASE))
         paths = [Path(path) for path in needed if path is not None]
         with world.holding(new_folder(folder, overwrite, paths, tell), lambda: None) as keep:
-            world.agree({f"[{name}]": plain(getattr(plan, name)) for name in SECTIONS})
+            world.agree(
+                {
+                    f"{name}.{key}": value
+                    for name in SECTIONS
+                    for key, value in plain(getattr(plan, name)).items()
+                }
+            )
             plan = world.once(lambda: with_rows(plan, given, folder, tell))
             return _start(world, plan, folder, tell, stop, keep)
 
@@ -136,7 +149,9 @@ def _start(
         recipe = recipe.replace("model", base=str(first.folder.absolute()))
         recipe = recipe.replace("tokens", kind=None).replace("train", pretrain=0)
     run = prepare.prepare(recipe, folder, on_event, world)
-    loop.save(run)
+    with run.world.waiting("the first checkpoint"):
+        loop.save(run)
+        run.saver.finish(wait=True)
     keep()
     return _finish(run, on_event, stop)
 
@@ -182,47 +197,86 @@ def _resume(
 
 def _finish(run: loop.TrainingRun, on_event: OnEvent, stop: Callable[[], bool]) -> Trained:
     """Train to the end, choose the weights, and write them to the folder itself."""
-    state, first = run.state, run.world.first
+    state, first, whole = run.state, run.world.first, run.empty or run.model
     log = logged(run.folder, state.step, on_event, run.plan.tensorboard) if first else nullcontext(on_event)
     with log as tell:
         tell(
             Started(
                 folder=run.folder,
                 task=run.task.name,
-                parameters=sum(one.numel() for one in run.model.parameters()),
-                trainable=sum(one.numel() for one in run.model.parameters() if one.requires_grad),
+                parameters=sum(one.numel() for one in whole.parameters()),
+                trainable=sum(one.numel() for one in whole.parameters() if one.requires_grad),
                 steps=run.steps,
                 step=state.step,
                 device=str(run.precision.device),
             )
         )
-        reason = loop.learn(run, tell, stop)
-        run.world.meet()  # the last checkpoint is written
+        with faults.naming_memory(state, run.world), run.saver.completing():
+            reason = loop.learn(run, tell, stop)
+            run.saver.finish(tell, wait=True)
+        run.world.meet()  # the links are moved
         chosen, metrics = _chosen(run, reason)
-        if reason != "stopped" and first:
-            chosen.save(run.folder)
         tell(Finished(run.folder, state.step, state.seconds, metrics, reason))
     use = command_to_try(run.task, run.example, chosen, run.folder) if reason != "stopped" else ""
     return Trained(chosen, run.folder, state.step, metrics, reason, use)
 
 
 def _chosen(run: loop.TrainingRun, reason: Reason) -> tuple[Model, dict[str, float]]:
-    """Return the best checkpoint with its metrics, or the average of the last checkpoints with its own."""
-    best = run.folder / BEST
+    """Return the best checkpoint with its metrics, or the average of the last checkpoints with its own.
+
+    Unless the run was stopped, it is written to the folder itself. Several processes have it as pages of the
+    files.
+    """
+    best, many = run.folder / BEST, run.world.size > 1
     found = (best if best.exists() else run.folder / LAST).resolve()
-    loaded = load(found)
-    steps = loop.averaged_steps(run)  # none, where patience ended the run before the first of them
-    if len(steps) > 1 and reason != "stopped":
-        states = (load(run.folder / CHECKPOINTS / f"step-{step}").model.state_dict() for step in steps)
-        loaded.model.load_state_dict(weights.average(states))
-        loaded.model.to(run.precision.device)
-        metrics = validate(
-            loaded, run.task, run.validation, run.precision.autocast, run.precision.device
-        ) | written_scores(loaded, run.task, run.validation, run.metric)
-        loaded.model.to("cpu")
-        return loaded, {"step": run.state.step, **metrics}
     step = int(found.name.removeprefix("step-"))
-    return loaded, next((row for row in run.state.validations if row["step"] == step), {})
+    metrics = next((row for row in run.state.validations if row["step"] == step), {})
+    if reason == "stopped":
+        return load(found, mapped=many), metrics
+    steps = loop.averaged_steps(run)  # none, where patience ended the run before the first of them
+    if run.world.first:
+        _write_model(run.folder, found, [run.folder / CHECKPOINTS / f"step-{step}" for step in steps])
+    run.world.meet()
+    chosen = load(run.folder, mapped=many)
+    return chosen, metrics if len(steps) < 2 else {"step": run.state.step, **_judged(run, chosen)}
+
+
+def _write_model(folder: Path, found: Path, averaged: list[Path]) -> None:
+    """Write the model of a checkpoint to a folder, or its weights averaged over several, one at a time."""
+    several = len(averaged) > 1
+    with whole_folder(folder) as work:
+        for path in found.iterdir():
+            ours = path.name.startswith(TENSORS) or (several and path.match(f"{MODEL}*.safetensors*"))
+            if not ours:
+                shutil.copyfile(path, work / path.name) if path.is_file() else shutil.copytree(
+                    path, work / path.name
+                )
+        if several:
+            opened = [open_tensors(path, MODEL) for path in averaged]
+            tensors = {name: Outgoing(one.shape, one.dtype, (name,)) for name, one in opened[0].items()}
+
+            def mean(name: str, owner: int) -> Tensor:
+                return weights.average({name: one[name].read()} for one in opened)[name]
+
+            write_tensors(work, MODEL, tensors, mean, SHARD_SIZE)
+
+
+def _judged(run: loop.TrainingRun, chosen: Model) -> dict[str, float]:
+    """Return the metrics of a model on the validation data; several processes split it as in training."""
+    judged, device = chosen, run.precision.device
+    if run.world.size == 1:
+        judged.model.to(device)
+    else:
+        from clearhead.parallel.split import split  # takes seconds to import
+
+        judged, unread = open_empty(run.folder)
+        if run.world.extent("pipeline") > 1:
+            judged.model = staged(judged.model, run.world, device)
+        split(judged.model, run.world)
+        materialise(judged.model, device, unread)
+    metrics = validate(judged, run.task, run.validation, run.precision.autocast, device, run.world)
+    chosen.model.to("cpu")
+    return metrics | run.world.once(lambda: written_scores(chosen, run.task, run.validation, run.metric))
 
 
 # The names in a recipe --------------------------------------------------------------------------------------

@@ -2,30 +2,39 @@
 
 `checkpoints/step-N/` holds the model as it would be used (averaged and merged, where that is asked for),
 `training.safetensors` (optimizer, averages, and the weights in training where they differ) and
-`training.json` (counters). `last` and `best` are links to the newest and the best checkpoint. Checkpoints and
-links are written under another name and renamed, so a run that is killed at any moment leaves the last
-checkpoint whole. One that is kept only because it is the best, or for an average, keeps the model alone.
+`training.json` (counters). Several processes write several files of each, with an index. `last` and `best`
+are links to the newest and the best checkpoint. Checkpoints and links are written under another name and
+renamed, so a run that is killed at any moment leaves the last checkpoint whole. One that is kept only because
+it is the best, or for an average, keeps the model alone.
 """
 
+import copy
 import json
 import math
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from clearhead.api import Model
-from clearhead.errors import CheckpointError, refuse
-from clearhead.hub.files import read_json, whole_folder
+from clearhead.bundle import SHARD_SIZE
+from clearhead.errors import CheckpointError, first_line, refuse
+from clearhead.hub.checkpoint import Description
+from clearhead.hub.files import MODEL, read_json, whole_folder
+from clearhead.hub.weights import open_tensors
+from clearhead.hub.writing import Outgoing, write_tensors
+from clearhead.model.transformer import Transformer
 from clearhead.parallel import shards
+from clearhead.parallel.exchange import Exchange, Part, part_of
+from clearhead.training.weights import merged_tensors
 
-TENSORS, COUNTERS = "training.safetensors", "training.json"
+TENSORS, COUNTERS = "training", "training.json"  # files of tensors begin so
 CHECKPOINTS, LAST, BEST = "checkpoints", "last", "best"
 CACHE = "data"  # the folder of encoded examples
 PRETRAIN = "pretrain"  # the folder of the first stage, where there are two
@@ -53,29 +62,84 @@ class State:
         return [int(row["step"]) for row in sorted(self.validations, key=place)[:count]]
 
 
-def save_checkpoint(folder: Path, usable: Model, tensors: Mapping[str, Tensor], state: State) -> Path:
-    """Write `checkpoints/step-N` atomically, and point `last` to it."""
-    target = folder / CHECKPOINTS / f"step-{state.step}"
-    if target.exists():
-        _remove(target)
-    with whole_folder(target) as work:
-        usable.save(work / "model")
-        for path in (work / "model").iterdir():
-            os.replace(path, work / path.name)
-        (work / "model").rmdir()
-        save_file(
-            {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}, work / TENSORS
-        )
-        (work / COUNTERS).write_text(json.dumps(asdict(state), indent=1))
-    point(folder, LAST, state.step)
+@dataclass(frozen=True)
+class Snapshot:
+    """A checkpoint on its way to disk: what this process holds of it, copied to main memory."""
+
+    settings: Model  # tokenizer, labels and all else but the weights
+    described: Description
+    tensors: Mapping[str, Outgoing]  # the model's, as they are written
+    parts: Mapping[str, Part]  # of the model's parameters and of what belongs to them, by name
+    state: State
+
+
+def snapshot(
+    loaded: Model, usable: nn.Module, empty: Transformer, tensors: Mapping[str, Tensor], state: State
+) -> Snapshot:
+    """Copy a model and the tensors beside it; where processes hold parts, each copies its own.
+
+    `empty` has every parameter of the model, and may have no weights.
+    """
+    described = loaded.described()
+    named = dict(usable.named_parameters()) | dict(tensors)  # whose names have a / and are others
+    parts = {name: part_of(one) for name, one in named.items()}
+    return Snapshot(loaded, described, merged_tensors(empty, described), parts, copy.deepcopy(state))
+
+
+def save_checkpoint(folder: Path, taken: Snapshot, group: ProcessGroup | None = None) -> Path:
+    """Write `checkpoints/step-N` atomically, and point `last` to it; every process of `group` writes files.
+
+    What fails in one process is raised in all of them.
+    """
+    target = folder / CHECKPOINTS / f"step-{taken.state.step}"
+    exchange = Exchange(taken.parts, group)
+    with ExitStack() as stack:
+        error, work = None, target
+        try:
+            if exchange.rank == 0:
+                work = stack.enter_context(_target(target))
+        except CheckpointError as failure:
+            error = failure
+        error, work = exchange.gathered((error, work))[0]
+        if error is not None:
+            raise error
+        _write(work, taken, exchange)
+        if exchange.rank == 0:
+            taken.settings.write_settings(work, taken.described, taken.tensors)
+            (work / COUNTERS).write_text(json.dumps(asdict(taken.state), indent=1))
+    if exchange.rank == 0:
+        point(folder, LAST, taken.state.step)
     return target
 
 
+@contextmanager
+def _target(target: Path) -> Iterator[Path]:
+    """Give a folder to fill that becomes the checkpoint."""
+    if target.exists():
+        _remove(target)
+    with whole_folder(target) as work:
+        yield work
+
+
+def _write(work: Path, taken: Snapshot, exchange: Exchange) -> None:
+    """Write this process's files of the model and of what belongs to it; return when all are written."""
+    beside = {name: Outgoing(*form, (name,)) for name, form in exchange.forms.items() if "/" in name}
+    failed = None
+    for stem, tensors, most in ((MODEL, taken.tensors, SHARD_SIZE), (TENSORS, beside, math.inf)):
+        try:
+            write_tensors(work, stem, tensors, exchange.fetch, most, exchange.rank, exchange.processes)
+        except Exception as error:  # the others wait for what this process has
+            failed = getattr(error, "strerror", None) or first_line(error)
+    for failure in exchange.gathered(failed):
+        refuse(failure is not None, f"cannot write {work}: {failure}", CheckpointError)
+
+
 def load_checkpoint(folder: Path) -> tuple[dict[str, Tensor], State]:
-    """Read what `save_checkpoint` wrote beside the model."""
+    """Return what `save_checkpoint` wrote beside the model; tensors are pages of files, read when used."""
     try:
-        return load_file(folder / TENSORS), State(**read_json(folder / COUNTERS))
-    except (OSError, SafetensorError, TypeError) as error:
+        tensors = {name: entry.read() for name, entry in open_tensors(folder, TENSORS).items()}
+        return tensors, State(**read_json(folder / COUNTERS))
+    except (CheckpointError, TypeError) as error:
         raise CheckpointError(f"{folder} cannot be resumed from: {error}") from None
 
 
@@ -108,7 +172,8 @@ def forget(folder: Path, resume: Iterable[int], keep: Iterable[int]) -> None:
         place = folder / CHECKPOINTS / f"step-{step}"
         if step in keep:
             (place / COUNTERS).unlink(missing_ok=True)
-            (place / TENSORS).unlink(missing_ok=True)
+            for path in place.glob(f"{TENSORS}*"):
+                path.unlink()
         else:
             _remove(place)
 
@@ -149,6 +214,6 @@ def restore_optimizer(
             CheckpointError,
         )
         on_cpu = key == "step" and not getattr(optimizer, "defaults", {}).get("fused")
-        device = None if on_cpu else parameters[owner].device
-        value = tensors[name].clone().to(device=device)
-        optimizer.state[parameters[owner]][key] = value if on_cpu else shards.parted(value, parameters[owner])
+        optimizer.state[parameters[owner]][key] = (
+            tensors[name].clone() if on_cpu else shards.parted(tensors[name], parameters[owner])
+        )

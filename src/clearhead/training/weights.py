@@ -6,16 +6,21 @@ y = W x + alpha / rank · B A x.
 """
 
 import fnmatch
-import math
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
-import torch.nn.functional as nnf
 from torch import Tensor, nn
 
 from clearhead.errors import CheckpointError, nearest, refuse
+from clearhead.fast.lora import LoraLinear
+from clearhead.hub.checkpoint import Description
+from clearhead.hub.export import outgoing
+from clearhead.hub.writing import Outgoing
 from clearhead.model.dtypes import wide
+from clearhead.model.transformer import Transformer
 from clearhead.parallel.shards import local, part_like, put
 
 
@@ -105,36 +110,6 @@ def average(states: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 # Low-rank updates -------------------------------------------------------------------------------------------
 
 
-class LoraLinear(nn.Module):
-    """A frozen linear layer with a low-rank update, which is zero at first."""
-
-    def __init__(self, base: nn.Linear, rank: int, alpha: float) -> None:
-        super().__init__()
-        self.in_features, self.out_features = base.in_features, base.out_features
-        self.base = base.requires_grad_(False)
-        self.a = nn.Parameter(base.weight.new_empty(rank, base.in_features))
-        self.b = nn.Parameter(base.weight.new_zeros(base.out_features, rank))
-        nn.init.kaiming_uniform_(self.a, math.sqrt(5))  # the default of linear layers
-        self.scale = alpha / rank
-
-    @property
-    def weight(self) -> Tensor:
-        """The merged weight [out, in]."""
-        return (wide(self.base.weight) + self.scale * (wide(self.b) @ wide(self.a))).to(
-            self.base.weight.dtype
-        )
-
-    @property
-    def bias(self) -> Tensor | None:
-        """The bias of the frozen layer."""
-        return self.base.bias
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., in] -> [..., out]."""
-        update: Tensor = nnf.linear(nnf.linear(x, self.a), self.b)
-        return self.base(x) + self.scale * update  # type: ignore[no-any-return]
-
-
 def add_lora(
     model: nn.Module, rank: int, alpha: float, targets: Sequence[str], also: Sequence[str] = ()
 ) -> list[str]:
@@ -199,3 +174,32 @@ def merged(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         unmerge(model, updated)
+
+
+def merged_tensors(model: Transformer, described: Description) -> dict[str, Outgoing]:
+    """Return the tensors that a model is written as once its updates are merged, made of those it has now."""
+    layers = {name: part for name, part in model.named_modules() if isinstance(part, LoraLinear)}
+    with merged(model):
+        tensors = outgoing(model, described)
+
+    def made(one: Outgoing) -> Outgoing:
+        owners = [name.rpartition(".") for name in one.sources]
+        names = [
+            (f"{owner}.base.weight", f"{owner}.a", f"{owner}.b")
+            if owner in layers and kind == "weight"
+            else (f"{owner}.base.{kind}" if owner in layers else f"{owner}{dot}{kind}",)
+            for owner, dot, kind in owners
+        ]
+
+        def make(sources: list[Tensor]) -> Tensor:
+            rest = iter(sources)
+            given = [[next(rest) for _ in some] for some in names]
+            ours = [
+                layers[owner].merged(*some) if len(some) > 1 else some[0]
+                for (owner, _, _), some in zip(owners, given)
+            ]
+            return one.make(ours)
+
+        return replace(one, sources=tuple(itertools.chain(*names)), make=make)
+
+    return {name: made(one) for name, one in tensors.items()}

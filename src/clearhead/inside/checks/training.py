@@ -26,6 +26,7 @@ from clearhead.training.state import (
     optimizer_tensors,
     restore_optimizer,
     save_checkpoint,
+    snapshot,
 )
 
 PARTS = (slice(0, 1), slice(1, 2), slice(2, 4))  # of a batch of four rows
@@ -107,9 +108,8 @@ def _resumed(inputs: Inputs) -> float:
         whole = copy.deepcopy(inputs.model).to("cpu").float().requires_grad_(True)
         optimizer = optim.make_optimizer(whole, plan, torch.device("cpu"))
         _steps(whole, optimizer, plan, 0, STOP)
-        at = save_checkpoint(
-            Path(folder), Model(whole), optimizer_tensors(optimizer, whole), State(step=STOP)
-        )
+        moments = optimizer_tensors(optimizer, whole)
+        at = save_checkpoint(Path(folder), snapshot(Model(whole), whole, whole, moments, State(step=STOP)))
         _steps(whole, optimizer, plan, STOP, STEPS)
         del optimizer
         resumed = load(at, dtype=torch.float32).model

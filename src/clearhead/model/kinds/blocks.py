@@ -1,7 +1,7 @@
-"""Attending by blocks: each block of queries meets only the blocks of keys that a mask may allow.
+"""Planning by blocks: each block of queries meets only the blocks of keys that a mask may allow.
 
 `plan_blocks` finds them from the same predicates as the dense mask, so that time and memory grow with the
-keys that are seen, not with all pairs. `attend_blocks` gathers them and gives the answer of the dense mask.
+keys that are seen, not with all pairs. `gathered.attend_blocks` attends as the plan says.
 The few queries that see everything, global tokens, are attended on their own.
 
 Shapes: B batch, H heads, K key/value heads, T queries, S keys, E head width, b tokens of a block, N blocks of
@@ -11,21 +11,19 @@ queries, M blocks of keys that each of them meets, G global queries of a row.
 import functools
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
-from clearhead.config.kinds import Blocks, Dilated, GlobalKind, Kind, Windowed
+from clearhead.config.kinds import Blocks, Dilated, GlobalKind, Kind, Strided, Windowed
 from clearhead.model import masks
-from clearhead.model.attend import fused
+from clearhead.model.kinds import flex, strided
 from clearhead.model.kinds.choices import between_ends, global_tokens, log_counts, random_blocks
 from clearhead.model.taps import SILENT, Tap
 
 SMALLEST, LARGEST = 32, 256  # tokens of a block
 WORTH = 3  # keys that a dense mask would have for each key that a block meets, at least
-AT_ONCE = 1 << 24  # values of gathered keys in one product, where nothing is kept for a backward pass
 NEVER = 1 << 60  # a position that no token has
 APART = 1 << 32  # between the positions of two documents
 
@@ -40,6 +38,8 @@ def block_size(kind: Kind) -> int | None:
             return min(LARGEST, max(SMALLEST, 1 << max(0, half - 1).bit_length()))
         case Blocks(size):
             return size
+        case Strided():
+            return block_size(strided.near(kind))
         case _:
             return None
 
@@ -67,35 +67,54 @@ def counted(tokens: masks.Tokens) -> masks.Tokens:
 
 
 def plan_blocks(
-    queries: masks.Tokens, keys: masks.Tokens, kind: Kind, causal: bool, bias: Bias
+    queries: masks.Tokens, keys: masks.Tokens, kind: Kind, causal: bool, bias: Bias, flexible: bool = False
 ) -> masks.BlockPlan | None:
-    """Return the plan of one pass over these tokens; None where a dense mask is as good."""
+    """Return the plan of one pass over these tokens; None where a dense mask is as good.
+
+    `flexible`: the plan is for `flex_attention`, which takes no bias.
+    """
     size = block_size(kind)
+    flexible = flexible and not isinstance(kind, Strided)
+    size = flex.BLOCK if flexible and size is not None else size
     if size is None or min(queries.length, keys.length) < 4 * size or keys.until is not None:
         return None  # a compiled step of one token goes no further
     # How many blocks meet is known only from the tokens. To disable the compiler is to load it: not before.
     planned = _planned
     if torch.compiler.is_compiling():
         planned = torch.compiler.disable(_planned)  # type: ignore[no-untyped-call]
-    return planned(size, queries, keys, kind, causal, bias)
+    return planned(size, queries, keys, kind, causal, bias, flexible)
 
 
 def _planned(
-    size: int, queries: masks.Tokens, keys: masks.Tokens, kind: Kind, causal: bool, bias: Bias
+    size: int,
+    queries: masks.Tokens,
+    keys: masks.Tokens,
+    kind: Kind,
+    causal: bool,
+    bias: Bias,
+    flexible: bool,
 ) -> masks.BlockPlan | None:
     alike = (queries.order, keys.order, *(() if queries.globals is None else (queries.globals,)))
     rows = max(x.shape[0] for x in alike)
     padded_q, padded_k = (_padded(tokens, size, rows) for tokens in (queries, keys))
-    met = _meeting(padded_q, padded_k, kind, causal, size)  # B N blocks of keys
+    columns, by_blocks = None, strided.near(kind) if isinstance(kind, Strided) else kind
+    met = _meeting(padded_q, padded_k, by_blocks, causal, size)  # B N blocks of keys
     N, count = met.shape[1], int(met.sum(2).amax())
-    if count == 0 or count * size * WORTH > keys.length:
+    if count == 0 or (count * size + _column(kind, keys.length)) * WORTH > keys.length:
         return None
+    if flexible:
+        lengths = queries.length, keys.length
+        allowed = flex.flex_mask(met, padded_q, padded_k, kind, causal, lengths)
+        return _with_globals(masks.BlockPlan(size, met, allowed, None), queries, keys, kind, causal, bias)
     order = met.to(torch.int8).argsort(dim=2, descending=True, stable=True)[:, :, :count]  # B N M
     slots = (order[..., None] * size + torch.arange(size, device=order.device)).flatten(1)  # B N·M·b
     q = padded_q.map(lambda x: x.reshape(-1, size))  # B·N b
     k = padded_k.map(lambda x: x.gather(1, slots).view(-1, count * size))  # B·N M·b
-    mask, _ = masks.compose(q, k, causal=causal, kind=kind)
+    mask, _ = masks.compose(q, k, causal=causal, kind=by_blocks)
     assert mask is not None  # padding is spelled out
+    if isinstance(kind, Strided):
+        spelled_q, spelled_k = (_padded(tokens, 1, rows) for tokens in (queries, keys))
+        columns = strided.plan_columns(spelled_q, spelled_k, kind, causal, bias)
     there = met.gather(2, order).repeat_interleave(size, 2)[:, :, None]  # B N 1 M·b: the rest fills a table
     found = bias(q, k)
     plan = masks.BlockPlan(
@@ -103,6 +122,7 @@ def _planned(
         order,
         mask.view(rows, N, size, -1) & there,
         None if found is None else found.view(rows, N, *found.shape[1:]),
+        columns=columns,
     )
     return _with_globals(plan, queries, keys, kind, causal, bias)
 
@@ -111,17 +131,25 @@ def _planned(
 def plain_blocks(kind: Kind, length: int, causal: bool) -> tuple[int, int, int] | None:
     """Return the size of a block, how many each meets, and the global queries of a row without padding.
 
-    None: a dense mask is made.
+    Columns, of strided attention, have as many pairs as one of their tokens for each remainder would have if
+    it saw all: they count as global queries. None: a dense mask is made.
     """
     size = block_size(kind)
     if size is None or length < 4 * size:
         return None
     tokens = masks.tokens_from(1, length, torch.device("cpu"))
     padded = _padded(tokens_for(kind, tokens, causal, tokens.order, None), size, 1)
-    count = int(_meeting(padded, padded, kind, causal, size).sum(2).amax())
-    seeing_all = _seeing_all(tokens, kind)
+    by_blocks = strided.near(kind) if isinstance(kind, Strided) else kind
+    count = int(_meeting(padded, padded, by_blocks, causal, size).sum(2).amax())
+    seeing_all, column = _seeing_all(tokens, kind), _column(kind, length)
     globals_ = 0 if seeing_all is None else int(seeing_all.sum())
-    return None if count == 0 or count * size * WORTH > length else (size, count, globals_)
+    dense = count == 0 or (count * size + column) * WORTH > length
+    return None if dense else (size, count, column or globals_)
+
+
+def _column(kind: Kind, length: int) -> int:
+    """Return how many tokens stand in the longest column of a row without padding; 0: there are none."""
+    return -(-length // kind.step) if isinstance(kind, Strided) else 0
 
 
 def _padded(tokens: masks.Tokens, size: int, rows: int) -> masks.Tokens:
@@ -132,6 +160,17 @@ def _padded(tokens: masks.Tokens, size: int, rows: int) -> masks.Tokens:
     packed = None if tokens.documents is None else documents
     marked = None if tokens.globals is None else nnf.pad(tokens.globals.expand(rows, -1), (0, missing))
     return masks.Tokens(order, positions, real, packed, plain=False, totals=totals, globals=marked)
+
+
+def meeting(queries: masks.Tokens, keys: masks.Tokens, kind: Kind, causal: bool, size: int) -> Tensor:
+    """Return which blocks of keys a block of queries may see in any row: [blocks, blocks of keys]."""
+    rows = max(queries.order.shape[0], keys.order.shape[0])
+    padded_q, padded_k = (_padded(tokens, size, rows) for tokens in (queries, keys))
+    met = _meeting(padded_q, padded_k, kind, causal, size)
+    everywhere = _seeing_all(padded_q, kind)
+    if everywhere is not None:
+        met = met | everywhere.view(rows, -1, 1, size).any(-1)
+    return met.any(0)
 
 
 def _meeting(queries: masks.Tokens, keys: masks.Tokens, kind: Kind, causal: bool, size: int) -> Tensor:
@@ -149,6 +188,9 @@ def _meeting(queries: masks.Tokens, keys: masks.Tokens, kind: Kind, causal: bool
 
     if isinstance(kind, Blocks):
         met = _meeting_blocks(queries, keys, kind, causal, size)
+    elif kind.nearby is None:
+        blocks = (x.order.shape[1] // size for x in (queries, keys))
+        met = torch.ones(queries.order.shape[0], *blocks, dtype=torch.bool, device=keys.order.device)
     else:
         q_low, q_high, k_low, k_high = both(lambda tokens: tokens.positions + tokens.document_ids() * APART)
         reach = kind.nearby or 1
@@ -161,7 +203,7 @@ def _meeting(queries: masks.Tokens, keys: masks.Tokens, kind: Kind, causal: bool
     if causal:
         _, last, first, _ = both(lambda tokens: tokens.order)
         met = met & (first <= last)
-    if queries.documents is not None:
+    if queries.documents is not None and keys.documents is not None:
         q_low, q_high, k_low, k_high = both(lambda tokens: tokens.document_ids())
         met = met & (k_low <= q_high) & (k_high >= q_low)
     return met
@@ -251,55 +293,3 @@ def with_counts(
         return total
     counts = tap.step(f"counts{name}", counts)
     return counts if total is None else total + counts
-
-
-def attend_blocks(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    plan: masks.BlockPlan,
-    scale: float | None = None,
-    *,
-    softcap: float | None = None,
-    sink: Tensor | None = None,
-    dropout: float = 0.0,
-    heads: list[int] | None = None,
-) -> Tensor:
-    """Attend as the plan says: q [B,H,T,E], k [B,K,S,E], v [B,K,S,Ev] -> [B,H,T,Ev].
-
-    `heads` are the heads that pruning has left, where the plan has a bias for each.
-    """
-    B, H, T, _ = q.shape
-    b, (rows, N, M) = plan.size, plan.index.shape
-    attend = partial(fused, scale=scale, softcap=softcap, sink=sink, dropout=dropout)
-
-    def of_heads(bias: Tensor | None) -> Tensor | None:
-        return bias if bias is None or heads is None or bias.shape[1] == 1 else bias[:, heads]
-
-    def in_blocks(x: Tensor) -> Tensor:
-        """[B, heads, tokens, E] -> [B, blocks, heads, b, E]."""
-        x = nnf.pad(x, (0, 0, 0, -x.shape[2] % b))
-        return x.view(B, x.shape[1], -1, b, x.shape[3]).transpose(1, 2)
-
-    q_blocks, k_blocks, v_blocks = in_blocks(q), in_blocks(k), in_blocks(v)
-    kept = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    some = N if kept else max(1, AT_ONCE // (M * b * k.shape[1] * k.shape[3]))
-    answers = []
-    for row in range(B):
-        of_plan = row if rows > 1 else 0
-        index, mask = plan.index[of_plan], plan.mask[of_plan, :, None]
-        bias = None if plan.bias is None else of_heads(plan.bias[of_plan])
-        for start in range(0, N, some):
-            part = slice(start, start + some)
-            k_met, v_met = (
-                x[row][index[part]].transpose(1, 2).flatten(2, 3) for x in (k_blocks, v_blocks)
-            )  # n K M·b E
-            bias_met = None if bias is None else bias[part]
-            answers.append(attend(q_blocks[row, part], k_met, v_met, mask[part], bias_met))
-    z = torch.cat(answers).view(B, N, H, b, -1).transpose(1, 2).flatten(2, 3)[:, :, :T]  # B H T Ev
-    if plan.globals is None:
-        return z
-    slots = plan.globals.expand(B, -1)[:, None, :, None]
-    picked = q.gather(2, slots.expand(-1, H, -1, q.shape[3]))
-    full = attend(picked, k, v, plan.global_mask, of_heads(plan.global_bias))
-    return z.scatter(2, slots.expand(-1, H, -1, z.shape[3]), full)

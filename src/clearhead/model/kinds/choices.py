@@ -4,40 +4,56 @@ Shapes: B batch (1 where all rows are alike), T query length, S key length.
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from clearhead.config.kinds import Blocks, Dilated, GlobalKind, Kind, Strided, Windowed
 
+Choice = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
-def chosen(kind: Kind, queries: Tensor, keys: Tensor, totals: Tensor | None, causal: bool) -> Tensor:
-    """Return which keys a kind chooses, by positions [B|1, T] and [B|1, S]: [B|1, T, S].
 
-    `totals` [B|1, T] are the tokens of each query's document, where the kind asks for them.
+def predicate(kind: Kind, causal: bool) -> Choice:
+    """Return the rule by which a kind chooses keys: (query's position, key's position, totals) -> bool.
+
+    It takes tensors of any shapes that broadcast, so that masks over pairs, over gathered blocks and inside a
+    compiled kernel are one rule. `totals` are the tokens of a query's document, where the kind asks for them.
     """
-    q, k = queries[:, :, None], keys[:, None, :]
-    distance = (q - k).abs()
     match kind:
         case Windowed(size, sinks) | GlobalKind(size, sinks=sinks):
-            found = distance < size
+
+            def found(q: Tensor, k: Tensor, totals: Tensor | None) -> Tensor:
+                return (q - k).abs() < size
+
         case Dilated(size, step, sinks):
-            found = (distance < size * step) & (distance % step == 0)
+
+            def found(q: Tensor, k: Tensor, totals: Tensor | None) -> Tensor:
+                distance = (q - k).abs()
+                return (distance < size * step) & (distance % step == 0)
+
         case Strided(step, sinks):
-            found = (distance < step) | (distance % step == 0)
+
+            def found(q: Tensor, k: Tensor, totals: Tensor | None) -> Tensor:
+                distance = (q - k).abs()
+                return (distance < step) | (distance % step == 0)
+
         case Blocks(size, window, sinks=sinks):
-            q_block, k_block = q // size, k // size
-            found = (q_block - k_block).abs() <= window // 2
-            for target in random_blocks(kind, queries, totals, causal):
-                found = found | (k_block == target[:, :, None])
-            start, end = between_ends(kind, totals)
-            found = found | (q < start) | (k < start)
-            if totals is not None and end is not None:
-                end = end[:, :, None]
-                found = found | (q >= end) | (k >= end) | (totals <= kind.full)[:, :, None]
+
+            def found(q: Tensor, k: Tensor, totals: Tensor | None) -> Tensor:
+                k_block = k // size
+                near = (q // size - k_block).abs() <= window // 2
+                for target in random_blocks(kind, q, totals, causal):
+                    near = near | (k_block == target)
+                start, end = between_ends(kind, totals)
+                near = near | (q < start) | (k < start)
+                if totals is not None and end is not None:
+                    near = near | (q >= end) | (k >= end) | (totals <= kind.full)
+                return near
+
         case _:
             raise TypeError(f"{kind} does not choose among keys")
-    return found | (k < sinks) if sinks else found
+    return (lambda q, k, totals: found(q, k, totals) | (k < sinks)) if sinks else found
 
 
 def between_ends(kind: Blocks, totals: Tensor | None) -> tuple[int, Tensor | None]:
@@ -53,7 +69,7 @@ def log_counts(
 ) -> Tensor | None:
     """Return the logarithm of how often each key stands in the softmax: [B|1, 1, T, S]; None: always once.
 
-    It is a bias on the scores. Takes what `chosen` takes.
+    It is a bias on the scores. Shapes: queries and totals [B|1, T], keys [B|1, S].
     """
     if not isinstance(kind, Blocks) or not kind.repeat:
         return None

@@ -75,6 +75,11 @@ class PartKeys(LayerKeys):
     def __init__(self, cache: Cache) -> None:
         self.cache = cache
 
+    @property
+    def steps_back(self) -> bool:  # type: ignore[override]
+        """Whether the layer keeps keys."""
+        return all(keys.steps_back for keys in self.cache.layers.values())
+
     def reorder(self, rows: Tensor) -> None:
         """Replace row i by row `rows[i]`."""
         self.cache.reorder(rows)
@@ -87,7 +92,7 @@ class PartKeys(LayerKeys):
         kept = mine.real_mask() & (mine.order < masks.next_order(tokens, len(mine.order), mine.order.device))
         used = kept.any(0).nonzero()
         self.cache.tokens = replace(mine, real=kept)
-        self.cache.crop(int(used.max()) + 1 if used.numel() else 0)
+        self.cache.crop(self.cache.gone + int(used.max()) + 1 if used.numel() else 0)
 
 
 class Router(nn.Module):

@@ -159,10 +159,11 @@ class GatedDelta(nn.Module):
         v = v.reshape(B, T, self.n_value_heads, -1).transpose(1, 2)
         q, k, v = tap("q", q), tap("k", k), tap("v", v)  # B K T E, B K T E, B H T V
 
+        _, decay_bias, log_rate = self.per_head()
         beta = wide(self.beta(x)).sigmoid().transpose(1, 2)  # B H T
         # Contiguous, since a compiled graph is wrong about the layout of softplus' gradient.
-        step = wide(self.decay(x)).transpose(1, 2).contiguous() + wide(self.decay_bias)[:, None]
-        g = -wide(self.log_rate).exp()[:, None] * F.softplus(step)
+        step = wide(self.decay(x)).transpose(1, 2).contiguous() + wide(decay_bias)[:, None]
+        g = -wide(log_rate).exp()[:, None] * F.softplus(step)
         if real is not None:
             beta, g = (value.masked_fill(~real[:, None], 0.0) for value in (beta, g))
         beta, g = tap.step("beta", beta), tap.step("decay", g)
@@ -174,6 +175,10 @@ class GatedDelta(nn.Module):
         gate = tap.step("gate", self.gate(x)).reshape(z.shape)
         z = (self.norm(z) * F.silu(wide(gate))).to(z.dtype)
         return tap("out", self.out(tap.step("concat", z.reshape(B, T, -1))))
+
+    def per_head(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the convolution [W, 1, kernel], and bias [H] and log of the rate [H] of the decay."""
+        return self.conv, self.decay_bias, self.log_rate
 
     def _convolve(
         self, x: Tensor, real: Tensor | None, documents: Tensor | None, state: GatedDeltaState | None
@@ -210,7 +215,7 @@ class GatedDelta(nn.Module):
                 each * (runs[:, back : back + T] == runs[:, reach:])[..., None]
                 for back, each in enumerate(taps)
             ]
-        weights = wide(self.conv[:, 0]).unbind(-1)
+        weights = wide(self.per_head()[0][:, 0]).unbind(-1)
         y = F.silu(sum((wide(each) * by for each, by in zip(taps, weights)), start=wide(x).new_zeros(())))
         if state is not None:
             last = count + torch.arange(reach, device=x.device)  # places of the last `reach` real tokens

@@ -1,0 +1,121 @@
+"""`flex_attention` behind the predicates of the dense mask: its blocks, its mask, its numbers, its choice.
+
+A CPU has no backward pass of it, and its plain form computes every pair: blocks are held to the mask by
+themselves. `benchmarks/flex.py` compares times and gradients on a GPU.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import clearhead as ch
+from clearhead.model import masks
+from clearhead.model.kinds import flex
+from clearhead.model.kinds.blocks import plan_blocks, tokens_for
+from tests.equality.test_kinds import model_of
+from tests.harness import build, some_ids
+
+KINDS = [
+    "window(20, sinks=3)",
+    "dilated(8, 3)",
+    "blocks(32, 1, 5, 0, 1)",
+    "blocks(24, 1, 1, 1, counted=blocks, full=100)",
+    "global(20)",
+]
+LENGTH = 620  # no whole number of blocks
+
+
+@pytest.fixture(autouse=True)
+def short_blocks(monkeypatch):
+    monkeypatch.setattr(flex, "BLOCK", 32)
+
+
+def cases() -> dict[str, dict[str, torch.Tensor]]:
+    """Plain rows, padding of many kinds, packed documents."""
+    mask = torch.ones(2, LENGTH, dtype=torch.bool)
+    mask[0, :90], mask[1, 300:320], mask[1, 550:] = False, False, False
+    return {
+        "plain": {},
+        "padded": {"mask": mask},
+        "packed": {"documents": (torch.arange(LENGTH) // 210)[None].expand(2, -1)},
+    }
+
+
+@pytest.mark.ledger("J1", "J2")
+@pytest.mark.parametrize("attention", KINDS)
+@pytest.mark.parametrize("family", ["encoder", "decoder"])
+def test_blocks_and_mask_are_those_of_the_dense_mask(family, attention):
+    model = model_of(attention, family=family, positions="rope")
+    if model is None:
+        return
+    kind, causal, ids = model.config.main.kinds[0], family == "decoder", some_ids(2, LENGTH)
+    for given in cases().values():
+        tokens = masks.tokens_from(2, LENGTH, ids.device, **given)
+        tokens = tokens_for(kind, tokens, causal, ids, None)
+        plan = plan_blocks(tokens, tokens, kind, causal, lambda q, k: None, flexible=True)
+        if plan is None:  # a dense mask is as good: padded rows meet more blocks
+            assert given
+            continue
+        dense, _ = masks.compose(tokens, tokens, causal=causal, kind=kind)
+        rows, slots = torch.arange(len(plan.index))[:, None, None], torch.arange(LENGTH)
+        said = plan.mask.mask_mod(rows, None, slots[:, None], slots)
+        assert torch.equal(said.expand_as(dense[:, 0]), dense[:, 0])
+        # Every pair lies in a block that is met, but for queries that see all, which are attended apart.
+        blocks = plan.mask.to_dense()[:, 0].bool().repeat_interleave(flex.BLOCK, 1)
+        blocks = blocks.repeat_interleave(flex.BLOCK, 2)[:, :LENGTH, :LENGTH]
+        if plan.globals is not None:
+            blocks = blocks.scatter(1, plan.globals[..., None].expand(-1, -1, LENGTH), True)
+        assert not (dense[:, 0] & ~blocks & tokens.real_mask()[..., None]).any()
+        assert blocks.float().mean() < 0.75
+
+
+@pytest.mark.parametrize("attention", [KINDS[0], KINDS[4]])
+def test_its_numbers_are_those_of_the_dense_mask(attention, monkeypatch):
+    family = "decoder" if attention == KINDS[0] else "encoder"
+    model = build(
+        family=family, attention=attention, positions="rope", n_kv_heads=2, n_layers=1, max_positions=LENGTH
+    )
+    ids, used, attend = some_ids(2, LENGTH), [], flex.attend_flex
+    monkeypatch.setattr(flex, "serves", lambda *given: True)
+    # Its plain form, not traced: a processor's compiler need not know it.
+    monkeypatch.setattr("torch.nn.attention.flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+    monkeypatch.setattr(flex, "attend_flex", lambda *given: used.append(1) or attend(*given))
+    with torch.no_grad():
+        for name, given in cases().items():
+            real = given.get("mask", torch.ones(2, LENGTH, dtype=torch.bool))
+            ours = model(ids, **given).logits[real]
+            with ch.attending(model, "eager"):
+                assert (ours - model(ids, **given).logits[real]).abs().max() < 1e-5, name
+    assert len(used) >= 2
+
+
+def test_it_is_chosen_for_long_rows_on_a_gpu_where_it_serves(monkeypatch):
+    class OnGpu(torch.Tensor):
+        is_cuda = True
+
+    config = {"attention": "window(20)", "positions": "rope", "d_head": 32}
+    count = torch.arange(8192)[None]
+    far, near = count.as_subclass(OnGpu), count[:, :600].as_subclass(OnGpu)
+
+    def chosen(order: torch.Tensor = far, dtype: torch.dtype = torch.bfloat16, **changes) -> bool:
+        training = changes.pop("training", False)
+        spec = build(**{**config, **changes}).config.main
+        tokens = masks.Tokens(order, order, None, None, plain=True)
+        return flex.serves(spec, spec.kinds[0], tokens, dtype, training)
+
+    assert not chosen(), "gathered blocks, until it is measured to be quicker"
+    monkeypatch.setattr(flex, "FLEX_FROM", 1024)
+    assert chosen() and chosen(training=True)
+    assert not chosen(near) and not chosen(count) and not chosen(dtype=torch.float64)
+    assert not any(
+        chosen(**changes)
+        for changes in (
+            {"d_head": 4},
+            {"positions": "alibi"},
+            {"attention_softcap": 5.0},
+            {"attention_sink": True},
+            {"attention_dropout": 0.1, "training": True},
+            {"attention": "blocks(64, 3, 2, repeat=1)"},
+        )
+    )

@@ -1,0 +1,82 @@
+"""What split models write, and what they refuse, as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import clearhead as ch
+from clearhead.model.cache import Cache
+from clearhead.parallel.shards import local
+
+PROMPTS = [[3, 4, 5, 6, 7, 8], [9, 10], [11, 12, 13]]  # of several lengths
+REQUESTS: list[dict[str, Any]] = [
+    {"max_new_tokens": 12},
+    {"max_new_tokens": 12, "temperature": 1.0, "top_k": 20, "seed": 7},
+    {"max_new_tokens": 8, "num_beams": 3, "num_return": 2},
+]
+MODELS: dict[str, dict[str, Any]] = {
+    "decoder": {"n_kv_heads": 1, "positions": "rope", "gated": True, "norm": "rmsnorm"},
+    "encoder-decoder": {"family": "encoder-decoder", "positions": "relative", "n_kv_heads": 2},
+}
+
+
+def write_models(folder: Path) -> list[Path]:
+    """Write small models with large random weights, whose best token is far ahead of the next."""
+    found = []
+    for name, more in MODELS.items():
+        torch.manual_seed(1)
+        sizes = {"vocab_size": 51, "d_model": 16, "n_layers": 2, "n_heads": 4, "d_ff": 24}
+        model = ch.Transformer(ch.ModelConfig(**{**sizes, "max_positions": 32, **more}))
+        with torch.no_grad():
+            for one in model.parameters():
+                one.normal_(0.0, 0.5)
+        ch.Model(model, special={"bos": 1, "eos": 2, "decoder_start": 1}).save(folder / name)
+        found.append(folder / name)
+    return found
+
+
+def written(m: ch.Model) -> list[Any]:
+    """Return the ids of every request."""
+    made = [m.generate(PROMPTS, **options) for options in REQUESTS]
+    return [[[one.ids for one in (row if isinstance(row, list) else [row])] for row in rows] for rows in made]
+
+
+def record(folders: list[str], path: Path) -> None:
+    """Write down what each model writes, the heads in its cache, the weights that are here, its refusals."""
+    processes, found = int(os.environ["WORLD_SIZE"]), {}
+    for name in folders:
+        m = ch.load(name, parallel={"tensor": processes})
+        cache = Cache()
+        with torch.no_grad():
+            source = {"source": torch.tensor([PROMPTS[0]])} if m.config.family != "decoder" else {}
+            m.model(torch.tensor([PROMPTS[0]]), cache=cache, **source)
+        found[Path(name).name] = {
+            "ids": written(m),
+            "heads": [layer.k.shape[1] for layer in (*cache.layers.values(), *cache.cross.values())],
+            "weights": sum(local(one).numel() for one in m.model.parameters()),
+            "refused": refused(m),
+        }
+    if os.environ["RANK"] == "0":
+        path.write_text(json.dumps(found))
+
+
+def refused(m: ch.Model) -> list[str]:
+    """Return what a split model refuses."""
+    lines = []
+    for attempt in (
+        lambda: m.generate(PROMPTS, seconds=1.0),
+        lambda: m.generate(PROMPTS, compile=True),
+        lambda: m.save("never"),
+        lambda: ch.trace(m, PROMPTS[0]),
+    ):
+        try:
+            attempt()
+            lines.append("")
+        except ch.ClearheadError as error:
+            lines.append(str(error))
+    return lines

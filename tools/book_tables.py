@@ -1,0 +1,114 @@
+"""Tables of the book that are read off the code: the fields of a config, the keys of a recipe."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator
+from dataclasses import MISSING, Field, fields
+from functools import cache
+from typing import Any, NamedTuple
+
+from clearhead.config import ModelConfig
+from clearhead.config.fields import Fields, StackFields
+from clearhead.presets import PRESETS
+from clearhead.recipe import SECTIONS
+
+GROUP = re.compile(r"^    # ([A-Z][\w -]*?)(, .*)?$")
+FIELD = re.compile(r"^    (\w+): .*?(?:  # (.*))?$")
+SUPPORTING = ("nano", "micro-decoder", "micro-encoder", "micro-encoder-decoder", "micro-vit")
+MOST = 4  # systems named in a row
+
+
+class Described(NamedTuple):
+    """A field: its group, and the comment beside or above it."""
+
+    group: str
+    meaning: str
+
+
+def described(cls: type) -> dict[str, Described]:
+    """Return what the source of a dataclass says about each of its fields."""
+    found, group, above = {}, "", []
+    for line in inspect.getsource(cls).splitlines():
+        if heading := GROUP.match(line):
+            group, above = heading[1], []
+        elif line.startswith("    # "):
+            above.append(line.removeprefix("    # "))
+        elif match := FIELD.match(line):
+            found[match[1]] = Described(group, " ".join([*above, match[2] or ""]).strip())
+            above = []
+        elif line.startswith("    def "):
+            break
+    return found
+
+
+def config_fields() -> dict[str, Described]:
+    """Return group and meaning of every field of a config."""
+    return {**described(StackFields), **described(Fields)}
+
+
+@cache
+def users() -> dict[str, list[str]]:
+    """Return the published systems whose config sets each field to something other than its default."""
+    import transformers
+    from tests.parity.mutations import SUBJECTS
+
+    from clearhead.hub.registry import ARCHITECTURES
+
+    configs: dict[str, ModelConfig] = {}
+    for name, subject in SUBJECTS.items():
+        theirs = getattr(transformers, subject.config)(**subject.options).to_dict()
+        classes = {**theirs, "architectures": [subject.model]}
+        configs[name] = ARCHITECTURES[theirs["model_type"]].read(classes)
+    for name, config in PRESETS.items():
+        if name not in SUPPORTING:
+            configs[name] = config
+    found: dict[str, list[str]] = {field.name: [] for field in fields(ModelConfig)}
+    for system, config in configs.items():
+        for name in config.to_dict():
+            found[name].append(system.split(" ")[0])
+    return {name: list(dict.fromkeys(systems)) for name, systems in found.items()}
+
+
+def config_table(group: str) -> Iterator[str]:
+    """Yield the rows of one group of the fields of a config."""
+    yield "| field | default | what it does | set by |"
+    yield "| --- | --- | --- | --- |"
+    known = {field.name: field for field in fields(ModelConfig)}
+    for name, (where, meaning) in config_fields().items():
+        if where == group:
+            systems = users()[name]
+            more = f" and {len(systems) - MOST} more" if len(systems) > MOST else ""
+            named = ", ".join(systems[:MOST]) + more if systems else "—"
+            yield f"| `{name}` | {default(known[name])} | {cell(meaning)} | {named} |"
+
+
+def recipe_table(section: str) -> Iterator[str]:
+    """Yield the rows of one section of a recipe."""
+    yield "| key | default | what it does |"
+    yield "| --- | --- | --- |"
+    cls = SECTIONS[section]
+    known = described(cls)
+    for field in fields(cls):
+        yield f"| `{field.name}` | {default(field)} | {cell(known[field.name].meaning)} |"
+
+
+def default(field: Field[Any]) -> str:
+    """Return the default of a field as one writes it."""
+    if field.default is not MISSING:
+        value = field.default
+    else:
+        value = field.default_factory() if field.default_factory is not MISSING else "required"
+    return f"`{value!r}`" if not isinstance(value, str) else f"`{value}`"
+
+
+def cell(text: str) -> str:
+    """Return a comment as the text of a cell."""
+    return text.replace("|", "\\|")
+
+
+def table(name: str) -> str:
+    """Return the table of this name: "config GROUP" or "recipe SECTION"."""
+    kind, _, which = name.partition(" ")
+    return "\n".join({"config": config_table, "recipe": recipe_table}[kind](which))
