@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from clearhead.errors import ConfigError
 from clearhead.training.events import read_log
 from tests.parallel import meshes
 
@@ -117,3 +118,10 @@ def test_ctrl_c_saves_and_stops_all(tmp_path: Path) -> None:
     assert stopped, said
     assert (out / "last").resolve().name == f"step-{stopped[1]}"
     assert said.count("stopping after this step") == 1
+
+
+def test_adafactor_is_refused_where_weights_are_split(tmp_path: Path) -> None:
+    data = meshes.write_data("decoder", tmp_path / "data")
+    settings = {"train.optimizer": "adafactor", "train.offload": True}
+    with pytest.raises(ConfigError, match="choose adamw or muon"):
+        meshes.perform(meshes.job("decoder", data, tmp_path / "run", settings=settings))

@@ -9,6 +9,7 @@ import pytest
 
 import clearhead as ch
 from clearhead.parallel.experts import split_experts
+from clearhead.training.events import read_log
 from tests.parallel import meshes
 
 pytestmark = pytest.mark.ledger("I3")
@@ -115,3 +116,5 @@ def test_stages_go_on_as_shards(runs: Path, tmp_path: Path) -> None:
     data, settings = runs / "decoder" / "text.txt", {"train.schedule": "constant"}
     meshes.perform(meshes.job("decoder", data, tmp_path / "whole", settings=settings))
     assert max(meshes.differences(runs / "staged", tmp_path / "whole")) <= 1e-5
+    staged, whole = (read_log(path) for path in (runs / "encoder-decoder-pipeline", tmp_path / "whole"))
+    assert set(staged[-1]["metrics"]) == set(whole[-1]["metrics"]) == {"step", "loss", "perplexity"}

@@ -193,7 +193,7 @@ def validate(
         "validate on more of it, or on other files",
     )
     found = {"loss": sum(float(part.losses.sum()) for part in seen) / count}
-    if not isinstance(loaded.model.head, heads.LanguageHead):
+    if loaded.config.readout.head not in ("lm", "mlm"):  # a stage may have another head, or none
         predicted, wanted = (
             [row for part in seen for row in getattr(part, side)] for side in ("said", "meant")
         )

@@ -33,7 +33,7 @@ def split_for_use(
     if plan.tensor > 1:
         mesh = init_device_mesh(device.type, (plan.tensor,), mesh_dim_names=("tensor",))
         split_tensors(model, mesh)
-    materialise(model, device, unread.each([name for name, _ in model.named_parameters()]))
+    materialise(model, device, unread)
     return model.eval()
 
 

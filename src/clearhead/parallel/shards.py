@@ -5,13 +5,14 @@ A part is a DTensor. It is known by its method `to_local`, so that one process n
 
 import copy
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from clearhead.hub.checkpoint import Unread
 from clearhead.hub.weights import cast as narrowed
 from clearhead.model.transformer import Transformer
 
@@ -82,15 +83,12 @@ def put(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
 
 
 @torch.no_grad()
-def materialise(model: Transformer, device: torch.device, values: Iterable[tuple[str, Tensor]]) -> None:
-    """Give memory to the parameters of a model that are on the meta device, and fill them.
-
-    `values` are whole tensors by name, of which the parts held here are copied.
-    """
+def materialise(model: Transformer, device: torch.device, unread: Unread) -> None:
+    """Give memory to the parameters of a model that are on the meta device, and read the parts held here."""
     model._apply(lambda one: torch.empty_like(one, device=device))  # type: ignore[no-untyped-call]
     model.tie()
     named = dict(model.named_parameters())
-    for name, value in values:
+    for name, value in unread.each(named):
         if name in named:
             own = local(named[name])
             narrowed(part_like(value, named[name]), own.dtype, name, into=own)

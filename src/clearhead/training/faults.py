@@ -23,6 +23,7 @@ from clearhead.training.state import State
 
 Kind = Literal["output", "loss", "gradient", "none"]  # from the cause to what follows from it
 SHOWN = 8  # examples named in a line, at most
+MODULES = 10**6  # more than a stage of a pipeline has
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ def find_fault(
     everyone = tuple(range(len(batch)) if batch.numbers is None else batch.numbers.flatten().tolist())
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     found: list[Fault] = []
-    places = itertools.count()
+    places = itertools.count(getattr(model, "stage", 0) * MODULES)  # stages of a pipeline follow each other
 
     def check_output(name: str, module: nn.Module, args: Any, kwargs: dict[str, Any], out: object) -> None:
         place = next(places)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from clearhead.errors import nearest, refuse
+from clearhead.errors import ConfigError, nearest, refuse
 from clearhead.recipe import TrainPlan
 from clearhead.training.muon import Muon
 
@@ -83,6 +83,12 @@ def make_optimizer(model: nn.Module, plan: TrainPlan, device: torch.device) -> O
     freeze(model, plan.freeze)
     groups = parameter_groups(model, plan)
     if plan.optimizer == "adafactor":
+        refuse(
+            any(hasattr(one, "device_mesh") for one in model.parameters()),
+            "train.optimizer adafactor works on whole weights, and several processes or train.offload split "
+            "them: choose adamw or muon",
+            ConfigError,
+        )
         return torch.optim.Adafactor(groups, lr=plan.lr, eps=ADAFACTOR_EPS)
     if plan.optimizer == "muon":
         dtype = torch.bfloat16 if plan.precision == "bfloat16" else torch.float32

@@ -146,8 +146,7 @@ def assemble(
             suit_narrow(loaded.model)
         partial = split(loaded.model, world, wanted, plan.offload)
         if unread is not None:
-            there = torch.device("cpu") if plan.offload else device
-            materialise(loaded.model, there, unread.each(list(dict(loaded.model.named_parameters()))))
+            materialise(loaded.model, torch.device("cpu") if plan.offload else device, unread)
     optimizer = optim.make_optimizer(loaded.model, replace(plan, freeze=()), device)  # frozen before
     run = TrainingRun(
         folder=folder,

@@ -273,7 +273,7 @@ def _judged(run: loop.TrainingRun, chosen: Model) -> dict[str, float]:
         if run.world.extent("pipeline") > 1:
             judged.model = staged(judged.model, run.world, device)
         split(judged.model, run.world)
-        materialise(judged.model, device, unread.each([name for name, _ in judged.model.named_parameters()]))
+        materialise(judged.model, device, unread)
     metrics = validate(judged, run.task, run.validation, run.precision.autocast, device, run.world)
     chosen.model.to("cpu")
     return metrics | run.world.once(lambda: written_scores(chosen, run.task, run.validation, run.metric))
