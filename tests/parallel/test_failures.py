@@ -40,9 +40,12 @@ def test_a_mistake_is_said_once(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_killed_process_changes_nothing(victim: int, tmp_path: Path) -> None:
-    """`torchrun` starts all processes again, and the run goes on from its last checkpoint by itself."""
+def test_a_killed_process_changes_nothing(tmp_path: Path) -> None:
+    """`torchrun` starts all processes again, and the run goes on from its last checkpoint by itself.
+
+    `python -m tests.parallel.kills` kills either, at random moments.
+    """
+    victim = 0
     data = meshes.write_data("decoder", tmp_path)
     settings = {"train.save_every": 5}
     job = meshes.job("decoder", data, tmp_path / "killed", {"shard": 2}, settings=settings)
