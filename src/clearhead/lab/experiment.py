@@ -9,7 +9,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -104,12 +104,12 @@ class Experiment:
     claims: Sequence[Claim]
     figures: Mapping[str, str]  # the figures of the table, with what they are
     pictures: Sequence[Picture] = ()
-    seconds: float = 30.0  # of a trial on two cores
+    seconds: float = 30.0  # of a trial on one core
     setup: Mapping[str, Any] = field(default_factory=dict)  # what all arms share, for the report
 
-    def minutes(self, seeds: int, setting: Setting, pace: float = 1.0) -> float:
-        """Return about how long it takes, with a factor for the pace of the machine."""
-        return len(self.arms) * seeds * self.seconds * setting.effort * pace / 60
+    def minutes(self, seeds: int, setting: Setting) -> float:
+        """Return about how long it takes on one core."""
+        return len(self.arms) * seeds * self.seconds * setting.effort / 60
 
 
 @dataclass(frozen=True)
@@ -127,6 +127,15 @@ class Findings:
         """Return the mean of a figure over the seeds, and its interval of 95 %."""
         values = [float(trial[figure]) for trial in self.trials[arm]]
         return statistics.fmean(values), *interval(values)
+
+    @classmethod
+    def of(
+        cls, name: str, experiment: Experiment, trials: Mapping[str, Sequence[Numbers]], setting: Setting
+    ) -> "Findings":
+        """Judge the claims by what was measured."""
+        spent = sum(trial["seconds"] for arm in trials.values() for trial in arm)
+        judged = [claim.judge(trials) for claim in experiment.claims]
+        return cls(name, experiment, trials, judged, spent, setting)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data, for JSON."""
@@ -169,25 +178,33 @@ def conduct(
     setting = setting or Setting()
     refuse(seeds < 1, f"seeds {seeds} must be 1 or more")
     trials: dict[str, list[Numbers]] = {arm: [] for arm in experiment.arms}
-    total, began, spent = seeds * len(trials), time.perf_counter(), 0.0
+    total, began = seeds * len(trials), time.perf_counter()
     for number in range(total):
         seed, arm = number // len(trials), list(trials)[number % len(trials)]
-        path = folder / "trials" / f"{_file_name(arm)}-{seed}.json"
-        here = Setting(seed, setting.device, setting.effort)
-        kept = _read(path, here)
-        if kept is None:
-            start = time.perf_counter()
-            torch.manual_seed(seed)
-            kept = {**experiment.run(experiment.arms[arm], here), "seed": seed}
-            kept["seconds"] = time.perf_counter() - start
-            _write(path, {"setting": asdict(here), "numbers": kept})
-        spent += kept["seconds"]
-        trials[arm].append(kept)
-        figures = ", ".join(f"{figure} {kept[figure]:.4g}" for figure in experiment.figures if figure in kept)
+        found = trial(experiment, arm, replace(setting, seed=seed), folder)
+        trials[arm].append(found)
         left = (time.perf_counter() - began) / (number + 1) * (total - number - 1)
-        tell(f"{number + 1} of {total}  {arm}, seed {seed}: {figures}; about {left:.0f} s left")
-    judged = [claim.judge(trials) for claim in experiment.claims]
-    return Findings(name, experiment, trials, judged, spent, setting)
+        tell(f"{number + 1} of {total}  {said(experiment, arm, found)}; about {left:.0f} s left")
+    return Findings.of(name, experiment, trials, setting)
+
+
+def trial(experiment: Experiment, arm: str, setting: Setting, folder: Path) -> Numbers:
+    """Run an arm with a seed, or return what an earlier try measured."""
+    path = folder / "trials" / f"{_file_name(arm)}-{setting.seed}.json"
+    found = _read(path, setting)
+    if found is None:
+        start = time.perf_counter()
+        torch.manual_seed(setting.seed)
+        found = {**experiment.run(experiment.arms[arm], setting), "seed": setting.seed}
+        found["seconds"] = time.perf_counter() - start
+        _write(path, {"setting": asdict(setting), "numbers": found})
+    return found
+
+
+def said(experiment: Experiment, arm: str, found: Numbers) -> str:
+    """Say what a trial measured, in one line."""
+    figures = ", ".join(f"{figure} {found[figure]:.4g}" for figure in experiment.figures)
+    return f"{arm}, seed {found['seed']}: {figures}"
 
 
 def _read(path: Path, setting: Setting) -> Numbers | None:

@@ -39,10 +39,16 @@ class Text:
 
 
 @functools.cache
-def text(name: str = "stdlib-docs", characters: int = CHARACTERS) -> Text:
-    """Return an embedded text, lower-cased; characters that are rare in it are one character."""
+def prose(name: str = "stdlib-docs", characters: int = CHARACTERS) -> str:
+    """Return the beginning of an embedded text, lower-cased."""
     documents: Any = CORPORA[name].load()
-    whole = "\n".join("".join(pieces) for pieces in documents())[:characters].lower()
+    return "\n".join("".join(pieces) for pieces in documents())[:characters].lower()
+
+
+@functools.cache
+def text(name: str = "stdlib-docs", characters: int = CHARACTERS) -> Text:
+    """Return an embedded text as ids; characters that are rare in it are one character."""
+    whole = prose(name, characters)
     counts: dict[str, int] = {}
     for letter in whole:
         counts[letter] = counts.get(letter, 0) + 1
@@ -58,13 +64,14 @@ def text(name: str = "stdlib-docs", characters: int = CHARACTERS) -> Text:
 def language_model(**changes: Any) -> ModelConfig:
     """Return the config of a small model of characters; `changes` are fields of it."""
     usual: dict[str, Any] = {
+        "vocab_size": len(text().letters),
         "d_model": 64,
         "n_layers": 2,
         "n_heads": 4,
         "max_positions": 64,
         "positions": "rope",
     }
-    return ModelConfig(vocab_size=len(text().letters), **usual | changes)
+    return ModelConfig(**usual | changes)
 
 
 def next_loss(model: nn.Module, rows: Tensor) -> Tensor:
@@ -103,7 +110,7 @@ def school(
     model.to(setting.device).train()
     steps, examples = setting.steps(plan.steps), torch.Generator().manual_seed(setting.seed)
     optimizer = torch.optim.AdamW(
-        model.parameters(), lr=plan.lr, betas=(0.9, 0.98), weight_decay=plan.weight_decay
+        model.parameters(), lr=plan.lr, betas=(0.9, 0.98), weight_decay=plan.weight_decay, fused=True
     )
     warmup = min(plan.warmup, steps // 2)
     schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -126,12 +133,12 @@ def school(
 
 
 @torch.no_grad()
-def held_out_loss(model: nn.Module, plan: Schooling, batches: int = 8, length: int | None = None) -> float:
-    """Return the mean loss of a model of characters on text that it has not seen, in nats."""
+def held_out_loss(model: nn.Module, plan: Schooling, batches: int = 8, corpus: Text | None = None) -> float:
+    """Return the mean loss of a model on text that it has not seen, in nats; None: the embedded one."""
     model.eval()
-    examples, long = torch.Generator().manual_seed(1), length or plan.length
+    examples, source = torch.Generator().manual_seed(1), corpus or text()
     found = [
-        float(next_loss(model, text().windows(examples, plan.batch, long, held_out=True)))
+        float(next_loss(model, source.windows(examples, plan.batch, plan.length, held_out=True)))
         for _ in range(batches)
     ]
     return sum(found) / len(found)

@@ -7,7 +7,7 @@ import torch
 from clearhead.config import ModelConfig
 from clearhead.model.transformer import Transformer
 
-REFERENCE = 0.020  # seconds of the step below on two cores
+REFERENCE = 0.020  # seconds of the step below on one core
 
 
 def pace(device: str) -> float:

@@ -6,7 +6,6 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor, nn
 
-from clearhead.config import ModelConfig
 from clearhead.lab.experiment import Claim, Experiment, Numbers, Picture, Setting
 from clearhead.lab.learning import Schooling, language_model, logits_of, next_loss, school, school_text, text
 from clearhead.model.transformer import Transformer
@@ -36,8 +35,7 @@ def make(kind: str, vocab_size: int, length: int) -> nn.Module:
     """Return a Transformer of two layers of width 64, or an LSTM of as many weights."""
     if kind == "LSTM":
         return Recurrent(vocab_size, 77)
-    config: ModelConfig = language_model(max_positions=length)
-    return Transformer(config.replace(vocab_size=vocab_size))
+    return Transformer(language_model(max_positions=length, vocab_size=vocab_size))
 
 
 def run(kind: str, setting: Setting) -> Numbers:
@@ -92,9 +90,9 @@ def recall(model: nn.Module, distance: int) -> float:
     return float((logits_of(model.eval(), rows)[:, -1].argmax(-1) == wanted(rows)).float().mean())
 
 
-def seconds(model: nn.Module, length: int) -> float:
-    """Return the seconds of one training step of 8 rows, the quickest of three."""
-    rows = text().windows(torch.Generator().manual_seed(0), 8, length)
+def seconds(model: nn.Module, length: int, batch: int = 8) -> float:
+    """Return the seconds of one training step, the quickest of three."""
+    rows = text().windows(torch.Generator().manual_seed(0), batch, length)
     found = []
     for _ in range(3):
         start = time.perf_counter()

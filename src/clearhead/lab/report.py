@@ -7,34 +7,53 @@ from pathlib import Path
 
 import torch
 
-from clearhead.lab.experiment import Findings, Picture
+from clearhead.errors import InputError, refuse
+from clearhead.lab.experiment import Experiment, Findings, Picture, Setting
 from clearhead.plot import canvas
 
 SIGNS = {"supported": "Supported", "not supported": "Not supported", "undecided": "Undecided"}
 
 
 def write(findings: Findings, folder: Path, command: str) -> Path:
-    """Write report.md, results.json and the pictures; return the report."""
+    """Write results.json, then the report with its pictures; return the report."""
     folder.mkdir(parents=True, exist_ok=True)
     facts = {
         "command": command,
         "device": device_name(findings.setting.device),
         "torch": torch.__version__,
     }
-    whole = json.dumps({**facts, **findings.to_dict()}, indent=1)
+    whole = json.dumps({**facts, **findings.to_dict()})
     (folder / "results.json").write_text(whole + "\n", encoding="utf-8")
-    for picture in findings.experiment.pictures:
-        canvas.save(draw(findings, picture), folder / f"{picture.name}.png")
+    return redraw(findings.name, findings.experiment, folder)
+
+
+def redraw(name: str, experiment: Experiment, folder: Path) -> Path:
+    """Write the report and the pictures from results.json, which any machine may have measured."""
+    path = folder / "results.json"
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        trials, setting = found["trials"], Setting(**found["setting"])
+        facts = {fact: found[fact] for fact in ("command", "device", "torch")}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{path} cannot be read as results of an experiment: {error}") from None
+    refuse(
+        found["experiment"] != name or list(trials) != list(experiment.arms),
+        f"{path} is of {found['experiment']} with the arms {', '.join(trials)}, not of {name} with "
+        f"{', '.join(experiment.arms)}: run it again",
+    )
+    findings = Findings.of(name, experiment, trials, setting)
     path = folder / "report.md"
     path.write_text(text(findings, facts), encoding="utf-8")
+    for picture in experiment.pictures:
+        canvas.save(draw(findings, picture), folder / f"{picture.name}.png")
     return path
 
 
 def device_name(device: str) -> str:
-    """Return the name of a GPU, or of the kind of processor with its threads."""
+    """Return the name of a GPU, or of the processor."""
     if device.startswith("cuda"):
         return torch.cuda.get_device_name(device)
-    return f"CPU {platform.machine()}, {torch.get_num_threads()} threads"
+    return f"CPU ({platform.machine()})"
 
 
 def text(findings: Findings, facts: dict[str, str]) -> str:
@@ -58,7 +77,8 @@ def text(findings: Findings, facts: dict[str, str]) -> str:
     setup = ", ".join(f"{name} {value}" for name, value in experiment.setup.items())
     lines += ["", "## How", ""]
     lines += [
-        f"`{facts['command']}`, {facts['device']}, PyTorch {facts['torch']}, {findings.seconds:.0f} s in all."
+        f"`{facts['command']}`, {facts['device']}, PyTorch {facts['torch']}, "
+        f"{findings.seconds:.0f} s for all trials together."
     ]
     lines += [f"{setup}." if setup else ""]
     lines += [

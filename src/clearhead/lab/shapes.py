@@ -1,6 +1,7 @@
 """Choices of a language model at equal cost: width, depth and heads; tying, smoothing, experts."""
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -76,6 +77,32 @@ TYING = Experiment(
     seconds=20,
     setup=vars(PLAN),
 )  # fmt: skip
+
+# Sizes at equal FLOPs -------------------------------------------------------------------------------------
+
+
+def run_budget(width: int, setting: Setting) -> Numbers:
+    """Train a model of a width for as many steps as the FLOPs of the usual width and steps allow."""
+    work = [cost(language_model(d_model=one), PLAN.length).flops.training_per_token for one in (64, width)]
+    plan = replace(PLAN, steps=round(PLAN.steps * work[0] / work[1]))
+    found = read(language_model(d_model=width), plan, setting)[1]
+    return {**found, "steps": setting.steps(plan.steps)}
+
+
+BUDGET = Experiment(
+    title="Sizes at equal FLOPs",
+    question="For the same work of training: a small model with many steps, or a large one with few?",
+    arms={f"width {width}": width for width in (16, 32, 64, 128)},
+    run=run_budget,
+    claims=(
+        Claim("A model can be too large for its budget.", "loss", "width 32", "width 128"),
+        Claim("A model can be too small for its budget.", "loss", "width 32", "width 16"),
+    ),
+    figures={**LOSS, "parameters": "weights", "steps": "steps that the same FLOPs allow"},
+    pictures=(CURVE, Picture("final", "Loss by width", "", "nats a character", figure="loss")),
+    seconds=20,
+    setup=vars(PLAN),
+)
 
 # Label smoothing ------------------------------------------------------------------------------------------
 
