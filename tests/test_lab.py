@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 
 import pytest
 import torch
@@ -12,17 +13,26 @@ from clearhead.cli import main
 from clearhead.errors import ClearheadError
 from clearhead.lab import report
 from clearhead.lab.experiment import Claim, Experiment, Picture, Setting, conduct, interval
+from clearhead.lab.pool import spread
 from clearhead.lab.run import find
 from clearhead.lab.table import EXPERIMENTS
 
-# A twentieth of the steps shows that an experiment runs; with more of them, what is beyond doubt.
+# What is beyond doubt shows with a small share of the steps: which arm has less, which has more, by how much.
 DIRECTIONS = [
-    ("residuals", ("residuals and norms", "no residuals"), 0.2, "loss", 0.2),
-    ("scale", ("divided", "not divided"), 0.05, "sharpness", 0.3),
-    ("positions", ("none", "learned"), 0.5, "order", 0.3),
-    ("induction", ("1 layer", "2 layers"), 0.6, "accuracy", 0.2),
-    ("tying", ("tied", "untied"), 0.05, "parameters", 100),
-    ("experts", ("balance loss 0.01", "no balance loss"), 0.3, "busiest", 0.0),
+    ("positions", "none", "learned", "order", 0.2, 0.3),
+    ("families", "encoder", "decoder", "continue", 0.2, 0.2),
+    ("norms", "pre-norm, 12 layers, no warm-up", "post-norm, 12 layers, no warm-up", "loss", 0.1, 0.05),
+    ("scale", "divided", "not divided", "sharpness", 0.01, 0.3),
+    ("residuals", "residuals and norms", "no residuals", "loss", 0.2, 0.1),
+    ("budget", "width 16", "width 128", "loss", 0.02, 0.1),
+    ("heads", "least important first", "most important first", "half", 0.1, 0.0),
+    ("kinds", "window of 16", "full", "reach", 0.02, 60),
+    ("induction", "1 layer", "2 layers", "accuracy", 0.5, 0.2),
+    ("tokenizers", "bytes", "BPE, 2,048 tokens", "bits a token", 0.02, 1.0),
+    ("tying", "tied", "untied", "parameters", 0.01, 100),
+    ("smoothing", "0.1", "none", "overconfidence", 0.1, 0.01),
+    ("experts", "balance loss 0.01", "no balance loss", "busiest", 0.3, 0.0),
+    ("distillation", "taught, begun from the teacher", "alone", "loss", 0.05, 0.0),
 ]
 
 
@@ -34,30 +44,33 @@ def _one_thread():
     torch.set_num_threads(before)
 
 
-@pytest.mark.ledger("N1", "N4", "N9")
+@pytest.mark.ledger("N1", "N2", "N3", "N4", "N6", "N8", "N9")
 @pytest.mark.parametrize(
-    ("name", "arms", "effort", "figure", "least"), DIRECTIONS, ids=lambda value: str(value)
+    ("name", "less", "more", "figure", "effort", "by"), DIRECTIONS, ids=[one[0] for one in DIRECTIONS]
 )
-def test_what_is_beyond_doubt_comes_out(name, arms, effort, figure, least):
-    experiment, found = find(name), []
-    for arm in arms:
+def test_what_is_beyond_doubt_comes_out(name, less, more, figure, effort, by):
+    experiment, found = find(name), {}
+    for arm in (less, more):
         torch.manual_seed(0)
-        found.append(experiment.run(experiment.arms[arm], Setting(effort=effort))[figure])
-    assert found[1] - found[0] > least
+        found[arm] = experiment.run(experiment.arms[arm], Setting(effort=effort))
+        check(experiment, found[arm])
+    assert found[more][figure] - found[less][figure] > by
 
 
-@pytest.mark.ledger("N2", "N3", "N5", "N7", "N10")
-@pytest.mark.parametrize("name", [name for name in EXPERIMENTS if name not in {one[0] for one in DIRECTIONS}])
-def test_every_experiment_measures_its_figures(name):
-    experiment = find(name)
-    arm = list(experiment.arms.values())[-1]
-    numbers = experiment.run(arm, Setting(effort=0.01))
+def check(experiment: Experiment, numbers) -> None:
+    """A trial has every figure and curve, and claims speak of arms and figures that there are."""
     assert all(math.isfinite(numbers[figure]) for figure in experiment.figures)
-    for picture in experiment.pictures:
-        assert numbers[picture.curve or picture.figure] is not None
+    assert all(numbers[picture.curve or picture.figure] is not None for picture in experiment.pictures)
     for claim in experiment.claims:
         assert claim.figure in experiment.figures
         assert {claim.less, claim.more} <= experiment.arms.keys()
+
+
+@pytest.mark.ledger("N5", "N7", "N10")
+@pytest.mark.parametrize("name", [name for name in EXPERIMENTS if name not in {one[0] for one in DIRECTIONS}])
+def test_every_experiment_measures_its_figures(name):
+    experiment = find(name)
+    check(experiment, experiment.run(list(experiment.arms.values())[-1], Setting(effort=0.01)))
 
 
 def made(values: dict[str, list[float]]) -> Experiment:
@@ -119,7 +132,7 @@ def test_a_stopped_experiment_goes_on_where_it_was(tmp_path):
         conduct("t", experiment, tmp_path, 2, Setting(effort=2.0))
 
 
-def test_the_command_lists_refuses_and_runs(tmp_path, capsys, monkeypatch):
+def test_the_command_lists_refuses_runs_and_redraws(tmp_path, capsys):
     main(["lab"])
     assert all(name in capsys.readouterr().out for name in EXPERIMENTS)
     for arguments, said in (
@@ -130,7 +143,34 @@ def test_the_command_lists_refuses_and_runs(tmp_path, capsys, monkeypatch):
             main(arguments)
         assert stop.value.code == 2
         assert said in capsys.readouterr().err
-    main(["lab", "tying", "--effort", "0.01", "--seeds", "1", "--out", str(tmp_path / "tying"), "--json"])
+    folder = tmp_path / "tying"
+    main(["lab", "tying", "--effort", "0.01", "--seeds", "1", "--out", str(folder), "--json"])
     body = json.loads(capsys.readouterr().out)
     assert body["verdicts"][0]["verdict"] == "undecided"
-    assert (tmp_path / "tying" / "report.md").exists()
+    written = (folder / "report.md").read_text()
+    (folder / "report.md").unlink()
+    (folder / "loss.png").unlink()
+    main(["lab", "tying", "--redraw", "--out", str(folder)])
+    assert (folder / "report.md").read_text() == written
+    assert (folder / "loss.png").exists()
+    with pytest.raises(SystemExit):
+        main(["lab", "scale", "--redraw", "--out", str(folder)])
+    assert "is of tying" in capsys.readouterr().err
+
+
+def test_trials_side_by_side_are_those_of_one_after_the_other(tmp_path):
+    brief, said = Setting(effort=0.005), []
+    spread({"induction": tmp_path / "both"}, 1, brief, 2, said.append)
+    both = conduct("induction", find("induction"), tmp_path / "both", 1, brief)
+    alone = conduct("induction", find("induction"), tmp_path / "alone", 1, brief)
+    assert len(said) == 3
+    for arm, (trial,) in alone.trials.items():
+        assert both.trials[arm][0]["induction"] == pytest.approx(trial["induction"], abs=1e-5)
+
+
+def test_without_matplotlib_the_numbers_are_kept_and_drawn_later(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    folder = tmp_path / "tying"
+    main(["lab", "tying", "--effort", "0.01", "--seeds", "1", "--out", str(folder)])
+    assert "--redraw" in capsys.readouterr().err
+    assert (folder / "results.json").exists() and (folder / "report.md").exists()

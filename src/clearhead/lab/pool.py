@@ -28,13 +28,20 @@ def spread(
     apart = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, apart, torch.set_num_threads, (1,)) as pool:
         running = {pool.submit(_run, *job): job for job in jobs}
+        faults = []
         try:
             for number, done in enumerate(as_completed(running), start=1):
                 name, arm, _, _ = running[done]
-                tell(f"{number} of {len(jobs)}  {name}: {said(find(name), arm, done.result())}")
+                fault = done.exception()
+                if fault is not None:
+                    faults.append(fault)
+                line = fault or said(find(name), arm, done.result())
+                tell(f"{number} of {len(jobs)}  {name}: {line}")
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
+    if faults:  # after all others: what they measured is kept
+        raise faults[0]
 
 
 def _run(name: str, arm: str, setting: Setting, folder: Path) -> Numbers:

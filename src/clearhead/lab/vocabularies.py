@@ -28,14 +28,7 @@ def run(arm: tuple[TokenKind, int | None], setting: Setting) -> Numbers:
     cut = whole.rindex("\n", 0, CHARACTERS * 9 // 10) + 1
     parts = whole[:cut], whole[cut:]
     tokenizer = train_tokenizer([parts[0]], TokensPlan(kind=kind, vocab_size=size), GENERATOR, len(whole))
-    train, held_out = (
-        torch.tensor([
-            number
-            for line in tokenizer.encode_batch(part.splitlines(keepends=True), add_special_tokens=False)
-            for number in line.ids
-        ])
-        for part in parts
-    )  # fmt: skip
+    train, held_out = (torch.tensor(tokenizer.encode(part, add_special_tokens=False).ids) for part in parts)
     corpus = Text(train, held_out, "")
     model = Transformer(language_model(vocab_size=tokenizer.get_vocab_size()))
     draw = functools.partial(corpus.windows, batch=PLAN.batch, length=PLAN.length)
