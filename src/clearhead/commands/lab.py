@@ -71,15 +71,18 @@ def lab(
         f"{name} would take about {minutes:.0f} minutes here, and --budget is {budget:g}: "
         f"give it more, or choose fewer --seeds, a smaller --effort or more --workers",
     )
-    print_notes([f"About {max(minutes, 0.1):.1f} minutes."])
+    print_notes([*(find(one).question for one in folders), f"About {max(minutes, 0.1):.1f} minutes."])
+
+    def tell(line: str) -> None:
+        print_notes([line])
+
     if workers > 1:
-        spread(folders, seeds, setting, workers, lambda line: print_notes([line]))
+        spread(folders, seeds, setting, workers, tell)
     options = f"--seeds {seeds}" + f" --effort {effort:g}" * (effort != 1) + " --full" * full
     bodies, rows = [], []
     for one, folder in folders.items():
         experiment = find(one)
-        print_notes([experiment.question])
-        findings = conduct(one, experiment, folder, seeds, setting, lambda line: print_notes([line]))
+        findings = conduct(one, experiment, folder, seeds, setting, *[tell] * (workers == 1))
         try:
             written = report.write(findings, folder, f"clearhead lab {one} {options}")
         except MissingExtraError as error:
