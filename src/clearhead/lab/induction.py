@@ -10,15 +10,14 @@ from clearhead.lab.experiment import Claim, Experiment, Numbers, Picture, Settin
 from clearhead.lab.learning import Schooling, logits_of, school
 from clearhead.model.transformer import Transformer
 
-SYMBOLS, LENGTH = 12, 24
-PERIODS = 4, 8  # a row repeats after so many symbols, at least and at most: no fixed distance gives it away
-PLAN = Schooling(steps=600, batch=32, length=LENGTH, lr=1e-2, warmup=10)
+SYMBOLS, PAIRS, LENGTH = 8, 3, 16  # pairs of a row; a row is drawn from them, a pair at a time
+PLAN = Schooling(steps=600, batch=64, length=LENGTH, lr=1e-2, warmup=10)
 
 
 def run(depth: int, setting: Setting) -> Numbers:
-    """Train on random rows that repeat; follow the strongest induction head and the loss."""
+    """Train on rows of random pairs that come again; follow the strongest induction head and the loss."""
     model = Transformer(
-        ModelConfig(vocab_size=SYMBOLS, d_model=32, n_layers=depth, n_heads=2, positions="learned",
+        ModelConfig(vocab_size=SYMBOLS, d_model=32, n_layers=depth, n_heads=2, positions="rope",
                     max_positions=LENGTH, init="xavier")
     )  # fmt: skip
     losses, scores = [], []
@@ -27,11 +26,11 @@ def run(depth: int, setting: Setting) -> Numbers:
         scores.append([step, induction(model)])
         model.train()
     model.eval()
-    rows, period = (one.to(setting.device) for one in draw(torch.Generator().manual_seed(1), 128))
+    rows, known = (one.to(setting.device) for one in draw(torch.Generator().manual_seed(1), 256))
     with torch.no_grad():
         guessed = logits_of(model, rows)[:, :-1].argmax(-1)
     return {
-        "accuracy": float((guessed == rows[:, 1:])[repeated(period)].float().mean()),
+        "accuracy": float((guessed == rows[:, 1:])[known[:, :-1]].float().mean()),
         "induction": scores[-1][1],
         "appears": next((step for step, score in scores if score > 0.5), setting.steps(PLAN.steps)),
         "curve": losses,
@@ -40,31 +39,30 @@ def run(depth: int, setting: Setting) -> Numbers:
 
 
 def draw(generator: torch.Generator, batch: int = PLAN.batch) -> tuple[Tensor, Tensor]:
-    """Draw rows [B, T] that repeat their first symbols, all different, and the period of each row [B]."""
-    low, high = PERIODS
-    period = torch.randint(low, high + 1, (batch,), generator=generator)
-    first = torch.rand(batch, SYMBOLS, generator=generator).argsort(1)
-    return first.gather(1, torch.arange(LENGTH).expand(batch, -1) % period[:, None]), period
+    """Draw rows [B, T] of pairs in any order, and where the first of a pair stands that came before [B, T].
 
-
-def repeated(period: Tensor) -> Tensor:
-    """Return the places whose symbol was seen before, so that the next one is known: [B, T - 1]."""
-    return torch.arange(LENGTH - 1, device=period.device) >= period[:, None]
+    Which symbol follows which is new in each row, so that only the row itself tells.
+    """
+    mixed = torch.rand(batch, SYMBOLS, generator=generator).argsort(1)[:, : 2 * PAIRS].view(batch, PAIRS, 2)
+    picks = torch.randint(PAIRS, (batch, LENGTH // 2), generator=generator)
+    rows = mixed.gather(1, picks[:, :, None].expand(-1, -1, 2)).flatten(1)
+    before = (picks[:, :, None] == picks[:, None, :]).tril(-1).any(-1)  # B T/2
+    return rows, torch.stack([before, torch.zeros_like(before)], dim=2).flatten(1)
 
 
 def repeat_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """Return the loss of the symbols that the first period gives away."""
-    rows, period = (one.to(next(model.parameters()).device) for one in batch)
-    known = repeated(period)
+    """Return the loss of the second symbols of pairs that came before."""
+    rows, known = (one.to(next(model.parameters()).device) for one in batch)
+    known = known[:, :-1]
     return nnf.cross_entropy(logits_of(model, rows)[:, :-1][known], rows[:, 1:][known])
 
 
 @torch.no_grad()
 def induction(model: Transformer) -> float:
     """Return the mean weight that the strongest head gives to the symbols after earlier occurrences."""
-    rows, period = draw(torch.Generator().manual_seed(2), 32)
+    rows, known = draw(torch.Generator().manual_seed(2), 32)
     before = nnf.pad(rows[:, :-1], (1, 0), value=-1)  # the symbol before each key
-    after = (rows[:, :, None] == before[:, None, :]).tril() & nnf.pad(repeated(period), (0, 1))[:, :, None]
+    after = (rows[:, :, None] == before[:, None, :]).tril() & known[:, :, None]
     with ch.record(model.eval(), "*.pattern") as seen:
         model(rows.to(next(model.parameters()).device))
     shares = [(pattern.cpu() * after[:, None]).sum((0, 2, 3)) for pattern in seen.values()]  # H
@@ -87,7 +85,7 @@ EXPERIMENT = Experiment(
         ),
     ),
     figures={
-        "accuracy": "share of the repeated symbols that are named",
+        "accuracy": "share of the symbols named that a pair before gives away",
         "induction": "weight of the strongest head on what followed the symbol before",
         "appears": "step at which that weight passes one half",
     },
@@ -96,5 +94,5 @@ EXPERIMENT = Experiment(
         Picture("loss", "Loss of the repeated symbols", "step", "nats a symbol", curve="curve"),
     ),
     seconds=40,
-    setup={"model": "width 32, 2 heads, learned positions", **vars(PLAN)},
+    setup={"model": "width 32, 2 heads, RoPE", **vars(PLAN)},
 )

@@ -17,7 +17,14 @@ SCHEMES = ("none", "learned", "sinusoidal", "rope", "alibi", "relative")
 
 def run(scheme: str, setting: Setting) -> Numbers:
     """Train an encoder to say which symbol came first, and a decoder to look three places back."""
-    common = {"d_model": 64, "n_layers": 2, "n_heads": 4, "vocab_size": SYMBOLS, "positions": scheme}
+    common = {
+        "d_model": 64,
+        "n_layers": 2,
+        "n_heads": 4,
+        "vocab_size": SYMBOLS,
+        "positions": scheme,
+        "init": "xavier",
+    }
     first = Transformer(
         ModelConfig(
             **common,  # type: ignore[arg-type]
