@@ -19,20 +19,19 @@ from clearhead.lab.table import EXPERIMENTS
 
 # What is beyond doubt shows with a small share of the steps: which arm has less, which has more, by how much.
 DIRECTIONS = [
-    ("positions", "none", "learned", "order", 0.2, 0.3),
-    ("families", "encoder", "decoder", "continue", 0.2, 0.2),
-    ("norms", "pre-norm, 12 layers, no warm-up", "post-norm, 12 layers, no warm-up", "loss", 0.1, 0.05),
+    ("positions", "none", "learned", "order", 0.08, 0.3),
+    ("families", "encoder", "decoder", "continue", 0.3, 0.1),
     ("scale", "divided", "not divided", "sharpness", 0.01, 0.3),
     ("residuals", "residuals and norms", "no residuals", "loss", 0.2, 0.1),
     ("budget", "width 16", "width 128", "loss", 0.02, 0.1),
-    ("heads", "least important first", "most important first", "half", 0.1, 0.0),
-    ("kinds", "window of 16", "full", "reach", 0.02, 60),
-    ("induction", "1 layer", "2 layers", "accuracy", 0.5, 0.2),
-    ("tokenizers", "bytes", "BPE, 2,048 tokens", "bits a token", 0.02, 1.0),
+    ("heads", "least important first", "most important first", "half", 0.15, 0.02),
+    ("kinds", "window of 16", "full", "reach", 0.01, 60),
+    ("induction", "1 layer", "2 layers", "accuracy", 0.3, 0.2),
+    ("tokenizers", "bytes", "BPE, 2,048 tokens", "bits a token", 0.01, 1.0),
     ("tying", "tied", "untied", "parameters", 0.01, 100),
-    ("smoothing", "0.1", "none", "overconfidence", 0.1, 0.01),
-    ("experts", "balance loss 0.01", "no balance loss", "busiest", 0.3, 0.0),
-    ("distillation", "taught, begun from the teacher", "alone", "loss", 0.05, 0.0),
+    ("smoothing", "0.1", "none", "overconfidence", 0.1, 0.0),
+    ("experts", "balance loss 0.01", "no balance loss", "busiest", 0.08, 0.1),
+    ("distillation", "taught, begun from the teacher", "alone", "loss", 0.04, 0.02),
 ]
 
 

@@ -73,7 +73,9 @@ NORMS = Experiment(
 
 def run_scale(scale: float | None, setting: Setting) -> Numbers:
     """Train one wide head whose scores are divided by the root of its width, or not."""
-    config = language_model(n_heads=1, d_model=128, attention_scale=scale, max_positions=SHORT.length)
+    config = language_model(
+        n_heads=1, d_model=128, attention_scale=scale, init="xavier", max_positions=SHORT.length
+    )
     rows = text().windows(torch.Generator().manual_seed(1), 8, SHORT.length, held_out=True)
     torch.manual_seed(setting.seed)
     before = sharpness(Transformer(config).to(setting.device), rows.to(setting.device))

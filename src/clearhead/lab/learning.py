@@ -70,7 +70,6 @@ def language_model(**changes: Any) -> ModelConfig:
         "n_heads": 4,
         "max_positions": 64,
         "positions": "rope",
-        "init": "xavier",
     }
     return ModelConfig(**usual | changes)
 

@@ -15,7 +15,7 @@ SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 def run(order: str, setting: Setting) -> Numbers:
     """Train a model of 16 heads, rank them on text that it was trained on, and switch them off one by one."""
-    model = read(language_model(n_heads=8), PLAN, setting)[0]
+    model = read(language_model(n_heads=8, init="xavier"), PLAN, setting)[0]
     rows = text().windows(torch.Generator().manual_seed(2), PLAN.batch, PLAN.length)
     examples = Examples("lm", (Batch(rows[:, :-1], rows[:, 1:]),))
     by: By = "random" if order == "random" else "importance"
@@ -62,5 +62,5 @@ EXPERIMENT = Experiment(
         Picture("removed", "Loss against heads removed", "share removed", "nats a character", curve="curve"),
     ),
     seconds=15,
-    setup={"model": "2 layers of width 64, 8 heads each", **vars(PLAN)},
+    setup={"model": "2 layers of width 64, 8 heads each, begun as Xavier's", **vars(PLAN)},
 )
