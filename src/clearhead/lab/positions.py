@@ -87,8 +87,8 @@ EXPERIMENT = Experiment(
             "Without positions, an encoder does not know what came first.", "order", "none", "learned", 0.3
         ),
         Claim("Learned positions end where training ended.", "beyond", "learned", "relative", 0.2),
-        Claim("Rotary positions know distances beyond the trained length.", "beyond", "learned", "rope", 0.2),
-        Claim("A causal model finds some order without any positions.", "within", "none", "rope", 0.0),
+        Claim("Rotary positions go on beyond it.", "beyond", "learned", "rope", 0.2),
+        Claim("A causal mask alone does not tell distances.", "within", "none", "rope", 0.2),
     ),
     figures={
         "order": "share of rows whose first symbol an encoder names",

@@ -18,8 +18,8 @@ PLAN = Schooling(steps=300, batch=64, length=LENGTH)
 WANTED: dict[str, Callable[[Tensor], Tensor]] = {
     "majority": lambda rows: (2 * (rows[:, :-1] % 2).sum(1, keepdim=True) > LENGTH).long(),  # one label
     "reverse": lambda rows: rows[:, :-1].flip(1),  # a text for a text
-    # What comes next: on from the last symbol, up or down, as a symbol that no model sees decides.
-    "continue": lambda rows: (rows[:, -2:-1] + (2 * (rows[:, -1:] % 2) - 1) * torch.arange(1, 5)) % SYMBOLS,
+    # What comes next: one of the last two symbols, four times, as a symbol that no model sees decides.
+    "continue": lambda rows: rows[:, -3:-1].gather(1, rows[:, -1:] % 2).expand(-1, 4),
 }
 
 
@@ -57,7 +57,7 @@ def answers(model: Transformer, rows: Tensor, wanted: Tensor) -> Tensor:
 
 
 def run_families(family: str, setting: Setting) -> Numbers:
-    """Train a family on each task from scratch; measure the whole answers that are right."""
+    """Train a family on each task from scratch; measure whole answers that are right, or the loss."""
     found: Numbers = {}
     for name, target in WANTED.items():
         torch.manual_seed(setting.seed)
@@ -74,8 +74,10 @@ def run_families(family: str, setting: Setting) -> Numbers:
         rows = draw(torch.Generator().manual_seed(1), 256).to(setting.device)
         wanted = target(rows.cpu()).to(rows.device)
         with torch.no_grad():
-            right = answers(model.eval(), rows, wanted).argmax(-1) == wanted
-        found[name] = float(right.all(1).float().mean())
+            logits = answers(model.eval(), rows, wanted)
+        right = (logits.argmax(-1) == wanted).all(1).float().mean()
+        surprise = nnf.cross_entropy(logits.flatten(0, 1), wanted.flatten())
+        found[name] = float(surprise if name == "continue" else right)
         found[f"curve of {name}"] = [[step, loss] for step, loss, _ in steps]
     return found
 
@@ -102,15 +104,15 @@ FAMILIES = Experiment(
         Claim(
             "Where a text can go on in two ways, symbols that are filled in all at once do not agree.",
             "continue",
-            "encoder",
             "decoder",
+            "encoder",
             0.2,
         ),
     ),
     figures={
         "majority": "share of rows whose majority, odd or even, is named",
         "reverse": "share of rows that are reversed without a fault",
-        "continue": "share of rows that go on without a fault, of one half that can be known",
+        "continue": "nats a symbol of an answer with two ways on; 0.17 at best, 0.69 without agreement",
     },
     pictures=tuple(
         Picture(name, f"Loss: {name}", "step", "nats a symbol", curve=f"curve of {name}") for name in WANTED
