@@ -143,7 +143,7 @@ class Findings:
             "experiment": self.name,
             "question": self.experiment.question,
             "setup": dict(self.experiment.setup),
-            "arms": {name: _plain(arm) for name, arm in self.experiment.arms.items()},
+            "arms": dict(self.experiment.arms),
             "setting": asdict(self.setting),
             "seconds": round(self.seconds, 1),
             "verdicts": [
@@ -191,13 +191,15 @@ def conduct(
 def trial(experiment: Experiment, arm: str, setting: Setting, folder: Path) -> Numbers:
     """Run an arm with a seed, or return what an earlier try measured."""
     path = folder / "trials" / f"{_file_name(arm)}-{setting.seed}.json"
-    found = _read(path, setting)
+    asked = {"setting": asdict(setting), "arm": experiment.arms[arm], "setup": dict(experiment.setup)}
+    asked = json.loads(json.dumps(asked))  # as it is read back
+    found = _read(path, asked)
     if found is None:
         start = time.perf_counter()
         torch.manual_seed(setting.seed)
         found = {**experiment.run(experiment.arms[arm], setting), "seed": setting.seed}
         found["seconds"] = time.perf_counter() - start
-        _write(path, {"setting": asdict(setting), "numbers": found})
+        _write(path, {**asked, "numbers": found})
     return found
 
 
@@ -207,21 +209,21 @@ def said(experiment: Experiment, arm: str, found: Numbers) -> str:
     return f"{arm}, seed {found['seed']}: {figures}"
 
 
-def _read(path: Path, setting: Setting) -> Numbers | None:
-    """Return what an earlier try measured; refuse one of another setting."""
+def _read(path: Path, asked: Mapping[str, Any]) -> Numbers | None:
+    """Return what an earlier try measured; refuse one that was asked for something else."""
     if not path.exists():
         return None
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        numbers: Numbers = found["numbers"]
-    except (ValueError, KeyError):
+        numbers: Numbers = found.pop("numbers")
+    except (ValueError, KeyError, AttributeError):
         raise InputError(
             f"{path} is not the record of a trial: remove it, or choose another folder"
         ) from None
-    refuse(
-        found.get("setting") != asdict(setting),
-        f"{path} was run with {found.get('setting')}, not {asdict(setting)}: choose another --out",
-    )
+    differs = next((name for name in asked if found.get(name) != asked[name]), None)
+    if differs:
+        was, wanted = found.get(differs), asked[differs]
+        raise InputError(f"{path} was run with {differs} {was}, not {wanted}: choose another --out")
     return numbers
 
 
@@ -235,12 +237,3 @@ def _write(path: Path, found: Mapping[str, Any]) -> None:
 
 def _file_name(arm: str) -> str:
     return "".join(letter if letter.isalnum() else "_" for letter in arm)
-
-
-def _plain(arm: Any) -> Any:
-    """Return an arm as data that JSON can have."""
-    try:
-        json.dumps(arm)
-    except TypeError:
-        return str(arm)
-    return arm
