@@ -20,7 +20,7 @@ from clearhead.lab.table import EXPERIMENTS
 # What is beyond doubt shows with a small share of the steps: which arm has less, which has more, by how much.
 DIRECTIONS = [
     ("positions", "none", "learned", "order", 0.08, 0.3),
-    ("families", "decoder", "encoder", "continue", 0.15, 0.2),
+    ("families", "decoder", "encoder", "continue", 0.1, 0.2),
     ("scale", "divided", "not divided", "sharpness", 0.01, 0.3),
     ("residuals", "residuals and norms", "no residuals", "loss", 0.2, 0.1),
     ("budget", "width 16", "width 128", "loss", 0.02, 0.1),
