@@ -133,7 +133,8 @@ def test_a_stopped_experiment_goes_on_where_it_was(tmp_path):
 
 def test_the_command_lists_refuses_runs_and_redraws(tmp_path, capsys):
     main(["lab"])
-    assert all(name in capsys.readouterr().out for name in EXPERIMENTS)
+    listed = capsys.readouterr().out
+    assert all(name in listed for name in EXPERIMENTS)
     for arguments, said in (
         (["lab", "residual"], 'did you mean "residuals"'),
         (["lab", "norms", "--budget", "0.001"], "minutes here, and --budget is 0.001"),
@@ -157,14 +158,14 @@ def test_the_command_lists_refuses_runs_and_redraws(tmp_path, capsys):
     assert "is of tying" in capsys.readouterr().err
 
 
-def test_trials_side_by_side_are_those_of_one_after_the_other(tmp_path):
+def test_trials_of_other_processes_are_those_of_this_one(tmp_path):
     brief, said = Setting(effort=0.005), []
-    spread({"induction": tmp_path / "both"}, 1, brief, 2, said.append)
-    both = conduct("induction", find("induction"), tmp_path / "both", 1, brief)
+    spread({"induction": tmp_path / "apart"}, 1, brief, 1, said.append)
+    apart = conduct("induction", find("induction"), tmp_path / "apart", 1, brief)
     alone = conduct("induction", find("induction"), tmp_path / "alone", 1, brief)
     assert len(said) == 3
     for arm, (trial,) in alone.trials.items():
-        assert both.trials[arm][0]["induction"] == pytest.approx(trial["induction"], abs=1e-5)
+        assert apart.trials[arm][0]["induction"] == pytest.approx(trial["induction"], abs=1e-5)
 
 
 def test_without_matplotlib_the_numbers_are_kept_and_drawn_later(tmp_path, capsys, monkeypatch):

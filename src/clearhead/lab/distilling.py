@@ -109,7 +109,7 @@ EXPERIMENT = Experiment(
         Picture("loss", "Loss of the student on unseen text", "step", "nats a character", curve="curve"),
         Picture("final", "Loss of the student", "", "nats a character", figure="loss"),
     ),
-    seconds=60,
+    seconds=90,
     setup={
         "teacher": f"4 layers, {TEACHER.steps} steps",
         "student": "2 layers",

@@ -93,6 +93,6 @@ EXPERIMENT = Experiment(
         Picture("scores", "The strongest induction head", "step", "weight", curve="scores"),
         Picture("loss", "Loss of the repeated symbols", "step", "nats a symbol", curve="curve"),
     ),
-    seconds=40,
+    seconds=20,
     setup={"model": "width 32, 2 heads, RoPE", **vars(PLAN)},
 )
