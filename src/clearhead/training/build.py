@@ -135,7 +135,8 @@ def _begin_documents(tokenizer: Tokenizer, special: Mapping[str, int]) -> None:
     bos = special.get("bos")  # without one, such packing is refused when batches are made
     if bos is not None and Encoder(tokenizer, {}, None).frame(pair=False).special[0] != [bos]:
         token = tokenizer.id_to_token(bos)
-        refuse(token is None, f"isolated packing needs a bos token, and the tokenizer has none of id {bos}")
+        if token is None:
+            raise ConfigError(f"isolated packing needs a bos token, and the tokenizer has none of id {bos}")
         begin_texts(tokenizer, token)
 
 
