@@ -29,7 +29,7 @@ LAYERS = [
     {"bundle"},
     {"api", "tasks", "evaluation"},
     {"training"},
-    {"inside", "lab"},
+    {"inside", "lab", "retrieval"},
     {"plot", "explorer", "report"},
     {"tour"},
     {"commands"},
