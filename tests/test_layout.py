@@ -29,7 +29,7 @@ LAYERS = [
     {"bundle"},
     {"api", "tasks", "evaluation"},
     {"training"},
-    {"inside"},
+    {"inside", "retrieval"},
     {"plot", "explorer", "report"},
     {"tour", "lab"},
     {"commands"},

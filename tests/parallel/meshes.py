@@ -64,7 +64,7 @@ FAMILIES["muon"] = {
 }
 FAMILIES["lora"] = {"train.lora": 2, "train.lora_targets": ["q", "k", "v", "out", "up", "down"]}
 # Rows of several lengths, whose angles go by the longest of a batch.
-SCALING = {"kind": "dynamic", "factor": 2.0, "original_positions": 4}
+SCALING = {"kind": "longrope", "short_factor": [1.0, 1.0], "long_factor": [5.0, 9.0], "original_positions": 8}
 FAMILIES["rope"] = {**FAMILIES["encoder"], "model.positions": "rope", "model.rope_scaling": SCALING}
 BASE = {
     "model.qk_norm": "full",

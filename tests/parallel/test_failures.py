@@ -36,6 +36,20 @@ def test_a_mistake_is_said_once(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_command_for_one_process_is_refused_in_several(
+    rank: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each process would do all of the work, and write over the others."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", str(rank))
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["eval", "model", "data.txt"])
+    assert stopped.value.code == 2
+    line = "clearhead: eval runs in one process: start it without torchrun, which is for train and generate\n"
+    assert capsys.readouterr().err == (line if rank == 0 else "")
+
+
 def test_a_killed_process_changes_nothing(tmp_path: Path) -> None:
     """`torchrun` starts all processes again, and the run goes on from its last checkpoint by itself.
 

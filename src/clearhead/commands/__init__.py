@@ -33,6 +33,8 @@ GROUPS: dict[str, dict[str, Command]] = {
         "answer": Command("use:answer", "find the answer to a question in a text"),
         "embed": Command("use:embed", "turn a text into one vector"),
         "score": Command("use:score", "measure how probable a text is"),
+        "index": Command("retrieve:index", "index the passages of files, for search"),
+        "search": Command("retrieve:search", "find the passages nearest to a query"),
     },
     "look inside": {
         "explore": Command("models:explore", "see a model think, in the browser"),

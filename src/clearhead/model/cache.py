@@ -59,6 +59,8 @@ class Cache:
     _visible: Tokens  # those of the cache and of the call in progress
 
     def __init__(self, reserve: int = 0) -> None:
+        wrong = not isinstance(reserve, int) or reserve < 0
+        refuse(wrong, f"reserve {reserve!r:.40} is no number of tokens: use Cache(), or Cache(512)")
         self.reserve = reserve
         self.length = 0  # slots filled, padding included
         self.tokens: Tokens | None = None  # the tokens in them

@@ -294,4 +294,9 @@ def _check(name: str, part: nn.Module, size: int) -> None:
         )
     if isinstance(part, FeedForward):
         width = part.up.out_features
-        refuse(width % size != 0, f"{axis} does not divide d_ff {width}: choose a divisor", ConfigError)
+        refuse(
+            width % size != 0,
+            f"{axis} does not divide the width {width} of {name} (d_ff, d_expert or d_shared_expert): "
+            "choose a divisor",
+            ConfigError,
+        )
