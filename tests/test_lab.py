@@ -12,7 +12,7 @@ import torch
 from clearhead.cli import main
 from clearhead.errors import ClearheadError
 from clearhead.lab import report
-from clearhead.lab.experiment import Claim, Experiment, Picture, Setting, conduct, interval
+from clearhead.lab.experiment import Claim, Conditions, Experiment, Picture, conduct, interval
 from clearhead.lab.pool import spread
 from clearhead.lab.run import find
 from clearhead.lab.table import EXPERIMENTS
@@ -51,7 +51,7 @@ def test_what_is_beyond_doubt_comes_out(name, less, more, figure, effort, by):
     experiment, found = find(name), {}
     for arm in (less, more):
         torch.manual_seed(0)
-        found[arm] = experiment.run(experiment.arms[arm], Setting(effort=effort))
+        found[arm] = experiment.run(experiment.arms[arm], Conditions(effort=effort))
         check(experiment, found[arm])
     assert found[more][figure] - found[less][figure] > by
 
@@ -69,7 +69,7 @@ def check(experiment: Experiment, numbers) -> None:
 @pytest.mark.parametrize("name", [name for name in EXPERIMENTS if name not in {one[0] for one in DIRECTIONS}])
 def test_every_experiment_measures_its_figures(name):
     experiment = find(name)
-    check(experiment, experiment.run(list(experiment.arms.values())[-1], Setting(effort=0.01)))
+    check(experiment, experiment.run(list(experiment.arms.values())[-1], Conditions(effort=0.01)))
 
 
 def made(values: dict[str, list[float]]) -> Experiment:
@@ -128,7 +128,7 @@ def test_a_stopped_experiment_goes_on_where_it_was(tmp_path):
     conduct("t", experiment, tmp_path, 2)
     assert calls == [(1, 0), (2, 0), (1, 1), (1, 1), (2, 1)]
     with pytest.raises(ClearheadError, match="choose another --out"):
-        conduct("t", experiment, tmp_path, 2, Setting(effort=2.0))
+        conduct("t", experiment, tmp_path, 2, Conditions(effort=2.0))
 
 
 def test_the_command_lists_refuses_runs_and_redraws(tmp_path, capsys):
@@ -159,7 +159,7 @@ def test_the_command_lists_refuses_runs_and_redraws(tmp_path, capsys):
 
 
 def test_trials_of_other_processes_are_those_of_this_one(tmp_path):
-    brief, said = Setting(effort=0.005), []
+    brief, said = Conditions(effort=0.005), []
     spread({"induction": tmp_path / "apart"}, 1, brief, 1, said.append)
     apart = conduct("induction", find("induction"), tmp_path / "apart", 1, brief)
     alone = conduct("induction", find("induction"), tmp_path / "alone", 1, brief)

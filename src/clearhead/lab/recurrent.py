@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor, nn
 
-from clearhead.lab.experiment import Claim, Experiment, Numbers, Picture, Setting
+from clearhead.lab.experiment import Claim, Conditions, Experiment, Numbers, Picture
 from clearhead.lab.learning import Schooling, language_model, logits_of, next_loss, school, school_text, text
 from clearhead.model.transformer import Transformer
 
@@ -38,7 +38,7 @@ def make(kind: str, vocab_size: int, length: int) -> nn.Module:
     return Transformer(language_model(max_positions=length, vocab_size=vocab_size))
 
 
-def run(kind: str, setting: Setting) -> Numbers:
+def run(kind: str, setting: Conditions) -> Numbers:
     """Train on text and on recall, and time a step of training at several lengths."""
     reader = make(kind, len(text().letters), PLAN.length)
     found = school_text(reader, PLAN, setting)
