@@ -146,6 +146,7 @@ def test_global_tokens_compiled_and_in_bfloat16_are_the_plain_ones():
     mask = torch.ones(2, length, dtype=torch.bool)
     mask[1, :3] = False
     given = {"mask": mask, "global_mask": marks((0, 4, 10), (7,), length=length)}
+    # What is traced is ours; Inductor would compile for half a minute what it makes of the same operations.
     compiled = torch.compile(model, backend="eager")
     plain, traced = (call(ids, **given).logits[mask] for call in (model, compiled))
     assert (plain - traced).abs().max() < 1e-5

@@ -18,6 +18,7 @@ from torch import Tensor
 from clearhead.config.kinds import FULL, Kind
 from clearhead.errors import refuse
 from clearhead.model.kinds.choices import Choice, predicate
+from clearhead.model.kinds.packed import of_real
 from clearhead.model.positions import Rotary
 
 if TYPE_CHECKING:
@@ -104,7 +105,8 @@ def tokens_from(
 
     real = torch.ones(batch, length, dtype=torch.bool, device=device) if mask is None else mask
     order = (next_order(before, batch, device) + real.cumsum(1) - 1).clamp(min=0)
-    documents = documents.long() if documents is not None else None
+    if documents is not None:
+        documents = of_real(documents.long().expand(real.shape[0], -1), real)
     if positions is None:
         positions = order if documents is None else _positions_in_documents(real, documents, before)
     return Tokens(order, positions.long(), real, documents, plain=False)
