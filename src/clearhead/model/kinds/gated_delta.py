@@ -45,8 +45,7 @@ def gated_delta(
     several on a GPU and one on a CPU.
     """
     with uncast(v):
-        given = (wide(x) for x in (q, k, v, g, beta))
-        out, state = _by_chunks(*given, state, starts, chunk, group)
+        out, state = _by_chunks(wide(q), wide(k), wide(v), wide(g), wide(beta), state, starts, chunk, group)
     return out.to(v.dtype), state
 
 
@@ -126,7 +125,9 @@ def _by_groups(
     padding = (0, 0, 0, 0, 0, more)  # chunks that change nothing
     parts = [F.pad(x, padding) for x in (F.pad(writes, (0, E)), corrections, into)]
     parts.insert(2, F.pad(ends, padding, value=1.0))
-    writes_, corrections_, ends_, into_ = (x.unflatten(-3, (-1, group)) for x in parts)  # B H G M ...
+    writes_, corrections_, ends_, into_ = (
+        x.reshape(*x.shape[:2], -1, group, *x.shape[3:]) for x in parts
+    )  # B H G M ...
     identity = F.pad(torch.eye(E, dtype=state.dtype, device=state.device), (V, 0))  # E V+E
     begin = identity.expand(*into_.shape[:3], -1, -1)
     inside, _, after = _carried(writes_, corrections_, ends_, into_, begin)
@@ -134,8 +135,8 @@ def _by_groups(
     for last in after.unbind(2):
         entering.append(state)
         state = last[..., :V] + product(last[..., V:], state)
-    from_state = product(inside[..., V:], torch.stack(entering, dim=2)[:, :, :, None])
-    states = (inside[..., :V] + from_state).flatten(2, 3)[:, :, :N]
+    before = torch.stack(entering, dim=2)[:, :, :, None].expand(*inside.shape[:4], -1, -1)
+    states = (inside[..., :V] + product(inside[..., V:], before)).flatten(2, 3)[:, :, :N]
     return states, writes - product(corrections, states), state
 
 
