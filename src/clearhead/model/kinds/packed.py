@@ -16,6 +16,25 @@ def of_real(ids: Tensor, real: Tensor) -> Tensor:
     return ids.gather(1, torch.where(last < 0, real.long().argmax(1, keepdim=True), last))
 
 
+def positions_in_documents(
+    documents: Tensor, real: Tensor, before: tuple[Tensor, Tensor, Tensor] | None
+) -> Tensor:
+    """Count positions from 0 in each document, a run of equal ids: [B, T], [B, T] -> [B, T].
+
+    `before` are documents, positions and reality of the tokens in a cache: a run that began there goes on.
+    """
+    count = real.cumsum(1) - real.long()  # real tokens before this slot, in this pass
+    starts = torch.ones_like(real)
+    starts[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    positions = count - torch.where(starts, count, 0).cummax(1).values  # from the start of the run
+    if before is None:
+        return positions
+    held, places, there = before
+    same = there & (held == documents[:, :1])
+    carried = torch.where(same, places + 1, 0).amax(1, keepdim=True)
+    return positions + torch.where(starts.long().cumsum(1) == 1, carried, 0)  # in the first run
+
+
 def check_runs(*tokens: tuple[Tensor, Tensor]) -> None:
     """Refuse an id that comes back after another one; `tokens` are ids and which are real, [B|1, T] each."""
     batch = max(len(ids) for ids, _ in tokens)
