@@ -28,7 +28,6 @@ import itertools
 import json
 import math
 import statistics
-import sys
 import textwrap
 import time
 from collections.abc import Iterator
@@ -314,7 +313,9 @@ def text(options: argparse.Namespace) -> list[dict[str, Any]]:
 def written(options: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
     """Write the figures to `--out`."""
     if options.out is not None:
-        command = " ".join(["python", "benchmarks/kinds_learn.py", *sys.argv[1:]])
+        given = {"steps": options.steps, "device": options.device}  # what the figures depend on
+        named = " ".join(f"--{name} {value}" for name, value in given.items() if value)
+        command = f"python benchmarks/kinds_learn.py {options.part} {named}"
         about = {"command": command, "date": date.today().isoformat(), "device": device_name()}
         body = {**about, "torch": torch.__version__, "rows": rows}
         options.out.parent.mkdir(parents=True, exist_ok=True)
@@ -333,12 +334,11 @@ def table(options: argparse.Namespace) -> list[dict[str, Any]]:
     rows, steps = found["rows"], found["rows"][0]["steps"]
     gpu = not found["device"].startswith("CPU")
     clock = "milliseconds are those of the clock" if gpu else "milliseconds are CPU time"
-    shown = " ".join(body["command"].split(" --out ")[0].split())
     lead = (
         f"A character model of two layers, width 64, rows of {ROW} characters of Shakespeare, {steps:,} "
-        f"steps of {BATCH} rows, the same seed and batches: `{shown}`, on {found['device']}; {clock}. "
-        f"Kinds come from the registry, with sizes of at most {MOST} tokens, so that a new one joins by "
-        "itself. Memory is the most that a training step holds at once."
+        f"steps of {BATCH} rows, the same seed and batches: `{body['command']}`, on "
+        f"{found['device']}; {clock}. Kinds come from the registry, with sizes of at most {MOST} tokens, so "
+        "that a new one joins by itself. Memory is the most that a training step holds at once."
     )
     lines = [
         "| attention | trained as | parameters | loss | right | ms a step | MiB of a step |",
