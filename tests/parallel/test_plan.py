@@ -18,6 +18,7 @@ from clearhead.parallel.hardware import DEVICES, Cluster, device_named, read_byt
 from clearhead.parallel.plan import ParallelPlan
 from clearhead.parallel.planner import fits
 from clearhead.parallel.stages import Work, stages_of
+from clearhead.parallel.world import World
 from tests.parallel import forking, sharded_bytes
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -343,3 +344,11 @@ def test_command_refuses_with_one_line(arguments, capsys):
     shown = capsys.readouterr()
     assert stop.value.code == 2
     assert shown.out == "" and len(shown.err.strip().splitlines()) == 1
+
+
+def test_more_processes_than_gpus_are_refused_by_name(monkeypatch):
+    """They may train on the CPU: `train.device=cpu` is the way out."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    with pytest.raises(ClearheadError, match=r"4 processes .* 1 GPUs: .* train.device=cpu"):
+        World(rank=0, size=4).arranged(ParallelPlan(data=4), "cuda", lambda plan: True)
