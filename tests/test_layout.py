@@ -30,7 +30,7 @@ LAYERS = [
     {"api", "tasks", "evaluation"},
     {"training"},
     {"inside", "lab"},
-    {"plot", "explorer", "report"},
+    {"plot", "explorer", "report", "serve"},
     {"tour"},
     {"commands"},
     {"cli", "__main__"},

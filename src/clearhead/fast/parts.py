@@ -104,6 +104,8 @@ class JoinedLinear(nn.Linear):
 class PackedLinear(Direct):
     """A linear layer that keeps its weight a second time, laid out for a few rows at once."""
 
+    packed_rows = PACKED_ROWS
+
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__()
         self.made_of = (layer,)  # a tuple, so that it is no part of this one
@@ -116,7 +118,7 @@ class PackedLinear(Direct):
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] -> [..., N]."""
         # The compiler cannot take a packed weight as an input, and lays weights out by itself.
-        if torch.compiler.is_compiling() or x.numel() // self.in_features not in PACKED_ROWS:
+        if torch.compiler.is_compiling() or x.numel() // self.in_features not in self.packed_rows:
             return nnf.linear(x, self.weight, self.bias)
         if self.packed is None:
             self._pack()
