@@ -8,8 +8,9 @@ import torch
 import clearhead as ch
 from clearhead.errors import BusyError, InputError
 from clearhead.serve.blocks import BlockPool, Named, chain
-from clearhead.serve.engine import Limits, ServeEngine
+from clearhead.serve.engine import ServeEngine
 from clearhead.serve.jobs import Asked
+from clearhead.serve.limits import Limits
 from clearhead.tasks import reading
 from tests import harness
 from tests.serve import mixes

@@ -33,6 +33,10 @@ GROUPS: dict[str, dict[str, Command]] = {
         "embed": Command("use:embed", "turn a text into one vector"),
         "score": Command("use:score", "measure how probable a text is"),
     },
+    "serve": {
+        "serve": Command("serve:serve", "serve models over HTTP, as OpenAI's API"),
+        "batch": Command("serve:batch", "answer a file of requests"),
+    },
     "look inside": {
         "explore": Command("models:explore", "see a model think, in the browser"),
         "tokens": Command("steps:tokens", "see how a text becomes tokens"),

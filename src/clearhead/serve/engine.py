@@ -6,11 +6,11 @@ latest request gives its blocks back and later reads its tokens anew. Requests t
 wait in a line of their own and take turns with the steps.
 """
 
+import functools
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,71 +18,13 @@ import torch
 from clearhead.bundle import Bundle
 from clearhead.errors import BusyError, InputError, refuse
 from clearhead.serve.jobs import Asked, Job, Told, blocks_for, check_served, plain_greedy
-from clearhead.serve.paged import ALL, Group, PagedCache, Piece, Pool, groups_of, token_bytes
+from clearhead.serve.limits import Figures, Limits, pool_for, window_blocks
+from clearhead.serve.paged import ALL, PagedCache, Piece
 from clearhead.serve.ragged import ragged, rows_agree
+from clearhead.serve.readings import Reading, ReadingLine
 from clearhead.tasks.generation import Prompt
 
-CACHE_BYTES = 1 << 30  # of the pool, where nothing else is said
 STALLED = 30.0  # seconds without a step, with work to do, after which the engine counts as ill
-
-
-@dataclass(frozen=True)
-class Limits:
-    """How much the engine takes on."""
-
-    tokens: int = 512  # read in one step at most, but for a piece that is longer
-    running: int = 64  # texts written at the same time
-    waiting: int = 256  # requests that wait
-    waiting_tokens: int = 1 << 18  # tokens of the prompts that wait
-    block: int = 64  # tokens of a block, and of a piece of a prompt
-    cache_tokens: int | None = None  # that the pool holds; default: as many as 1 GiB holds
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            refuse(value is not None and value < 1, f"{name} {value} must be 1 or more")
-
-
-@dataclass
-class Figures:
-    """What the engine has done so far."""
-
-    steps: int = 0
-    prompt_tokens: int = 0
-    new_tokens: int = 0
-    prefix_asked: int = 0  # tokens of prompts that were looked for in the pool
-    prefix_found: int = 0
-    preempted: int = 0
-    ended: Counter[str] = field(default_factory=Counter)  # by stop reason
-
-
-class Reading:
-    """A request that reads: a function of all inputs that wait for it, and of these its own."""
-
-    def __init__(
-        self, inputs: Sequence[Any], run: Callable[[list[Any]], Sequence[Any]], kind: object
-    ) -> None:
-        self.inputs, self.run, self.kind = list(inputs), run, kind
-        self.found: Sequence[Any] | None = None
-        self.error: Exception | None = None
-        self.done = threading.Event()
-        self.cancelled = False
-        self.told: Callable[[], None] | None = None
-
-    def wait(self, timeout: float | None = None) -> Sequence[Any]:
-        """Wait for the results, one for each input; raise what went wrong."""
-        if not self.done.wait(timeout):
-            raise TimeoutError("the request has not ended yet")
-        if self.error is not None:
-            raise self.error
-        assert self.found is not None
-        return self.found
-
-    def end(self, found: Sequence[Any] | None, error: Exception | None = None) -> None:
-        """Tell of the results."""
-        self.found, self.error = found, error
-        self.done.set()
-        if self.told is not None:
-            self.told()
 
 
 class ServeEngine:
@@ -94,53 +36,39 @@ class ServeEngine:
         self.reader = _with_model(m, self.runner)
         self.waiting: deque[Job] = deque()
         self.running: list[Job] = []  # by arrival
-        self.readings: deque[Reading] = deque()
+        self.readings = ReadingLine()
         self.moved = time.monotonic()  # when the last step ended
         self.closed = False
         self._wake = threading.Condition()
         self._thread: threading.Thread | None = None
         weight, spec = next(self.runner.parameters()), self.runner.main.spec
         self.writes = spec.causal and m.config.head == "lm"
-        groups, size = groups_of(spec) if self.writes else [], self.limits.block
         # A layer that keeps a state has nothing that a later prompt could take up.
         self.shares = self.writes and all(kind.chooses for kind in spec.kinds)
         if self.writes:
             check_served(m.model)
-        self.pool = (
-            Pool(spec, size, self._counts(groups), weight.dtype, weight.device) if self.writes else None
-        )
+        self.pool = None
+        if self.writes:
+            self.pool = pool_for(spec, self.limits, m.config.max_positions, weight.dtype, weight.device)
 
-    def _counts(self, groups: Sequence[Group]) -> dict[Group, int]:
-        """Return the number of blocks of each group."""
-        limits, spec = self.limits, self.runner.main.spec
-        each = next(self.runner.parameters()).element_size()
-        whole = sum(token_bytes(spec, group, each) for group in groups)
-        usual = limits.running * self.m.config.max_positions
-        tokens = limits.cache_tokens or min(usual, max(CACHE_BYTES // max(1, whole), limits.block))
-        counts = {group: blocks_for(tokens, limits.block) for group in groups}
-        for group in counts:
-            if group is not None and group[0] is not None:  # a window needs no more for each text
-                counts[group] = min(counts[group], limits.running * self._window(group))
-                counts[group] = max(counts[group], self._window(group))
-        return counts
-
-    def _window(self, group: Group) -> int:
-        """Return how many blocks of a group one text needs at most; of a window, with a step's tokens."""
-        reach, first = group or (0, 0)
-        parts = (reach or 0, first, self.limits.tokens)
-        return 2 + sum(blocks_for(tokens, self.limits.block) for tokens in parts)
+    @functools.cached_property
+    def exact(self) -> bool:
+        """Whether this machine gives a row the same bits whatever else is in the step."""
+        return rows_agree(self.runner, self.limits.tokens + self.limits.running)
 
     @property
-    def exact(self) -> bool:
-        """Return whether this machine gives a row the same bits whatever else is in the step."""
-        return rows_agree(self.runner, self.limits.tokens + self.limits.running)
+    def longest(self) -> int:
+        """The most tokens that a prompt and its text may have together."""
+        pool = self.pool.blocks.get(ALL) if self.pool is not None else None
+        room = self.m.max_length if pool is None else pool.count * self.limits.block
+        return min(self.m.max_length, room)
 
     # Requests ----------------------------------------------------------------------------------------------
 
     def check_room(self, tokens: int = 0) -> None:
         """Raise `BusyError` where no more may wait; cheap enough to ask before a prompt is encoded."""
         limits, waiting = self.limits, sum(len(job.tokens) for job in list(self.waiting))
-        requests = len(self.waiting) + len(self.readings)
+        requests = len(self.waiting) + len(self.readings.waiting)
         if self.closed:
             raise BusyError("the server is ending and takes no more requests: try another one")
         if requests >= limits.waiting or (waiting and waiting + tokens > limits.waiting_tokens):
@@ -184,7 +112,7 @@ class ServeEngine:
         self.check_room()
         reading = Reading(inputs, lambda every: run(self.reader, every), run)
         with self._wake:
-            self.readings.append(reading)
+            self.readings.waiting.append(reading)
             self._wake.notify()
         return reading
 
@@ -193,7 +121,7 @@ class ServeEngine:
     @property
     def busy(self) -> bool:
         """Return whether there is work to do."""
-        return bool(self.waiting or self.running or self.readings)
+        return bool(self.waiting or self.running or self.readings.waiting)
 
     @property
     def well(self) -> bool:
@@ -213,7 +141,7 @@ class ServeEngine:
         for one in alone:
             self._guarded([one])
         self._guarded([one for one in plan if one not in alone])
-        self._read()
+        self.readings.step()
         self.figures.steps += 1
         self.moved = time.monotonic()
 
@@ -289,7 +217,7 @@ class ServeEngine:
         for group, table in tables.items():
             needed = table.missing(len(job.tokens) + 1) if group is not None else 0
             if group is not None and group[0] is not None:
-                needed = min(needed, self._window(group))
+                needed = min(needed, window_blocks(group, self.limits))
             if needed > table.blocks.available and self.running:
                 for one in tables.values():
                     one.clear()
@@ -361,44 +289,12 @@ class ServeEngine:
                 self._end(job)
 
     def _end(self, job: Job, reason: str | None = None, error: Exception | None = None) -> None:
+        job.end(reason, error)
+        self.figures.ended[job.row.stop_reason] += 1
         if job in self.running:
             self.running.remove(job)
         elif job in self.waiting:
             self.waiting.remove(job)
-        job.end(reason, error)
-        self.figures.ended[job.row.stop_reason] += 1
-
-    def _read(self) -> None:
-        """Run the first request that reads, and others that ask for the same."""
-        together: list[Reading] = []
-        while self.readings and len(together) < self.limits.running:
-            if together and self.readings[0].kind != together[0].kind:
-                break
-            reading = self.readings.popleft()
-            if not reading.cancelled:
-                together.append(reading)
-        if not together:
-            return
-        inputs = [one for reading in together for one in reading.inputs]
-        try:
-            found = together[0].run(inputs)
-        except Exception as error:
-            if len(together) == 1:
-                together[0].end(None, error)
-            else:  # one of them is at fault: each by itself
-                for reading in together:
-                    self._read_alone(reading)
-            return
-        at = 0
-        for reading in together:
-            reading.end(found[at : at + len(reading.inputs)])
-            at += len(reading.inputs)
-
-    def _read_alone(self, reading: Reading) -> None:
-        try:
-            reading.end(reading.run(reading.inputs))
-        except Exception as error:
-            reading.end(None, error)
 
     # The thread --------------------------------------------------------------------------------------------
 

@@ -51,6 +51,14 @@ class Times:
     first: float | None = None  # the first new token
     last: float | None = None  # the latest
     ended: float | None = None
+    gaps: list[float] = field(default_factory=list)  # between new tokens
+
+    def write(self) -> None:
+        """Note a new token."""
+        now = time.monotonic()
+        if self.last is not None:
+            self.gaps.append(now - self.last)
+        self.first, self.last = self.first or now, now
 
 
 class Job:
@@ -173,8 +181,7 @@ class Job:
         chosen = self.chooser.choose(logits, [0]) if chosen is None else chosen
         if self.request.reports:
             report(logits, chosen, [self.row], self.request.alternatives)
-        self.times.last = time.monotonic()
-        self.times.first = self.times.first or self.times.last
+        self.times.write()
         self._new, before = "", len(self.row.ids)
         goes_on = self.ends.go_on(0, self.row, int(chosen), self.row.steps + 1, self.ends.reason())
         if self.told is not None and len(self.row.ids) > before:

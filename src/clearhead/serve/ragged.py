@@ -11,7 +11,7 @@ Shapes: B batch, T tokens of all pieces, D model, H heads, K key/value heads, E 
 import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -135,7 +135,7 @@ class RaggedAttention(Attention):
 class RaggedDelta(DeltaLayer):
     """A layer of the gated delta rule that reads each piece of a row by itself."""
 
-    def forward(
+    def forward(  # type: ignore[override]
         self,
         x: Tensor,
         view: masks.View,
@@ -157,7 +157,7 @@ class RaggedDelta(DeltaLayer):
 class Unpadded(Transformer):
     """A model of one stack that leaves the padding of its rows out of all work but the head's."""
 
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         ids: Tensor,
         mask: Tensor | None = None,
@@ -194,7 +194,7 @@ def ragged(model: Transformer) -> Transformer:
     def part_of(part: nn.Module) -> nn.Module:
         for base, kind in KINDS.items():
             if isinstance(part, base):
-                joined: nn.Module = like(part, _joined(kind, type(part)))
+                joined: nn.Module = like(part, _joined(kind, cast(Any, type(part))))
                 return joined
         if isinstance(part, PackedLinear):
             part.packed_rows = range(1, PACKED_ROWS.stop)
@@ -203,7 +203,7 @@ def ragged(model: Transformer) -> Transformer:
     return prepared(model, then=part_of)
 
 
-KINDS: dict[type[nn.Module], type[nn.Module]] = {
+KINDS: dict[Any, Any] = {
     Transformer: Unpadded,
     Stack: RaggedStack,
     Attention: RaggedAttention,
