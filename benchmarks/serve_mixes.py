@@ -1,6 +1,6 @@
 """Serve random mixes of requests, and compare each with the same request alone.
 
-    python benchmarks/serve_mixes.py [MIXES]
+    python benchmarks/serve_mixes.py [LAST] [FIRST]
 
 Families, lengths, seeds, stop strings, cancellations, shared beginnings, pools so small that requests are
 preempted. Ends with an error at the first request that differs, or at a block that is not given back.
@@ -31,10 +31,10 @@ def bytes_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def main(count: int) -> None:
+def main(last: int, first: int) -> None:
     tokenizer, figures, start = bytes_tokenizer(), Counter(), time.process_time()
     served = {shape: mixes.model(shape, tokenizer) for shape in mixes.SHAPES}
-    for number in range(count):
+    for number in range(first, last):
         shape = list(served)[number % len(served)]
         engine = mixes.mixed(served[shape], number)
         figures["mixes"] += 1
@@ -43,16 +43,13 @@ def main(count: int) -> None:
         figures["preempted"] += engine.figures.preempted
         figures["new tokens"] += engine.figures.new_tokens
         figures["tokens found in the pool"] += engine.figures.prefix_found
-        if number % 50 == 49:
+        if number % 50 == 49 or number == last - 1:
+            seconds = round(time.process_time() - start)
+            body = {**figures, "different": 0, "first": first, "seconds": seconds, "models": list(served)}
+            RESULT.write_text(json.dumps(body, indent=1) + "\n")
             print(dict(figures), flush=True)
-    body = {
-        **figures,
-        "families": list(served),
-        "different": 0,
-        "cpu seconds": round(time.process_time() - start),
-    }
-    RESULT.write_text(json.dumps(body, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 2000)
+    given = [int(one) for one in sys.argv[1:]]
+    main(given[0] if given else 2000, given[1] if len(given) > 1 else 0)

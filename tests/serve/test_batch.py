@@ -30,13 +30,13 @@ def answers(out) -> dict[str, dict]:
 
 def test_a_batch_broken_off_at_any_row_loses_and_repeats_nothing(writer, tmp_path):
     given, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    texts = [f"text {number}" for number in range(7)]
+    texts = [f"text {number}" for number in range(4)]
     rows = [{"prompt": text, "max_tokens": 3 + n, "temperature": 0} for n, text in enumerate(texts)]
     chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4, "temperature": 0}
     rows.append({"custom_id": "mine", "method": "POST", "url": "/v1/chat/completions", "body": chat})
     rows.append({"custom_id": "wrong", "body": {"prompt": "x", "best_of": 2}})
     given.write_text("\n".join(map(json.dumps, rows)))
-    for _ in range(20):  # each time a new process takes a row or two, and leaves half a line
+    for _ in range(9):  # each time a new process takes a row or two, and leaves half a line
         engine = ServeEngine(writer, Limits(block=4, running=3))
         list(itertools.islice(run_batch(engine, "m", given, out), 2))
         with out.open("a") as file:
