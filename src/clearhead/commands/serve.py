@@ -49,7 +49,7 @@ def serve(
     For example:
       clearhead serve my-model/
       clearhead serve my-model/ --model small=other-model/ --port 9000
-      curl localhost:8000/v1/completions -H "Content-Type: application/json" -d '{"prompt": "Once"}'
+      clearhead serve my-model/ --host 0.0.0.0 --api-key-file keys.txt
     """
     folders = {folder.resolve().name: folder, **dict(_named(one) for one in model)}
     for one in folders.values():

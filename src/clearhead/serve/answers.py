@@ -28,17 +28,19 @@ LOOK = 0.2  # seconds between two looks at whether the client is still there
 News = tuple[int, str, int, bool]  # of a choice: its number, new text, tokens so far, whether it has ended
 
 
-def completion(engine: ServeEngine, name: str, body: CompletionBody) -> "Choices":
+def completion(engine: ServeEngine, name: str, body: CompletionBody) -> "ServedTexts":
     """Return what a body of `/v1/completions` asks for."""
     most = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
     refuse(most == 0 and not body.echo, "max_tokens 0 writes nothing: ask for 1 or more, or for echo")
     refuse(engine.m.tokenizer is None, "this model has no tokenizer: it cannot be served as text")
     asked = Asked(body.cache_salt or "", body.logprobs if body.echo else None, most == 0, body.seconds)
     options, seeds = body.options(max(1, most)), body.seeds(body.n or 1)
-    return Choices(engine, name, False, body.prompts(), options, seeds, asked, body.logprobs, bool(body.echo))
+    return ServedTexts(
+        engine, name, False, body.prompts(), options, seeds, asked, body.logprobs, bool(body.echo)
+    )
 
 
-def conversation(engine: ServeEngine, name: str, body: ChatBody) -> "Choices":
+def conversation(engine: ServeEngine, name: str, body: ChatBody) -> "ServedTexts":
     """Return what a body of `/v1/chat/completions` asks for."""
     refuse(
         body.max_tokens is not None and body.max_completion_tokens is not None,
@@ -47,11 +49,13 @@ def conversation(engine: ServeEngine, name: str, body: ChatBody) -> "Choices":
     ids = chat_ids(engine.m, body.messages, body.chat_template_kwargs or {})
     most = body.max_completion_tokens or body.max_tokens or max(1, engine.longest - len(ids))
     asked = Asked(body.cache_salt or "", seconds=body.seconds)
-    return Choices(engine, name, True, [ids], body.options(most), body.seeds(body.n or 1), asked, body.best)
+    return ServedTexts(
+        engine, name, True, [ids], body.options(most), body.seeds(body.n or 1), asked, body.best
+    )
 
 
 @dataclass
-class Choices:
+class ServedTexts:
     """The texts that one body asks for: what to submit, the jobs, and their answer."""
 
     engine: ServeEngine

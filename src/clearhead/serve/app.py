@@ -19,7 +19,7 @@ from torch import Tensor
 from clearhead.bundle import Bundle
 from clearhead.errors import BusyError, ClearheadError, InputError, nearest, refuse
 from clearhead.serve import protocol
-from clearhead.serve.answers import LOOK, Choices, completion, conversation, error_body, token_text
+from clearhead.serve.answers import LOOK, ServedTexts, completion, conversation, error_body, token_text
 from clearhead.serve.engine import ServeEngine
 from clearhead.serve.guard import Guard
 from clearhead.serve.metrics import Metrics
@@ -74,7 +74,7 @@ def make_server(
             )
         return found, engines[found]
 
-    async def answered(choices: Choices, body: protocol.Writing, request: Request) -> Response:
+    async def answered(choices: ServedTexts, body: protocol.Writing, request: Request) -> Response:
         await choices.begin(metrics)
         if body.stream:
             usage = body.stream_options is not None and body.stream_options.include_usage

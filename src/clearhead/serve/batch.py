@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from clearhead.errors import ClearheadError, InputError, refuse
-from clearhead.serve.answers import Choices, completion, conversation, error_body
+from clearhead.serve.answers import ServedTexts, completion, conversation, error_body
 from clearhead.serve.engine import ServeEngine
 from clearhead.serve.protocol import ChatBody, CompletionBody
 
@@ -25,7 +25,7 @@ def run_batch(engine: ServeEngine, name: str, given: Path, out: Path) -> Iterato
     rows = dict(read_rows(given))
     for done in finished(out):
         rows.pop(done, None)
-    flying: dict[str, Choices] = {}
+    flying: dict[str, ServedTexts] = {}
     with out.open("a", encoding="utf-8") as file:
 
         def write(row: str, status: int, body: dict[str, Any]) -> str:
@@ -49,14 +49,14 @@ def run_batch(engine: ServeEngine, name: str, given: Path, out: Path) -> Iterato
 
 
 def _while_any(
-    waiting: Iterator[tuple[str, Any]], flying: dict[str, Choices]
+    waiting: Iterator[tuple[str, Any]], flying: dict[str, ServedTexts]
 ) -> Iterator[tuple[str | None, Any]]:
     yield from waiting
     while flying:
         yield None, None
 
 
-def _submitted(engine: ServeEngine, name: str, line: Any) -> Choices:
+def _submitted(engine: ServeEngine, name: str, line: Any) -> ServedTexts:
     body = line.get("body", line)
     url = line.get("url", URLS["messages" in body])
     refuse(url not in URLS, f'url "{url}" is not one that a batch takes: choose {" or ".join(URLS)}')
@@ -69,7 +69,7 @@ def _submitted(engine: ServeEngine, name: str, line: Any) -> Choices:
     return choices
 
 
-def _answered(write: Any, row: str, choices: Choices) -> str:
+def _answered(write: Any, row: str, choices: ServedTexts) -> str:
     try:
         return str(write(row, 200, choices.answer()))
     except Exception as error:

@@ -18,8 +18,8 @@ import torch
 from clearhead.bundle import Bundle
 from clearhead.errors import BusyError, InputError, refuse
 from clearhead.serve.jobs import Asked, Job, Told, blocks_for, check_served, plain_greedy
-from clearhead.serve.limits import Figures, Limits, pool_for, window_blocks
-from clearhead.serve.paged import ALL, PagedCache, Piece
+from clearhead.serve.limits import Limits, ServeFigures, pool_for, window_blocks
+from clearhead.serve.paged import ALL, PagedCache, TextPiece
 from clearhead.serve.ragged import ragged, rows_agree
 from clearhead.serve.readings import Reading, ReadingLine
 from clearhead.tasks.generation import Prompt
@@ -31,7 +31,7 @@ class ServeEngine:
     """The requests of one model. `submit` and `read` may be called from any thread, `step` from one."""
 
     def __init__(self, m: Bundle, limits: Limits | None = None) -> None:
-        self.m, self.limits, self.figures = m, limits or Limits(), Figures()
+        self.m, self.limits, self.figures = m, limits or Limits(), ServeFigures()
         self.runner = ragged(m.model)
         self.reader = _with_model(m, self.runner)
         self.waiting: deque[Job] = deque()
@@ -243,7 +243,7 @@ class ServeEngine:
     def _run(self, plan: list[tuple[Job, int, int]]) -> None:
         pieces, at = [], 0
         for job, start, stop in plan:
-            pieces.append(Piece(slice(at, at + stop - start), start, job.tables, job.states))
+            pieces.append(TextPiece(slice(at, at + stop - start), start, job.tables, job.states))
             at += stop - start
         first, device = plan[0][0], next(self.runner.parameters()).device
         encoded = first.encoded

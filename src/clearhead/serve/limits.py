@@ -30,7 +30,7 @@ class Limits:
 
 
 @dataclass
-class Figures:
+class ServeFigures:
     """What the engine has done so far."""
 
     steps: int = 0

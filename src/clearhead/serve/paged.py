@@ -161,7 +161,7 @@ def spelled(slots: Slots, pool: Pool) -> Tensor:
     return torch.arange(slots.start, slots.stop, device=pool.device)
 
 
-class Piece(Cache):
+class TextPiece(Cache):
     """Tokens of one request that are read together, as the cache that these tokens alone would have."""
 
     def __init__(self, span: slice, start: int, tables: dict[Group, Table], states: "States") -> None:
@@ -196,7 +196,7 @@ class SourceTokens(Tokens):
 class PagedCache(Cache):
     """The cache of one step: pieces of several requests, side by side in one row."""
 
-    def __init__(self, pool: Pool, pieces: Sequence[Piece], sources: Sequence[int] = ()) -> None:
+    def __init__(self, pool: Pool, pieces: Sequence[TextPiece], sources: Sequence[int] = ()) -> None:
         """Prepare a step; `sources` are the lengths of the pieces' sources, once their keys are there."""
         super().__init__()
         self.pool, self.pieces = pool, pieces
