@@ -2,9 +2,10 @@
 
     python benchmarks/serve.py [--layers 12] [--streams 8] [--new 32] [--rounds 3] [--save]
 
-GPT-2's shape with random weights, float32, on the CPU: processor seconds of one thread. `served` writes all streams together, `offline` is
-`m.generate` with a list of the same prompts, `served, plain rows` lets a single row take the library's usual
-product, whose bits differ from those of several rows. The shared prefix is 90 % of a prompt of 640 tokens.
+GPT-2's shape with random weights, float32, on the CPU: processor seconds of one thread. `served` writes all
+streams together, `offline` is `m.generate` with a list of the same prompts, `served, plain rows` lets one row
+take the library's usual product, whose bits differ from those of several rows. The shared prefix is 90 % of a
+prompt of 640 tokens.
 """
 
 from __future__ import annotations

@@ -29,9 +29,9 @@ LAYERS = [
     {"bundle"},
     {"api", "tasks", "evaluation"},
     {"training"},
-    {"inside", "lab"},
+    {"inside", "retrieval"},
     {"plot", "explorer", "report", "serve"},
-    {"tour"},
+    {"tour", "lab"},
     {"commands"},
     {"cli", "__main__"},
 ]

@@ -8,6 +8,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,7 +78,7 @@ def generate(
     if not texts:
         return []
     draft = hooks.draft
-    with evaluating(m.model), evaluating(m.model if draft is None else draft.model):
+    with evaluating(m.model), nullcontext() if draft is None else evaluating(draft.model):
         runner, read = m.engine.runner(), prompts_of(m, texts)
         if request.num_beams > 1:
             found = _search(m, runner, request, read, ends)
@@ -108,9 +109,9 @@ def asked_for(
         f"reuse with {len(texts)} prompts of a {m.config.family}: it takes one prompt of a decoder at a time",
     )
     apart = {"seconds": request.seconds, "cancel": hooks.cancel, "compile": request.compile}
-    asked = [name for name, value in apart.items() if value] if is_split(m.model) else []
+    asked = [name for name, value in apart.items() if value]
     refuse(
-        asked,
+        asked and is_split(m.model),
         f"{', '.join(asked)} with a model that is split over processes, which must go on together: "
         "leave it out",
     )
