@@ -45,7 +45,7 @@ def main() -> None:
     def prompts(count: int, length: int) -> list[list[int]]:
         return torch.randint(50_000, (count, length), generator=draw).tolist()
 
-    exact = ServeEngine(m, Limits(cache_tokens=16_384))
+    exact = ServeEngine(m, Limits(cache_tokens=16_384, exact=True))
     packed = [part for part in exact.runner.modules() if isinstance(part, PackedLinear)]
 
     def plainly(count: int) -> None:

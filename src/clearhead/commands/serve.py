@@ -38,6 +38,9 @@ def serve(
     step_tokens: Tokens = 512,
     max_running: Running = 64,
     cache_tokens: Cache = None,
+    exact: Annotated[
+        bool, option("logits with the same bits whoever shares the batch; slower for one text alone")
+    ] = False,
     drain: Annotated[
         float, option("seconds that running requests get when the server is told to end")
     ] = 30.0,
@@ -68,7 +71,7 @@ def serve(
     from clearhead.commands.models import bind
     from clearhead.serve.limits import Limits
 
-    limits = Limits(step_tokens, max_running, max_waiting, max_waiting_tokens, cache_tokens=cache_tokens)
+    limits = Limits(step_tokens, max_running, max_waiting, max_waiting_tokens, 64, cache_tokens, exact)
     listening = bind(host, port)
     engines = {name: _engine(where, limits, device, dtype) for name, where in folders.items()}
     address = f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}"
@@ -77,7 +80,7 @@ def serve(
             [f"warning: {host} can be reached by others, and no key is asked for: see --api-key-file"]
         )
     for name, engine in engines.items():
-        if engine.writes and not engine.exact:
+        if exact and not engine.exact:
             print_notes([f"note: on this machine the last bits of {name}'s logits depend on the batch"])
     print_notes([f"clearhead serves {', '.join(engines)}: {address}/v1  (Ctrl-C ends it)"])
     app = make_server(engines, host, keys, drain)

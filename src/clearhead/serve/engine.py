@@ -32,7 +32,7 @@ class ServeEngine:
 
     def __init__(self, m: Bundle, limits: Limits | None = None) -> None:
         self.m, self.limits, self.figures = m, limits or Limits(), ServeFigures()
-        self.runner = ragged(m.model)
+        self.runner = ragged(m.model, self.limits.exact)
         self.reader = _with_model(m, self.runner)
         self.waiting: deque[Job] = deque()
         self.running: list[Job] = []  # by arrival

@@ -23,10 +23,11 @@ class Limits:
     waiting_tokens: int = 1 << 18  # tokens of the prompts that wait
     block: int = 64  # tokens of a block, and of a piece of a prompt
     cache_tokens: int | None = None  # that the pool holds; default: as many as 1 GiB holds
+    exact: bool = False  # give each row the same bits whatever else is in the step; slower for one text alone
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            refuse(value is not None and value < 1, f"{name} {value} must be 1 or more")
+            refuse(type(value) is int and value < 1, f"{name} {value} must be 1 or more")
 
 
 @dataclass

@@ -2,8 +2,8 @@
 
 Linear layers, norms and heads work on all tokens of the row at once. Attention works on each piece by itself,
 through the model's own formula, so that a piece meets the same kernels with the same shapes whoever else is
-in the row. Products of a few rows go through packed weights also where there is one row: on a CPU these give
-each row the same bits whatever their number (`rows_agree` asks the machine).
+in the row. Where rows are to be exact, a single row goes through packed weights as a few rows do: on a CPU
+these give each row the same bits whatever their number (`rows_agree` asks the machine).
 
 Shapes: B batch, T tokens of all pieces, D model, H heads, K key/value heads, E head width.
 """
@@ -188,15 +188,18 @@ def _joined(first: Any, kind: Any) -> Any:
     return type(kind.__name__, (first, kind), {})
 
 
-def ragged(model: Transformer) -> Transformer:
-    """Return the fast copy of a model, which reads rows of pieces; `prepared` says how long it is valid."""
+def ragged(model: Transformer, exact: bool = False) -> Transformer:
+    """Return the fast copy of a model, which reads rows of pieces; `prepared` says how long it is valid.
+
+    `exact`: a single row takes packed weights too.
+    """
 
     def part_of(part: nn.Module) -> nn.Module:
         for base, kind in KINDS.items():
             if isinstance(part, base):
                 joined: nn.Module = like(part, _joined(kind, cast(Any, type(part))))
                 return joined
-        if isinstance(part, PackedLinear):
+        if exact and isinstance(part, PackedLinear):
             part.packed_rows = range(1, PACKED_ROWS.stop)
         return part
 
