@@ -6,8 +6,12 @@ tokens, each read once. Training takes about 6 N D FLOPs.
 Shapes: B batch, T length, P points of the ladder, G pairs of exponents tried together.
 """
 
+import itertools
 import math
+import multiprocessing
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -158,7 +162,7 @@ class Rung:
     d_model: int
     tokens: int
     d_head: int = 16
-    rows: int = 32  # of a batch
+    rows: int = 16  # of a batch
     length: int = 256
     rate: float = 0.02  # times 1 / sqrt(d_model)
 
@@ -271,9 +275,26 @@ def predict(points: Sequence[Point], weights: float, tokens: float, times: int =
 
 
 def climb(
-    rungs: Sequence[Rung], text: Tensor, unseen: Tensor, vocab_size: int, seeds: int, device: str
+    rungs: Sequence[Rung],
+    text: Tensor,
+    unseen: Tensor,
+    vocab_size: int,
+    seeds: int = 1,
+    device: str = "cpu",
+    workers: int = 1,
 ) -> Iterator[tuple[Rung, Point]]:
-    """Train every rung, and yield it with the mean of its losses over the seeds."""
-    for rung in rungs:
-        made = [train_rung(rung, text, unseen, vocab_size, seed, device) for seed in range(seeds)]
-        yield rung, replace(made[0], loss=sum(one.loss for one in made) / seeds)
+    """Train every rung, and yield it with the mean of its losses over the seeds, in their order.
+
+    Small models leave a device idle: `workers` processes train as many at a time.
+    """
+    given = [(rung, text, unseen, vocab_size, seed, device) for rung in rungs for seed in range(seeds)]
+    with ExitStack() as stack:
+        if workers > 1:
+            spawn = multiprocessing.get_context("spawn")
+            pool = stack.enter_context(ProcessPoolExecutor(workers, spawn, torch.set_num_threads, (1,)))
+            made: Iterator[Point] = pool.map(train_rung, *zip(*given))
+        else:
+            made = itertools.starmap(train_rung, given)
+        for rung in rungs:
+            mine = list(itertools.islice(made, seeds))
+            yield rung, replace(mine[0], loss=sum(one.loss for one in mine) / seeds)
