@@ -29,9 +29,9 @@ LAYERS = [
     {"bundle"},
     {"api", "tasks", "evaluation"},
     {"training"},
-    {"inside", "lab", "retrieval"},
+    {"inside", "retrieval"},
     {"plot", "explorer", "report"},
-    {"tour"},
+    {"tour", "lab"},
     {"commands"},
     {"cli", "__main__"},
 ]

@@ -21,6 +21,7 @@ GROUPS: dict[str, dict[str, Command]] = {
         "train": Command("train:train", "train a model from your own files"),
         "eval": Command("train:evaluate", "measure a model on data it has not seen"),
         "long": Command("long:long", "measure a language model on long contexts"),
+        "lab": Command("lab:lab", "run an experiment: train, measure, draw, conclude"),
     },
     "use": {
         "generate": Command("use:generate", "continue a text"),

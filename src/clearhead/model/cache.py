@@ -83,7 +83,9 @@ class Cache:
 
     def layer(self, index: int, kind: Kind) -> LayerKeys:
         """Return the self-attention keys of one layer."""
-        return self.layers.setdefault(index, GrowingKeys(self) if kind.chooses else StateKeys())
+        if index not in self.layers:
+            self.layers[index] = GrowingKeys(self) if kind.chooses else StateKeys()
+        return self.layers[index]
 
     def cross_layer(self, index: int) -> CrossKeys:
         """Return the cross-attention keys of one layer."""
@@ -199,8 +201,8 @@ class GrowingKeys(LayerKeys):
         start, stop = self.cache.length, self.cache.length + k.shape[2]
         room = max(stop, self.cache.reserve)
         self.k, self.v = _with_room(self.k, k, start, room), _with_room(self.v, v, start, room)
-        self.k.narrow(2, start, stop - start).copy_(k.detach())
-        self.v.narrow(2, start, stop - start).copy_(v.detach())
+        self.k.narrow(2, start, stop - start).copy_(k.detach() if k.requires_grad else k)
+        self.v.narrow(2, start, stop - start).copy_(v.detach() if v.requires_grad else v)
         return self.k.narrow(2, 0, stop), self.v.narrow(2, 0, stop)
 
 

@@ -174,7 +174,7 @@ class Stack(nn.Module):
     def layers(self) -> list[Block]:
         """Return the block of each layer; layers that share weights have the same block."""
         blocks = list(self.blocks)
-        return [cast(Block, blocks[block]) for block in self.spec.block_of]
+        return cast(list[Block], [blocks[block] for block in self.spec.block_of])
 
     def forward(
         self,

@@ -31,7 +31,8 @@ def whole(tensor: Tensor) -> Tensor:
 
 def is_split(model: nn.Module) -> bool:
     """Return True for a model of which each process holds a part."""
-    return any(hasattr(one, "device_mesh") for one in model.parameters())
+    own = (part._parameters.values() for part in model.modules())  # each call to `generate` asks: be quick
+    return any(hasattr(one, "device_mesh") for some in own for one in some)
 
 
 def place_of(held: Any) -> Place:

@@ -8,6 +8,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,9 +88,9 @@ def generate(
         f"reuse with {len(texts)} prompts of a {m.config.family}: it takes one prompt of a decoder at a time",
     )
     apart = {"seconds": request.seconds, "cancel": hooks.cancel, "compile": request.compile}
-    asked = [name for name, value in apart.items() if value] if is_split(m.model) else []
+    asked = [name for name, value in apart.items() if value]
     refuse(
-        asked,
+        asked and is_split(m.model),
         f"{', '.join(asked)} with a model that is split over processes, which must go on together: "
         "leave it out",
     )
@@ -105,7 +106,7 @@ def generate(
     check_options(m.model, request, ends)
     if not texts:
         return []
-    with evaluating(m.model), evaluating(m.model if draft is None else draft.model):
+    with evaluating(m.model), nullcontext() if draft is None else evaluating(draft.model):
         runner, read = m.engine.runner(), _prompts(m, texts)
         if request.num_beams > 1:
             found = _search(m, runner, request, read, ends)
