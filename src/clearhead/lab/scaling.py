@@ -55,7 +55,7 @@ class Law:
 
     def loss(self, weights: float, tokens: float) -> float:
         """Return the loss of a model with so many weights after so many tokens."""
-        return self.floor + self.a / weights**self.alpha + self.b / tokens**self.beta
+        return float(self.floor + self.a / weights**self.alpha + self.b / tokens**self.beta)
 
     def best(self, flops: float) -> Point:
         """Return the size and the amount of text that give the lowest loss for so many FLOPs of training."""
@@ -244,7 +244,7 @@ def _measured(model: Transformer, rung: Rung, unseen: Tensor, device: str) -> fl
     """Return the mean loss over all windows of a text."""
     model.eval()
     windows = _windows(unseen, rung.length).to(device)
-    parts = windows.split(4 * rung.rows)
+    parts = torch.split(windows, 4 * rung.rows)
     total = sum(_loss(model, part.long(), device).double() * len(part) for part in parts)
     return float(total / len(windows))
 
