@@ -20,9 +20,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from clearhead.lab.curves import draw_budgets, draw_law
 from clearhead.lab.scaling import climb, ladder, predict
 from clearhead.plot.canvas import save as save_picture
-from clearhead.plot.scaling import draw_budgets, draw_law
 from common import device_name, processor_name, save
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
