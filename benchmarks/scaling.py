@@ -1,7 +1,7 @@
 """Train a ladder of language models on books, predict a model four times as large, then train it.
 
-    python benchmarks/scaling.py DATA [--seeds 1] [--device cuda] [--save]
-    python benchmarks/scaling.py --small [--save]
+    python benchmarks/scaling.py DATA [--seeds 1] [--device cuda] [--workers 4] [--save]
+    python benchmarks/scaling.py --small [--workers 2] [--save]
 
 DATA is a folder with train.txt.gz and test.txt.gz. The text is read as bytes, each of them once. With --small
 the text is the corpus that comes with clearhead and the ladder one for two cores. The prediction is printed
@@ -20,9 +20,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from clearhead.lab.curves import draw_budgets, draw_law
 from clearhead.lab.scaling import climb, ladder, predict
 from clearhead.plot.canvas import save as save_picture
-from clearhead.plot.scaling import draw_budgets, draw_law
 from common import device_name, processor_name, save
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
@@ -35,7 +35,7 @@ SMALL = ladder(
     sizes=((1, 16), (1, 32), (2, 32), (2, 48)),
     tokens=(120_000, 240_000, 480_000, 900_000),
     beyond=(3, 80),
-    rows=16,
+    rows=4,
     length=64,
 )
 
@@ -65,6 +65,7 @@ def main() -> None:
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--workers", type=int, default=4, help="models trained at a time")
     parser.add_argument("--save", action="store_true")
     given = parser.parse_args()
     if not given.small and given.data is None:
@@ -76,7 +77,7 @@ def main() -> None:
     else:
         text, unseen = read(given.data / "train.txt.gz"), read(given.data / "test.txt.gz")
     start, points = time.perf_counter(), []
-    for rung, point in climb(rungs, text, unseen, 256, given.seeds, device):
+    for rung, point in climb(rungs, text, unseen, 256, given.seeds, device, given.workers):
         points.append(point)
         took = time.perf_counter() - start
         shape = f"{rung.n_layers} x {rung.d_model}"

@@ -6,8 +6,12 @@ tokens, each read once. Training takes about 6 N D FLOPs.
 Shapes: B batch, T length, P points of the ladder, G pairs of exponents tried together.
 """
 
+import itertools
 import math
+import multiprocessing
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -51,7 +55,7 @@ class Law:
 
     def loss(self, weights: float, tokens: float) -> float:
         """Return the loss of a model with so many weights after so many tokens."""
-        return self.floor + self.a / weights**self.alpha + self.b / tokens**self.beta
+        return float(self.floor + self.a / weights**self.alpha + self.b / tokens**self.beta)
 
     def best(self, flops: float) -> Point:
         """Return the size and the amount of text that give the lowest loss for so many FLOPs of training."""
@@ -158,7 +162,7 @@ class Rung:
     d_model: int
     tokens: int
     d_head: int = 16
-    rows: int = 32  # of a batch
+    rows: int = 16  # of a batch
     length: int = 256
     rate: float = 0.02  # times 1 / sqrt(d_model)
 
@@ -240,7 +244,7 @@ def _measured(model: Transformer, rung: Rung, unseen: Tensor, device: str) -> fl
     """Return the mean loss over all windows of a text."""
     model.eval()
     windows = _windows(unseen, rung.length).to(device)
-    parts = windows.split(4 * rung.rows)
+    parts = torch.split(windows, 4 * rung.rows)
     total = sum(_loss(model, part.long(), device).double() * len(part) for part in parts)
     return float(total / len(windows))
 
@@ -271,9 +275,26 @@ def predict(points: Sequence[Point], weights: float, tokens: float, times: int =
 
 
 def climb(
-    rungs: Sequence[Rung], text: Tensor, unseen: Tensor, vocab_size: int, seeds: int, device: str
+    rungs: Sequence[Rung],
+    text: Tensor,
+    unseen: Tensor,
+    vocab_size: int,
+    seeds: int = 1,
+    device: str = "cpu",
+    workers: int = 1,
 ) -> Iterator[tuple[Rung, Point]]:
-    """Train every rung, and yield it with the mean of its losses over the seeds."""
-    for rung in rungs:
-        made = [train_rung(rung, text, unseen, vocab_size, seed, device) for seed in range(seeds)]
-        yield rung, replace(made[0], loss=sum(one.loss for one in made) / seeds)
+    """Train every rung, and yield it with the mean of its losses over the seeds, in their order.
+
+    Small models leave a device idle: `workers` processes train as many at a time.
+    """
+    given = [(rung, text, unseen, vocab_size, seed, device) for rung in rungs for seed in range(seeds)]
+    with ExitStack() as stack:
+        if workers > 1:
+            spawn = multiprocessing.get_context("spawn")
+            pool = stack.enter_context(ProcessPoolExecutor(workers, spawn, torch.set_num_threads, (1,)))
+            made: Iterator[Point] = pool.map(train_rung, *zip(*given))
+        else:
+            made = itertools.starmap(train_rung, given)
+        for rung in rungs:
+            mine = list(itertools.islice(made, seeds))
+            yield rung, replace(mine[0], loss=sum(one.loss for one in mine) / seeds)

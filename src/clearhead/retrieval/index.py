@@ -26,7 +26,7 @@ from clearhead.api import load as load_model
 from clearhead.errors import CheckpointError, InputError, refuse, refusing
 from clearhead.hub.files import read_json, write_bytes, write_text
 from clearhead.retrieval.passages import WORDS, Passage, Source, find_files, read_passages
-from clearhead.retrieval.words import Postings, bm25, post
+from clearhead.retrieval.words import Postings, bm25, join, post
 
 MANIFEST, PARTS, VERSION = "index.json", "parts", 1
 BLOCK = 1024  # passages of a part
@@ -105,6 +105,11 @@ class Index:
             for part in source["parts"]
         ]
 
+    @cached_property
+    def postings(self) -> Postings:
+        """The words of all passages."""
+        return join([part.postings for _, part in self.parts])
+
     def search(self, query: str, k: int = 10, by: By = "both") -> list[Hit]:
         """Return the k passages nearest to a query, best first."""
         return self.search_all([query], k, by)[0]
@@ -123,8 +128,7 @@ class Index:
         if by != "words":
             ranked.append(self._by_meaning(queries, deep))
         if by != "meaning":
-            postings = [part.postings for _, part in self.parts]
-            ranked.append([_best(bm25(postings, query), deep, above=0.0) for query in queries])
+            ranked.append([_best(bm25(self.postings, query), deep, above=0.0) for query in queries])
         found = ranked[0] if len(ranked) == 1 else [fuse(pair) for pair in zip(*ranked)]
         return [[self._hit(*one) for one in list(each.items())[:k]] for each in found]
 

@@ -61,17 +61,24 @@ def _hash(word: str) -> int:
     return int.from_bytes(hashlib.blake2b(word.encode("utf-8", "replace"), digest_size=8).digest(), "little")
 
 
-def bm25(parts: Sequence[Postings], query: str) -> NDArray[np.float64]:
-    """Return the score of every passage of all parts, in their order: [N]."""
-    total = sum(len(part.lengths) for part in parts)
-    mean = sum(float(part.lengths.sum()) for part in parts) / max(total, 1) or 1.0
-    scores = [np.zeros(len(part.lengths)) for part in parts]
+def join(parts: Sequence[Postings]) -> Postings:
+    """Return the postings of several parts as one; passages are numbered through."""
+    starts = np.cumsum([0, *(len(part.lengths) for part in parts)])
+    words, counts, lengths = (
+        np.concatenate([getattr(part, name) for part in parts]) for name in ("words", "counts", "lengths")
+    )
+    rows = np.concatenate([part.rows + np.int32(start) for part, start in zip(parts, starts)])
+    order = np.argsort(words, kind="stable")
+    return Postings(words[order], rows[order], counts[order], lengths)
+
+
+def bm25(postings: Postings, query: str) -> NDArray[np.float64]:
+    """Return the score of every passage: [N]."""
+    total, mean = len(postings.lengths), float(postings.lengths.mean()) or 1.0
+    scores = np.zeros(total)
     for word, times in Counter(words_of(query)).items():
-        places = [part.of(word) for part in parts]
-        holders = sum(place.stop - place.start for place in places)
-        weight = times * math.log(1 + (total - holders + 0.5) / (holders + 0.5))
-        for part, place, score in zip(parts, places, scores):
-            rows, counts = part.rows[place], part.counts[place]
-            norm = K1 * (1 - B + B * part.lengths[rows] / mean)
-            score[rows] += weight * counts / (counts + norm)
-    return np.concatenate([*scores, np.zeros(0)])
+        place = postings.of(word)
+        rows, counts = postings.rows[place], postings.counts[place]
+        weight = times * math.log(1 + (total - len(rows) + 0.5) / (len(rows) + 0.5))
+        scores[rows] += weight * counts / (counts + K1 * (1 - B + B * postings.lengths[rows] / mean))
+    return scores
