@@ -30,8 +30,8 @@ LAYERS = [
     {"api", "tasks", "evaluation"},
     {"training"},
     {"inside", "retrieval"},
-    {"plot", "explorer", "report", "serve"},
-    {"tour", "lab"},
+    {"plot", "explorer", "report", "serve", "lab"},
+    {"tour"},
     {"commands"},
     {"cli", "__main__"},
 ]
