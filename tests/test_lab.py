@@ -12,7 +12,7 @@ import torch
 from clearhead.cli import main
 from clearhead.errors import ClearheadError
 from clearhead.lab import report
-from clearhead.lab.experiment import Claim, Experiment, Picture, Setting, conduct, interval
+from clearhead.lab.experiment import Claim, Conditions, Experiment, Picture, conduct, interval
 from clearhead.lab.pool import spread
 from clearhead.lab.run import find
 from clearhead.lab.table import EXPERIMENTS
@@ -43,7 +43,7 @@ def _one_thread():
     torch.set_num_threads(before)
 
 
-@pytest.mark.ledger("N1", "N2", "N3", "N4", "N6", "N8", "N9")
+@pytest.mark.ledger("N1", "N2", "N4", "N6", "N8", "N9")
 @pytest.mark.parametrize(
     ("name", "less", "more", "figure", "effort", "by"), DIRECTIONS, ids=[one[0] for one in DIRECTIONS]
 )
@@ -51,7 +51,7 @@ def test_what_is_beyond_doubt_comes_out(name, less, more, figure, effort, by):
     experiment, found = find(name), {}
     for arm in (less, more):
         torch.manual_seed(0)
-        found[arm] = experiment.run(experiment.arms[arm], Setting(effort=effort))
+        found[arm] = experiment.run(experiment.arms[arm], Conditions(effort=effort))
         check(experiment, found[arm])
     assert found[more][figure] - found[less][figure] > by
 
@@ -65,11 +65,11 @@ def check(experiment: Experiment, numbers) -> None:
         assert {claim.less, claim.more} <= experiment.arms.keys()
 
 
-@pytest.mark.ledger("N5", "N7", "N10")
+@pytest.mark.ledger("N3", "N5", "N7", "N10")
 @pytest.mark.parametrize("name", [name for name in EXPERIMENTS if name not in {one[0] for one in DIRECTIONS}])
 def test_every_experiment_measures_its_figures(name):
     experiment = find(name)
-    check(experiment, experiment.run(list(experiment.arms.values())[-1], Setting(effort=0.01)))
+    check(experiment, experiment.run(list(experiment.arms.values())[-1], Conditions(effort=0.01)))
 
 
 def made(values: dict[str, list[float]]) -> Experiment:
@@ -128,12 +128,13 @@ def test_a_stopped_experiment_goes_on_where_it_was(tmp_path):
     conduct("t", experiment, tmp_path, 2)
     assert calls == [(1, 0), (2, 0), (1, 1), (1, 1), (2, 1)]
     with pytest.raises(ClearheadError, match="choose another --out"):
-        conduct("t", experiment, tmp_path, 2, Setting(effort=2.0))
+        conduct("t", experiment, tmp_path, 2, Conditions(effort=2.0))
 
 
 def test_the_command_lists_refuses_runs_and_redraws(tmp_path, capsys):
     main(["lab"])
-    assert all(name in capsys.readouterr().out for name in EXPERIMENTS)
+    listed = capsys.readouterr().out
+    assert all(name in listed for name in EXPERIMENTS)
     for arguments, said in (
         (["lab", "residual"], 'did you mean "residuals"'),
         (["lab", "norms", "--budget", "0.001"], "minutes here, and --budget is 0.001"),
@@ -157,14 +158,14 @@ def test_the_command_lists_refuses_runs_and_redraws(tmp_path, capsys):
     assert "is of tying" in capsys.readouterr().err
 
 
-def test_trials_side_by_side_are_those_of_one_after_the_other(tmp_path):
-    brief, said = Setting(effort=0.005), []
-    spread({"induction": tmp_path / "both"}, 1, brief, 2, said.append)
-    both = conduct("induction", find("induction"), tmp_path / "both", 1, brief)
+def test_trials_of_other_processes_are_those_of_this_one(tmp_path):
+    brief, said = Conditions(effort=0.005), []
+    spread({"induction": tmp_path / "apart"}, 1, brief, 1, said.append)
+    apart = conduct("induction", find("induction"), tmp_path / "apart", 1, brief)
     alone = conduct("induction", find("induction"), tmp_path / "alone", 1, brief)
     assert len(said) == 3
     for arm, (trial,) in alone.trials.items():
-        assert both.trials[arm][0]["induction"] == pytest.approx(trial["induction"], abs=1e-5)
+        assert apart.trials[arm][0]["induction"] == pytest.approx(trial["induction"], abs=1e-5)
 
 
 def test_without_matplotlib_the_numbers_are_kept_and_drawn_later(tmp_path, capsys, monkeypatch):

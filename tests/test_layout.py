@@ -30,7 +30,7 @@ LAYERS = [
     {"api", "tasks", "evaluation"},
     {"training"},
     {"inside", "retrieval"},
-    {"plot", "explorer", "report"},
+    {"plot", "explorer", "report", "serve"},
     {"tour", "lab"},
     {"commands"},
     {"cli", "__main__"},

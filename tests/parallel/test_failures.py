@@ -61,7 +61,8 @@ def test_a_killed_process_changes_nothing(tmp_path: Path) -> None:
     job = meshes.job("decoder", data, tmp_path / "killed", {"shard": 2}, settings=settings)
     run = forking.torchrun(tmp_path / "log", 1, meshes.perform_all, [{**job, "kill": [victim, 7]}])
     run.join(timeout=200)
-    assert "resuming from step 6" in forking.printed(tmp_path / "log")[0]
+    # The checkpoint of step 6 may not have been written yet: then that of step 3 has.
+    assert re.search(r"resuming from step [36]\b", forking.printed(tmp_path / "log")[0])
     meshes.perform(meshes.job("decoder", data, tmp_path / "whole", settings=settings))
     assert max(meshes.differences(tmp_path / "killed", tmp_path / "whole")) <= 1e-5
 

@@ -6,9 +6,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from torch.distributed.tensor import Replicate, Shard
 
 import clearhead as ch
 from clearhead.parallel.experts import split_experts
+from clearhead.parallel.shards import copies_of
 from clearhead.training.events import read_log
 from tests.parallel import forking, meshes
 
@@ -104,6 +106,13 @@ def test_a_run_goes_on_with_another_number_of_processes(number: int, runs: Path)
     if not ended:
         meshes.perform({"resume": str(out), "settings": {"train.steps": 6, **sizes(ended)}})
     assert max(meshes.differences(runs / f"{family}-whole", out)) <= 1e-5
+
+
+def test_experts_count_once_in_a_second_run_of_a_process() -> None:
+    """PyTorch hands out the mesh of an earlier run that looks the same, around which there were others."""
+    mesh = SimpleNamespace(mesh_dim_names=("data", "expert_held"), shape=(1, 1))
+    part = SimpleNamespace(device_mesh=mesh, placements=(Replicate(), Shard(0)))
+    assert [copies_of(part, 4, experts) for experts in (1, 2, 4)] == [4, 2, 1]
 
 
 @pytest.mark.parametrize(

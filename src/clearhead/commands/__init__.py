@@ -36,6 +36,10 @@ GROUPS: dict[str, dict[str, Command]] = {
         "index": Command("retrieve:index", "index the passages of files, for search"),
         "search": Command("retrieve:search", "find the passages nearest to a query"),
     },
+    "serve": {
+        "serve": Command("serve:serve", "serve models over HTTP, as OpenAI's API"),
+        "batch": Command("serve:batch", "answer a file of requests"),
+    },
     "look inside": {
         "explore": Command("models:explore", "see a model think, in the browser"),
         "tokens": Command("steps:tokens", "see how a text becomes tokens"),

@@ -52,7 +52,7 @@ def lab(
     import torch
 
     from clearhead.lab import report
-    from clearhead.lab.experiment import Setting, conduct
+    from clearhead.lab.experiment import Conditions, conduct
     from clearhead.lab.pace import pace
     from clearhead.lab.pool import spread
     from clearhead.lab.run import find
@@ -64,7 +64,7 @@ def lab(
         show_result(drawn, json, [table("", ("experiment", "written"), [*drawn.items()])])
         return
     device = "cuda" if full and torch.cuda.is_available() else "cpu"
-    setting = Setting(device=device, effort=effort * (10 if full else 1))
+    setting = Conditions(device=device, effort=effort * (10 if full else 1))
     minutes = sum(find(one).minutes(seeds, setting) for one in folders) * pace(device) / workers
     refuse(
         minutes > budget,

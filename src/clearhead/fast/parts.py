@@ -112,6 +112,8 @@ class PackedLinear(Direct):
     has changed.
     """
 
+    packed_rows = PACKED_ROWS
+
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__()
         self.made_of = (layer,)  # a tuple, so that it is no part of this one
@@ -124,7 +126,7 @@ class PackedLinear(Direct):
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] -> [..., N]."""
         # The compiler cannot take a packed weight as an input, and lays weights out by itself.
-        if x.numel() // self.in_features not in PACKED_ROWS or torch.compiler.is_compiling():
+        if x.numel() // self.in_features not in self.packed_rows or torch.compiler.is_compiling():
             return nnf.linear(x, self.weight, self.bias)
         if not self.current:
             self._pack()

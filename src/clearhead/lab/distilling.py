@@ -9,7 +9,7 @@ import torch.nn.functional as nnf
 from torch import Tensor, nn
 
 from clearhead.config import ModelConfig
-from clearhead.lab.experiment import Claim, Experiment, Numbers, Picture, Setting
+from clearhead.lab.experiment import Claim, Conditions, Experiment, Numbers, Picture
 from clearhead.lab.learning import Schooling, language_model, school, text
 from clearhead.model.transformer import Transformer
 
@@ -32,7 +32,7 @@ def draw(generator: torch.Generator, held_out: bool = False) -> tuple[Tensor, Te
     return rows.masked_fill(masked, len(text().letters)), rows, masked
 
 
-def run(arm: str, setting: Setting) -> Numbers:
+def run(arm: str, setting: Conditions) -> Numbers:
     """Train a teacher of four layers, then a student of two, alone or with its help."""
     teacher = Transformer(reader(4))
     list(school(teacher, draw, guess_loss, TEACHER, setting))
@@ -109,7 +109,7 @@ EXPERIMENT = Experiment(
         Picture("loss", "Loss of the student on unseen text", "step", "nats a character", curve="curve"),
         Picture("final", "Loss of the student", "", "nats a character", figure="loss"),
     ),
-    seconds=60,
+    seconds=90,
     setup={
         "teacher": f"4 layers, {TEACHER.steps} steps",
         "student": "2 layers",

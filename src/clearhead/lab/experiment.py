@@ -25,7 +25,7 @@ FEWEST = 3  # seeds that decide anything
 
 
 @dataclass(frozen=True)
-class Setting:
+class Conditions:
     """How a trial is run."""
 
     seed: int = 0
@@ -100,14 +100,14 @@ class Experiment:
     title: str
     question: str
     arms: Mapping[str, Any]
-    run: Callable[[Any, Setting], Numbers]  # an arm in a setting -> what was measured
+    run: Callable[[Any, Conditions], Numbers]  # an arm in a setting -> what was measured
     claims: Sequence[Claim]
     figures: Mapping[str, str]  # the figures of the table, with what they are
     pictures: Sequence[Picture] = ()
     seconds: float = 30.0  # of a trial on one core
     setup: Mapping[str, Any] = field(default_factory=dict)  # what all arms share, for the report
 
-    def minutes(self, seeds: int, setting: Setting) -> float:
+    def minutes(self, seeds: int, setting: Conditions) -> float:
         """Return about how long it takes on one core."""
         return len(self.arms) * seeds * self.seconds * setting.effort / 60
 
@@ -121,7 +121,7 @@ class Findings:
     trials: Mapping[str, Sequence[Numbers]]
     judged: Sequence[Judged]
     seconds: float
-    setting: Setting
+    setting: Conditions
 
     def summary(self, arm: str, figure: str) -> tuple[float, float, float]:
         """Return the mean of a figure over the seeds, and its interval of 95 %."""
@@ -130,7 +130,7 @@ class Findings:
 
     @classmethod
     def of(
-        cls, name: str, experiment: Experiment, trials: Mapping[str, Sequence[Numbers]], setting: Setting
+        cls, name: str, experiment: Experiment, trials: Mapping[str, Sequence[Numbers]], setting: Conditions
     ) -> "Findings":
         """Judge the claims by what was measured."""
         spent = sum(trial["seconds"] for arm in trials.values() for trial in arm)
@@ -168,14 +168,14 @@ def conduct(
     experiment: Experiment,
     folder: Path,
     seeds: int = 3,
-    setting: Setting | None = None,
+    setting: Conditions | None = None,
     tell: Callable[[str], None] = lambda line: None,
 ) -> Findings:
     """Run every arm with every seed, those of earlier tries left out, and judge the claims.
 
     Seeds come first: a stopped experiment has all arms of the seeds it has.
     """
-    setting = setting or Setting()
+    setting = setting or Conditions()
     refuse(seeds < 1, f"seeds {seeds} must be 1 or more")
     trials: dict[str, list[Numbers]] = {arm: [] for arm in experiment.arms}
     total, began = seeds * len(trials), time.perf_counter()
@@ -188,7 +188,7 @@ def conduct(
     return Findings.of(name, experiment, trials, setting)
 
 
-def trial(experiment: Experiment, arm: str, setting: Setting, folder: Path) -> Numbers:
+def trial(experiment: Experiment, arm: str, setting: Conditions, folder: Path) -> Numbers:
     """Run an arm with a seed, or return what an earlier try measured."""
     path = folder / "trials" / f"{_file_name(arm)}-{setting.seed}.json"
     asked = {"setting": asdict(setting), "arm": experiment.arms[arm], "setup": dict(experiment.setup)}

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 import clearhead as ch
 from clearhead.config import ModelConfig
-from clearhead.lab.experiment import Claim, Experiment, Numbers, Picture, Setting
+from clearhead.lab.experiment import Claim, Conditions, Experiment, Numbers, Picture
 from clearhead.lab.learning import Schooling, logits_of, school
 from clearhead.model.transformer import Transformer
 
@@ -14,7 +14,7 @@ SYMBOLS, PAIRS, LENGTH = 8, 3, 16  # pairs of a row; a row is drawn from them, a
 PLAN = Schooling(steps=600, batch=64, length=LENGTH, lr=1e-2, warmup=10)
 
 
-def run(depth: int, setting: Setting) -> Numbers:
+def run(depth: int, setting: Conditions) -> Numbers:
     """Train on rows of random pairs that come again; follow the strongest induction head and the loss."""
     model = Transformer(
         ModelConfig(vocab_size=SYMBOLS, d_model=32, n_layers=depth, n_heads=2, positions="rope",
@@ -93,6 +93,6 @@ EXPERIMENT = Experiment(
         Picture("scores", "The strongest induction head", "step", "weight", curve="scores"),
         Picture("loss", "Loss of the repeated symbols", "step", "nats a symbol", curve="curve"),
     ),
-    seconds=40,
+    seconds=20,
     setup={"model": "width 32, 2 heads, RoPE", **vars(PLAN)},
 )

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import clearhead as ch
 from clearhead.fast.parts import like
-from clearhead.lab.experiment import Claim, Experiment, Numbers, Picture, Setting
+from clearhead.lab.experiment import Claim, Conditions, Experiment, Numbers, Picture
 from clearhead.lab.learning import Schooling, language_model, next_loss, read, school_text, text
 from clearhead.model.stack import Residual
 from clearhead.model.taps import SILENT, Tap
@@ -20,7 +20,7 @@ SHORT = Schooling(steps=200, batch=16, length=48, lr=3e-3)
 # Norms and warm-up ------------------------------------------------------------------------------------------
 
 
-def run_norms(arm: tuple[str, int, int], setting: Setting) -> Numbers:
+def run_norms(arm: tuple[str, int, int], setting: Conditions) -> Numbers:
     """Train a stack of a depth with its norms before or after each sublayer, and with a warm-up or none."""
     place, depth, warmup = arm
     config = language_model(norm_position=place, n_layers=depth, d_model=48, max_positions=SHORT.length)
@@ -71,7 +71,7 @@ NORMS = Experiment(
 # The scale of the scores ------------------------------------------------------------------------------------
 
 
-def run_scale(scale: float | None, setting: Setting) -> Numbers:
+def run_scale(scale: float | None, setting: Conditions) -> Numbers:
     """Train one wide head whose scores are divided by the root of its width, or not."""
     config = language_model(
         n_heads=1, d_model=128, attention_scale=scale, init="xavier", max_positions=SHORT.length
@@ -152,7 +152,7 @@ def stripped(model: Transformer, residuals: bool, norms: bool) -> Transformer:
     return model
 
 
-def run_residuals(arm: tuple[bool, bool], setting: Setting) -> Numbers:
+def run_residuals(arm: tuple[bool, bool], setting: Conditions) -> Numbers:
     """Train a deep stack with or without residuals and norms; measure gradients and the loss around."""
     model = stripped(Transformer(language_model(n_layers=8, d_model=48, max_positions=SHORT.length)), *arm)
     model.to(setting.device)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from clearhead.config import ModelConfig
 from clearhead.data.corpora import CORPORA
-from clearhead.lab.experiment import Setting
+from clearhead.lab.experiment import Conditions
 from clearhead.model.transformer import Transformer
 
 CHARACTERS = 1_000_000  # of an embedded text that a trial learns from
@@ -101,7 +101,7 @@ class Schooling:
 
 
 def school(
-    model: nn.Module, draw: Draw, loss_of: Loss, plan: Schooling, setting: Setting, every: int = 10
+    model: nn.Module, draw: Draw, loss_of: Loss, plan: Schooling, setting: Conditions, every: int = 10
 ) -> Iterator[tuple[int, float, float]]:
     """Train a model; yield (step, loss, norm of the gradient) at every `every`-th step and at the last.
 
@@ -144,14 +144,14 @@ def held_out_loss(model: nn.Module, plan: Schooling, batches: int = 8, corpus: T
     return sum(found) / len(found)
 
 
-def read(config: ModelConfig, plan: Schooling, setting: Setting) -> tuple[Transformer, dict[str, Any]]:
+def read(config: ModelConfig, plan: Schooling, setting: Conditions) -> tuple[Transformer, dict[str, Any]]:
     """Train a model of characters; return it with its loss on unseen text, its curve and its size."""
     model = Transformer(config)
     found = school_text(model, plan, setting)
     return model, found
 
 
-def school_text(model: nn.Module, plan: Schooling, setting: Setting) -> dict[str, Any]:
+def school_text(model: nn.Module, plan: Schooling, setting: Conditions) -> dict[str, Any]:
     """Train any model of characters on the embedded text."""
     corpus = text()
     draw = functools.partial(corpus.windows, batch=plan.batch, length=plan.length)

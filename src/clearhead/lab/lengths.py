@@ -3,7 +3,7 @@
 import torch
 
 from clearhead.costs import cost
-from clearhead.lab.experiment import Claim, Experiment, Numbers, Picture, Setting
+from clearhead.lab.experiment import Claim, Conditions, Experiment, Numbers, Picture
 from clearhead.lab.learning import Schooling, language_model, logits_of, read
 from clearhead.lab.recurrent import seconds
 from clearhead.model.transformer import Transformer
@@ -20,7 +20,7 @@ KINDS = {
 }
 
 
-def run(kind: str, setting: Setting) -> Numbers:
+def run(kind: str, setting: Conditions) -> Numbers:
     """Train on text, then time steps of training, and find how far back the model sees."""
     config = language_model(attention=kind, max_positions=TIMED[-1])
     model, found = read(config, PLAN, setting)

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import torch
 
-from clearhead.lab.experiment import Numbers, Setting, said, trial
+from clearhead.lab.experiment import Conditions, Numbers, said, trial
 from clearhead.lab.run import find
 
 
 def spread(
-    folders: dict[str, Path], seeds: int, setting: Setting, workers: int, tell: Callable[[str], None]
+    folders: dict[str, Path], seeds: int, setting: Conditions, workers: int, tell: Callable[[str], None]
 ) -> None:
     """Run every trial of experiments, by name with their folders; long ones begin first.
 
@@ -44,5 +44,5 @@ def spread(
         raise faults[0]
 
 
-def _run(name: str, arm: str, setting: Setting, folder: Path) -> Numbers:
+def _run(name: str, arm: str, setting: Conditions, folder: Path) -> Numbers:
     return trial(find(name), arm, setting, folder)

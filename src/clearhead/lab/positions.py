@@ -5,7 +5,7 @@ import torch.nn.functional as nnf
 from torch import Tensor, nn
 
 from clearhead.config import ModelConfig
-from clearhead.lab.experiment import Claim, Experiment, Numbers, Picture, Setting
+from clearhead.lab.experiment import Claim, Conditions, Experiment, Numbers, Picture
 from clearhead.lab.learning import Schooling, logits_of, school
 from clearhead.model.transformer import Transformer
 
@@ -15,7 +15,7 @@ PLAN = Schooling(steps=400, batch=32, length=TRAINED, lr=3e-3)
 SCHEMES = ("none", "learned", "sinusoidal", "rope", "alibi", "relative")
 
 
-def run(scheme: str, setting: Setting) -> Numbers:
+def run(scheme: str, setting: Conditions) -> Numbers:
     """Train an encoder to say which symbol came first, and a decoder to look three places back."""
     common = {
         "d_model": 64,

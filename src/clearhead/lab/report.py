@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from clearhead.errors import InputError, refuse
-from clearhead.lab.experiment import Experiment, Findings, Picture, Setting
+from clearhead.lab.experiment import Conditions, Experiment, Findings, Picture
 from clearhead.plot import canvas
 
 SIGNS = {"supported": "Supported", "not supported": "Not supported", "undecided": "Undecided"}
@@ -32,7 +32,7 @@ def redraw(name: str, experiment: Experiment, folder: Path) -> Path:
     path = folder / "results.json"
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        trials, setting = found["trials"], Setting(**found["setting"])
+        trials, setting = found["trials"], Conditions(**found["setting"])
         facts = {fact: found[fact] for fact in ("command", "device", "torch")}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(f"{path} cannot be read as results of an experiment: {error}") from None

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import clearhead as ch
 from clearhead.costs import cost
-from clearhead.lab.experiment import Claim, Experiment, Numbers, Picture, Setting
+from clearhead.lab.experiment import Claim, Conditions, Experiment, Numbers, Picture
 from clearhead.lab.learning import (
     Schooling,
     held_out_loss,
@@ -29,7 +29,7 @@ LOSS = {"loss": "nats a character on unseen text"}
 CURVE = Picture("loss", "Loss while training", "step", "nats a character", curve="curve")
 
 
-def run_shape(fields: dict[str, Any], setting: Setting) -> Numbers:
+def run_shape(fields: dict[str, Any], setting: Conditions) -> Numbers:
     """Train a model with these fields."""
     config = language_model(**fields)
     found = read(config, PLAN, setting)[1]
@@ -81,7 +81,7 @@ TYING = Experiment(
 # Sizes at equal FLOPs -------------------------------------------------------------------------------------
 
 
-def run_budget(width: int, setting: Setting) -> Numbers:
+def run_budget(width: int, setting: Conditions) -> Numbers:
     """Train a model of a width for as many steps as the FLOPs of the usual width and steps allow."""
     work = [cost(language_model(d_model=one), PLAN.length).flops.training_per_token for one in (64, width)]
     plan = replace(PLAN, steps=round(PLAN.steps * work[0] / work[1]))
@@ -107,7 +107,7 @@ BUDGET = Experiment(
 # Label smoothing ------------------------------------------------------------------------------------------
 
 
-def run_smoothing(share: float, setting: Setting) -> Numbers:
+def run_smoothing(share: float, setting: Conditions) -> Numbers:
     """Train with a share of each target spread over all characters; measure loss and calibration."""
     model, corpus = Transformer(language_model()), text()
 
@@ -152,7 +152,7 @@ SMOOTHING = Experiment(
 # Mixtures of experts ----------------------------------------------------------------------------------------
 
 
-def run_experts(weight: float, setting: Setting) -> Numbers:
+def run_experts(weight: float, setting: Conditions) -> Numbers:
     """Train a mixture with a loss that spreads tokens evenly over the experts, of a weight."""
     model, corpus = Transformer(language_model(n_experts=8, n_active_experts=1, d_ff=64)), text()
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from clearhead.config import ModelConfig
 from clearhead.data.corpora import CORPORA
-from clearhead.lab.experiment import Claim, Experiment, Numbers, Picture, Setting
+from clearhead.lab.experiment import Claim, Conditions, Experiment, Numbers, Picture
 from clearhead.lab.learning import Schooling, logits_of, school
 from clearhead.model.transformer import Transformer
 
@@ -56,7 +56,7 @@ def answers(model: Transformer, rows: Tensor, wanted: Tensor) -> Tensor:
     return logits_of(model, torch.cat([rows, fed], dim=1))[:, -count:]
 
 
-def run_families(family: str, setting: Setting) -> Numbers:
+def run_families(family: str, setting: Conditions) -> Numbers:
     """Train a family on each task from scratch; measure whole answers that are right, or the loss."""
     found: Numbers = {}
     for name, target in WANTED.items():
@@ -142,7 +142,7 @@ def labelled() -> tuple[Tensor, Tensor, int]:
     return rows, torch.tensor([labels[label] for _, label in pairs]), len(labels)
 
 
-def run_pooling(pooling: str, setting: Setting) -> Numbers:
+def run_pooling(pooling: str, setting: Conditions) -> Numbers:
     """Train a classifier of names of characters that reads off the first token, or off the mean."""
     rows, classes, count = labelled()
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))

@@ -5,7 +5,7 @@ import math
 
 import torch
 
-from clearhead.lab.experiment import Claim, Experiment, Numbers, Picture, Setting
+from clearhead.lab.experiment import Claim, Conditions, Experiment, Numbers, Picture
 from clearhead.lab.learning import Schooling, Text, held_out_loss, language_model, next_loss, prose, school
 from clearhead.model.transformer import Transformer
 from clearhead.tokens.plan import TokenKind, TokensPlan
@@ -21,7 +21,7 @@ KINDS: dict[str, tuple[TokenKind, int | None]] = {  # all spell any text
 }
 
 
-def run(arm: tuple[TokenKind, int | None], setting: Setting) -> Numbers:
+def run(arm: tuple[TokenKind, int | None], setting: Conditions) -> Numbers:
     """Train a tokenizer on the text before the held-out tenth, and a model on as many tokens as any other."""
     kind, size = arm
     whole = prose(characters=CHARACTERS)

@@ -88,7 +88,7 @@ class Attention(nn.Module):
         if tap.wants("scores", "pattern"):
             kernel = "eager"
         heads = list(self.heads) if self.pruned else None
-        if view.blocks is not None and kernel == "fused":
+        if view.blocks is not None and kernel != "eager":
             return attend_blocks(
                 q, k, v, view.blocks, self.scale,
                 softcap=self.softcap, sink=self.sinks(), dropout=dropout, heads=heads,

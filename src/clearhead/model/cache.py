@@ -172,7 +172,8 @@ class StateKeys(LayerKeys):
 
     def keep(self, *state: Tensor) -> None:
         """Keep this state, the answer of the call in progress."""
-        self.state = tuple(part.detach() for part in state)
+        # Copies, since each may be a part of all the states of a pass.
+        self.state = tuple(part.detach().clone() for part in state)
         self.k = self.v = self.state[0]  # for the number of rows
 
     def forget(self) -> None:
@@ -286,10 +287,10 @@ class WindowCache(Cache):
         self.rings = {kind: ring.of_rows(rows) for kind, ring in self.rings.items()}
 
     def crop(self, length: int) -> None:
-        """Forget all but the first `length` slots, as long as no window has begun to forget."""
+        """Forget all, or all but the first `length` slots as long as no window has begun to forget."""
         for kind, ring in self.rings.items():
             refuse(
-                length < self.length and int(ring.order.max()) >= (kind.reach or 0),
+                0 < length < self.length and int(ring.order.max()) >= (kind.reach or 0),
                 f"a window cache of {kind.reach} has forgotten what a crop to {length} needs: "
                 "use Cache() to step back",
             )

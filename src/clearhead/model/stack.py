@@ -261,7 +261,9 @@ class Stack(nn.Module):
 
             plan = None
             if prefix is None and bias is None and not tap.traced:
-                flexible = flex.serves(self.spec, kind, keys, dtype, self.training)
+                flexible = flex.serves(self.spec, kind, keys, dtype, self.training) and flex.asked(
+                    self.blocks
+                )
                 plan = plan_blocks(queries, keys, kind, causal, biased, flexible)
             view = dense() if plan is None else masks.View(blocks=plan, dense=dense)
             views[kind] = replace(view, rotary=rotary, tokens=queries)

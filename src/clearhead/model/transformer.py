@@ -218,7 +218,11 @@ def evaluating(model: nn.Module) -> AbstractContextManager[None]:
 
 
 def attending(model: object, kernel: str) -> AbstractContextManager[None]:
-    """Use one kernel, "eager" or "fused", in every attention of `model`, or of a part, in a `with` block."""
+    """Use one kernel in every attention of `model`, or of a part, in a `with` block.
+
+    "fused" is the default, "eager" spells every step out, and "flex" has PyTorch's `flex_attention` attend in
+    long rows of kinds that choose among keys, where it serves (`kinds.flex`). All give the same numbers.
+    """
     refuse(
         kernel not in attend.KERNELS,
         f'no attention kernel is called "{kernel}": choose from {", ".join(attend.KERNELS)}',

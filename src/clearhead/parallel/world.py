@@ -166,7 +166,8 @@ class World:
         gradients = [one.grad for one in parameters if one.grad is not None]
         with self.waiting("the norm of the gradients"):
             known = [one.grad for one in counted if one.grad is not None]
-            norm = shards.norm_of(known, self.size // self.extent("pipeline"), parameters[0].device)
+            processes, experts = self.size // self.extent("pipeline"), self.extent("expert")
+            norm = shards.norm_of(known, processes, experts, parameters[0].device)
         torch._foreach_mul_([shards.local(one) for one in gradients], (most / (norm + 1e-6)).clamp(max=1.0))
         return norm
 
