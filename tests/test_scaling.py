@@ -1,4 +1,4 @@
-"""Scaling laws: the fit is the least robust cost, laws come back from their points, budgets are well spent."""
+"""Scaling laws: the fit is the least robust cost, laws come back from their points, budgets go furthest."""
 
 from __future__ import annotations
 

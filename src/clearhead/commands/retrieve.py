@@ -52,8 +52,9 @@ def index(
     For example:
       clearhead index notes/ --model my-encoder/ --out notes.index
       clearhead index --out notes.index
-      clearhead index abstracts.jsonl.gz --model my-encoder/ --out abstracts.index --device cuda
+      clearhead index papers.jsonl.gz --model my-encoder/ --device cuda
     """
+    _check_device(model, device)
     embedder = None if model is None else load_model(model, device=device)
     from clearhead.retrieval.index import build_index
 
@@ -83,6 +84,7 @@ def search(
       clearhead search notes.index "error 1402" --by words --k 3
       clearhead search notes.index --file queries.txt --json --output found.jsonl
     """
+    _check_device(model, options.device)
     from clearhead.retrieval.index import Index
 
     found = Index(folder, None if model is None else options.load(model), stale)
@@ -100,6 +102,14 @@ def search(
         body=lambda fields, hits: {**fields, "passages": [cited(hit) for hit in hits]},
         line=line,
         show=show,
+    )
+
+
+def _check_device(model: Path | None, device: str) -> None:
+    """Refuse a device without the embedder that is to be on it: the index's own is loaded on the CPU."""
+    refuse(
+        model is None and device != "cpu",
+        f"--device {device} is for the embedder: name it too, by --model DIR",
     )
 
 

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from clearhead.lab.scaling import FLOPS, Law, Point, Prediction
+from clearhead.lab.scaling import FLOPS, Foretold, Law, Point
 from clearhead.plot.canvas import Figure, single
 
 
-def draw_law(points: Sequence[Point], found: Prediction, trained: Point | None = None) -> Figure:
+def draw_law(points: Sequence[Point], found: Foretold, trained: Point | None = None) -> Figure:
     """Draw the loss by size for each amount of text, the fitted law, and a size beyond the ladder."""
     figure, axes = single(
         7, 4.4, "Loss by size and text", "weights outside the token table", "nats a token", grid="both"

@@ -258,7 +258,7 @@ def ladder(
 
 
 @dataclass(frozen=True)
-class Prediction:
+class Foretold:
     """What a ladder says of a larger model before that is trained."""
 
     law: Law
@@ -267,11 +267,11 @@ class Prediction:
     high: float
 
 
-def predict(points: Sequence[Point], weights: float, tokens: float, times: int = 100) -> Prediction:
+def predict(points: Sequence[Point], weights: float, tokens: float, times: int = 100) -> Foretold:
     """Fit a law and predict the loss of a size beyond the ladder."""
     law = fit(points)
     drawn = [one.loss(weights, tokens) for one in bootstrap(points, times)]
-    return Prediction(law, law.loss(weights, tokens), *between(drawn or [math.nan]))
+    return Foretold(law, law.loss(weights, tokens), *between(drawn or [math.nan]))
 
 
 def climb(

@@ -25,7 +25,7 @@ from clearhead.api import Model
 from clearhead.api import load as load_model
 from clearhead.errors import CheckpointError, InputError, refuse, refusing
 from clearhead.hub.files import read_json, write_bytes, write_text
-from clearhead.retrieval.passages import WORDS, Passage, Source, find_files, read_passages
+from clearhead.retrieval.passages import WORDS, IndexedFile, IndexedPassage, find_files, read_passages
 from clearhead.retrieval.words import Postings, bm25, join, post
 
 MANIFEST, PARTS, VERSION = "index.json", "parts", 1
@@ -42,12 +42,12 @@ OnPassages = Callable[[str, int, int], None]
 class Hit:
     """A passage that was found, and how well it fits: cosine, BM25, or the sum of 1 / (60 + rank)."""
 
-    passage: Passage
+    passage: IndexedPassage
     score: float
 
 
 @dataclass(frozen=True)
-class Part:
+class IndexPart:
     """A block of passages, read from its file."""
 
     vectors: Vectors  # N D, of length one
@@ -55,10 +55,10 @@ class Part:
     rows: bytes  # a JSON object a line: text, line, name
     ends: NDArray[np.int64]  # N, where each ends
 
-    def passage(self, number: int, file: str) -> Passage:
+    def passage(self, number: int, file: str) -> IndexedPassage:
         """Return one passage."""
         start = int(self.ends[number - 1]) if number else 0
-        return Passage(file=file, **json.loads(self.rows[start : int(self.ends[number])]))
+        return IndexedPassage(file=file, **json.loads(self.rows[start : int(self.ends[number])]))
 
 
 class Index:
@@ -97,7 +97,7 @@ class Index:
         return sum(part["passages"] for source in self.manifest["sources"] for part in source["parts"])
 
     @cached_property
-    def parts(self) -> list[tuple[str, Part]]:
+    def parts(self) -> list[tuple[str, IndexPart]]:
         """All parts, each with the file that it is of."""
         return [
             (source["file"], _read_part(self.folder, part))
@@ -241,7 +241,7 @@ def _empty(folder: Path, model: Model, words: int) -> dict[str, Any]:
 
 def _read_all(
     paths: Sequence[Path], words: int, skip: bool, folder: Path
-) -> Iterator[tuple[Source, list[Passage]]]:
+) -> Iterator[tuple[IndexedFile, list[IndexedPassage]]]:
     for path in paths:
         if folder.resolve() in path.resolve().parents:
             continue  # the index itself lies among its files
@@ -251,7 +251,7 @@ def _read_all(
             refuse(not skip, f"{error}; leave it out, or skip what cannot be read (skip)")
 
 
-def _part(folder: Path, model: Model, embedder: str, passages: Sequence[Passage]) -> dict[str, Any]:
+def _part(folder: Path, model: Model, embedder: str, passages: Sequence[IndexedPassage]) -> dict[str, Any]:
     """Write the part of some passages, where it is not there yet; return its entry in the manifest."""
     rows = [
         json.dumps({"text": one.text, "line": one.line, "name": one.name}).encode() + b"\n"
@@ -288,11 +288,11 @@ def _manifest(folder: Path) -> dict[str, Any]:
     return found
 
 
-def _source(entry: dict[str, Any]) -> Source:
-    return Source(**{name: value for name, value in entry.items() if name != "parts"})
+def _source(entry: dict[str, Any]) -> IndexedFile:
+    return IndexedFile(**{name: value for name, value in entry.items() if name != "parts"})
 
 
-def _read_part(folder: Path, entry: dict[str, Any]) -> Part:
+def _read_part(folder: Path, entry: dict[str, Any]) -> IndexPart:
     path = folder / PARTS / entry["name"]
     with refusing(f"{path} cannot be read: make the index again", CheckpointError):
         raw = path.read_bytes()
@@ -303,7 +303,7 @@ def _read_part(folder: Path, entry: dict[str, Any]) -> Part:
     )
     arrays = load(raw)
     postings = Postings(*(arrays[f"postings.{key}"] for key in Postings._fields))
-    return Part(arrays["vectors"], postings, arrays["rows"].tobytes(), arrays["ends"])
+    return IndexPart(arrays["vectors"], postings, arrays["rows"].tobytes(), arrays["ends"])
 
 
 def _fitting(model: Model, manifest: dict[str, Any], folder: Path) -> Model:

@@ -14,7 +14,7 @@ WORDS = 150  # of a passage of plain text, at most
 
 
 @dataclass(frozen=True)
-class Passage:
+class IndexedPassage:
     """A piece of a file."""
 
     text: str
@@ -29,7 +29,7 @@ class Passage:
 
 
 @dataclass(frozen=True)
-class Source:
+class IndexedFile:
     """A file as it was when it was read."""
 
     file: str
@@ -60,7 +60,7 @@ def find_files(given: Sequence[str | Path]) -> list[Path]:
     return list(found)
 
 
-def read_passages(path: Path, words: int = WORDS) -> tuple[Source, list[Passage]]:
+def read_passages(path: Path, words: int = WORDS) -> tuple[IndexedFile, list[IndexedPassage]]:
     """Read a file, .gz as well; .jsonl has a JSON object with `text` and perhaps `title` on each line."""
     try:
         raw, stat = path.read_bytes(), path.stat()
@@ -72,10 +72,10 @@ def read_passages(path: Path, words: int = WORDS) -> tuple[Source, list[Passage]
         raise InputError(f"{path} is no text: byte {error.start + 1} is not UTF-8") from None
     jsonl = ".jsonl" in path.suffixes
     found = _objects(path, text) if jsonl else _paragraphs(path, text, words)
-    return Source(str(path), _digest(raw), len(raw), stat.st_mtime_ns), list(found)
+    return IndexedFile(str(path), _digest(raw), len(raw), stat.st_mtime_ns), list(found)
 
 
-def _objects(path: Path, text: str) -> Iterator[Passage]:
+def _objects(path: Path, text: str) -> Iterator[IndexedPassage]:
     for number, line in enumerate(text.splitlines(), start=1):
         if not line.strip():
             continue
@@ -86,24 +86,24 @@ def _objects(path: Path, text: str) -> Iterator[Passage]:
         except (ValueError, LookupError, TypeError, AttributeError):
             raise InputError(f'{path} line {number} is no JSON object with a "text": {line:.60}') from None
         if body.strip():
-            yield Passage(body, str(path), number, name)
+            yield IndexedPassage(body, str(path), number, name)
 
 
-def _paragraphs(path: Path, text: str, words: int) -> Iterator[Passage]:
+def _paragraphs(path: Path, text: str, words: int) -> Iterator[IndexedPassage]:
     """Give paragraphs, joined while they have `words` words or less; a longer one is cut."""
     kept, first = list[str](), 1
     for number, line in enumerate([*text.split("\n"), ""], start=1):
         blank, mine = not line.strip(), line.split()
         if kept and ((blank and len(kept) > words / 2) or len(kept) + len(mine) > words):
-            yield Passage(" ".join(kept), str(path), first)
+            yield IndexedPassage(" ".join(kept), str(path), first)
             kept = []
         first = first if kept else number
         kept += mine
         while len(kept) > words:
-            yield Passage(" ".join(kept[:words]), str(path), first)
+            yield IndexedPassage(" ".join(kept[:words]), str(path), first)
             kept = kept[words:]
     if kept:
-        yield Passage(" ".join(kept), str(path), first)
+        yield IndexedPassage(" ".join(kept), str(path), first)
 
 
 def _digest(raw: bytes) -> str:
