@@ -10,7 +10,7 @@ padded row of the shortest length is compared too, since its padding sees nothin
 itself: with lengths left open it should happen once for each kind. `--limit` seconds stop the series before
 the next case. `--device cpu` compares forward passes alone, in float32 and uncompiled.
 
-The shortest length from which flex is quicker in every kind is what `FLEX_FROM` in model/kinds/flex.py takes.
+`attending(model, "flex")` chooses it in a model.
 """
 
 from __future__ import annotations

@@ -1,20 +1,28 @@
 """What each kind of attention costs: time and memory of a training step of one layer against its length.
 
     python benchmarks/kinds.py [--longest 65536] [--device cuda] [--save]
+    python benchmarks/kinds.py --write
 
 One layer of 8 heads of 64, one row: forward and backward. Beside it, what `ch.cost` computes. The slope is
 that of log time against log length over the lengths from `SLOPE_FROM` on; the crossing is the shortest length
 at which a kind is quicker than full attention. Full attention stops where a step takes `PATIENCE` seconds.
 `--save` also draws docs/images/kinds_DEVICE.png: lines are measured, dots are the FLOPs of `ch.cost`, scaled
-to the first point of the line from `SLOPE_FROM` on.
+to the first point of the line from `SLOPE_FROM` on. `--write` writes what the record of a GPU says into
+docs/attention.md.
+
+The roofline of a step is the longer of two times: its FLOPs at the rate of one large product in float32, and
+writing and reading once what it keeps for the backward pass, at the rate of a copy. Both rates are measured.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import resource
 import statistics
+import textwrap
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -36,7 +44,9 @@ KINDS = {
 }
 SLOPE_FROM = {"cpu": 4096, "cuda": 32768}  # shorter rows do not keep the device busy
 PATIENCE = 60.0
-IMAGES = Path(__file__).parents[1] / "docs" / "images"
+AFTER = "\n## "  # what ends a section
+RESULTS = Path(__file__).parent / "results"
+IMAGES = RESULTS.parents[1] / "docs" / "images"
 
 
 def measure(kind: str, length: int, device: str) -> dict[str, float]:
@@ -69,6 +79,69 @@ def measure(kind: str, length: int, device: str) -> dict[str, float]:
         "flops": priced.flops.forward.total + priced.flops.backward.total,
         "activation_bytes": priced.memory.activations.total,
     }
+
+
+def rates(device: str) -> dict[str, float]:
+    """FLOPs a second of a large product in float32, and bytes a second of a copy, the best of some."""
+    size = 8192 if device == "cuda" else 1536
+    a, b = torch.randn(2, size, size, device=device)
+    found = dict.fromkeys(("flops", "bytes"), 0.0)
+    for _ in range(6):
+        for name, job, amount in (("flops", lambda: a @ b, 2 * size**3), ("bytes", a.clone, 2 * a.nbytes)):
+            start = time.perf_counter()
+            for _ in range(5):
+                job()
+            if device == "cuda":
+                torch.cuda.synchronize()
+            found[name] = max(found[name], 5 * amount / (time.perf_counter() - start))
+    return found
+
+
+def share(point: dict[str, float], best: dict[str, float]) -> float:
+    """The time of the roofline divided by that of a step."""
+    bound = max(point["flops"] / best["flops"], 2 * point["activation_bytes"] / best["bytes"])
+    return round(bound / point["seconds"], 3)
+
+
+def write() -> None:
+    """Write what the record of a GPU says into docs/attention.md."""
+    record = json.loads((RESULTS / "kinds_cuda.json").read_text())["results"][0]
+    rows, best = record["rows"], record.get("rates")
+    longest = max(max(map(int, row["points"])) for row in rows)
+    lead = (
+        f"One layer of 8 heads of 64, one row, forward and backward in float32, on an {record['device']} "
+        f"(`python benchmarks/kinds.py --device cuda --longest {longest} --save`). Lines are measured, dots "
+        "are the FLOPs of `ch.cost`, scaled to the line where it begins to be straight, at "
+        f"{SLOPE_FROM['cuda']:,} tokens. The slope is the power of the length with which time grows from "
+        "there on."
+    )
+    lines = [
+        f"| kind | seconds at {longest:,} | slope | quicker than `full` from | share of the roofline |",
+        "| --- | ---: | ---: | ---: | ---: |",
+    ]
+    for row in rows:
+        seconds, begin = row["points"].get(str(longest), {}).get("seconds"), row["quicker_than_full_from"]
+        cells = (
+            f"`{row['kind']}`",
+            "" if seconds is None else f"{seconds:.2f}",
+            f"{row['slope_of_time']:.2f}",
+            "" if row["kind"] == "full" else "never" if begin is None else f"{begin:,}",
+            f"{100 * row['share_of_roofline']:.0f} %" if best else "",
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    parts = [lead, "\n".join(lines)]
+    if best:
+        parts.append(
+            "The roofline is the longer of two times: the FLOPs at the rate of a large product in float32, "
+            f"{best['flops'] / 1e12:.0f} TFLOP/s, and writing and reading once what is kept for the backward "
+            f"pass, at the rate of a copy, {best['bytes'] / 1e12:.1f} TB/s."
+        )
+    page = RESULTS.parents[1] / "docs" / "attention.md"
+    head = "![Time of a training step of one layer against the number of tokens](images/kinds_cuda.png)\n"
+    before, _, rest = page.read_text().partition(head)
+    fill = partial(textwrap.fill, width=110, break_long_words=False, break_on_hyphens=False)
+    said = "\n\n".join(part if part.startswith("|") else fill(part) for part in parts)
+    page.write_text(f"{before}{head}\n{said}\n{rest[rest.find(AFTER) :] if AFTER in rest else ''}")
 
 
 def slope(points: dict[int, dict[str, float]], name: str, begin: int) -> float | None:
@@ -122,7 +195,10 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=list(KINDS))
     parser.add_argument("--save", action="store_true")
+    parser.add_argument("--write", action="store_true", help="write the record of a GPU into the docs")
     options = parser.parse_args()
+    if options.write:
+        return write()
     lengths = [length for length in (1024 << power for power in range(9)) if length <= options.longest]
     found: dict[str, dict[int, dict[str, float]]] = {name: {} for name in options.kinds}
     for length in lengths:
@@ -132,7 +208,7 @@ def main() -> None:
                 continue
             found[name][length] = measure(KINDS[name], length, options.device)
             print(f"{name:<18}{length:>8}  {found[name][length]['seconds']:9.3f} s", flush=True)
-    rows, begin = [], SLOPE_FROM[options.device]
+    rows, begin, best = [], SLOPE_FROM[options.device], rates(options.device)
     for name, points in found.items():
         full = found.get("full", {})
         quicker = [n for n in points if n in full and points[n]["seconds"] < full[n]["seconds"]]
@@ -142,17 +218,18 @@ def main() -> None:
             "slope_of_flops": slope(points, "flops", begin),
             "slope_of_activations": slope(points, "activation_bytes", begin),
             "quicker_than_full_from": min(quicker, default=None),
+            "share_of_roofline": share(points[max(points)], best),
             "points": points,
         }
         rows.append(row)
         print(f"{name:<18} time {row['slope_of_time']}  FLOPs {row['slope_of_flops']}  "
-              f"from {row['quicker_than_full_from']}")  # fmt: skip
+              f"from {row['quicker_than_full_from']}  roofline {row['share_of_roofline']}")  # fmt: skip
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     print(f"peak of the process {peak / 2**30:.1f} GiB; median of the slopes of time "
           f"{statistics.median(row['slope_of_time'] or 0 for row in rows):.2f}")  # fmt: skip
     if options.save:
         name = device_name() if options.device == "cuda" else processor_name()
-        save(f"kinds_{options.device}", [{"device": name, "peak_bytes": peak, "rows": rows}])
+        save(f"kinds_{options.device}", [{"device": name, "peak_bytes": peak, "rates": best, "rows": rows}])
         draw(rows, name, begin)
 
 

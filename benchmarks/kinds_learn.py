@@ -13,7 +13,7 @@ digits: handwritten digits of scikit-learn, one pixel after the other, then the 
 model of this size draws at 28 x 28 pixels (Linear Transformers, table 1).
 text: a character model with every kind of attention in the registry, on the same batches of the same text. A
 kind that a decoder refuses is trained as an encoder on masked characters, and full attention beside it.
-table: writes the rows of text, recorded or at `--out`, into docs/kinds.md.
+table: writes that section of docs/kinds.md from its record. Figures at `--out` become the record first.
 
 Seconds are CPU time; with `--device cuda`, those of the clock. `--save` writes
 benchmarks/results/kinds_PART.json, and pictures of features and copying into docs/images. `--out` writes the
@@ -28,8 +28,10 @@ import itertools
 import json
 import math
 import statistics
+import textwrap
 import time
 from collections.abc import Iterator
+from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -52,6 +54,7 @@ Batch = tuple[Tensor, Tensor]  # ids [B, T], and what is wanted [B, T], -100 whe
 NOTHING = -100
 SIZES = (0.5, 1.0)  # standard deviations of queries and keys
 PAINTED = 16  # pictures drawn at once
+ROW, BATCH, MOST = 256, 4, 32  # of text: characters of a row, rows of a batch, tokens that a kind sees
 FIXED = 7  # seed of what is held out or drawn to judge
 
 
@@ -255,7 +258,7 @@ def registered(most: int) -> Iterator[str]:
 
 
 def windows(
-    text: Tensor, family: str, symbols: int, length: int, seed: int, batch: int = 4
+    text: Tensor, family: str, symbols: int, length: int, seed: int, batch: int = BATCH
 ) -> Iterator[Batch]:
     """Batches of a text: each next character for a decoder, a share of masked ones for an encoder."""
     generator = torch.Generator().manual_seed(seed)
@@ -275,7 +278,7 @@ def text(options: argparse.Namespace) -> list[dict[str, Any]]:
     symbols = sorted(set(said))
     ids = torch.tensor([symbols.index(one) for one in said])
     train, test = ids.tensor_split((len(ids) * 9 // 10,))
-    length, steps, rows = 256, options.steps or 150, []
+    length, steps, rows = ROW, options.steps or 150, []
 
     def row(kind: str, family: str) -> dict[str, Any]:
         model = model_of(kind, len(symbols) + 1, length, positions="rope", family=family).to(options.device)
@@ -302,7 +305,7 @@ def text(options: argparse.Namespace) -> list[dict[str, Any]]:
         return refused
 
     began = time.perf_counter()
-    refused = trained(options.kinds if options.given else list(registered(32)), "decoder")
+    refused = trained(options.kinds if options.given else list(registered(MOST)), "decoder")
     trained(["full", *refused] if refused else [], "encoder")
     return rows
 
@@ -310,27 +313,61 @@ def text(options: argparse.Namespace) -> list[dict[str, Any]]:
 def written(options: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
     """Write the figures to `--out`."""
     if options.out is not None:
-        body = {"device": device_name(), "torch": torch.__version__, "rows": rows}
+        given = {"steps": options.steps, "device": options.device}  # what the figures depend on
+        named = " ".join(f"--{name} {value}" for name, value in given.items() if value)
+        command = f"python benchmarks/kinds_learn.py {options.part} {named}"
+        about = {"command": command, "date": date.today().isoformat(), "device": device_name()}
+        body = {**about, "torch": torch.__version__, "rows": rows}
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps(body, indent=2) + "\n")
 
 
 def table(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Write the rows of text into the docs, between the head of their table and the text after it."""
-    path = options.out or ROOT / "benchmarks" / "results" / "kinds_text.json"
-    found = json.loads(path.read_text())
-    rows = found.get("results", [found])[0]["rows"]
-    head = "| attention | trained as | parameters | loss | right | ms a step | MiB of a step |\n"
+    """Write the section on text of docs/kinds.md from its record; figures at `--out` become the record."""
+    record = ROOT / "benchmarks" / "results" / "kinds_text.json"
+    if options.out is not None:
+        found = json.loads(options.out.read_text())
+        head = {name: found.pop(name) for name in ("command", "date")}
+        record.write_text(json.dumps({**head, "results": [found]}, indent=2) + "\n")
+    body = json.loads(record.read_text())
+    found = body["results"][0]
+    rows, steps = found["rows"], found["rows"][0]["steps"]
+    gpu = not found["device"].startswith("CPU")
+    clock = "milliseconds are those of the clock" if gpu else "milliseconds are CPU time"
+    lead = (
+        f"A character model of two layers, width 64, rows of {ROW} characters of Shakespeare, {steps:,} "
+        f"steps of {BATCH} rows, the same seed and batches: `{body['command']}`, on "
+        f"{found['device']}; {clock}. Kinds come from the registry, with sizes of at most {MOST} tokens, so "
+        "that a new one joins by itself. Memory is the most that a training step holds at once."
+    )
     lines = [
-        f"| `{row['kind']}` | {row['family']} | {row['parameters']:,} | {row['loss']:.3f} | "
-        f"{row['accuracy']:.1%} | {row['ms_a_step']} | {row['peak_mib']} |\n".replace("%", " %")
-        for row in rows
+        "| attention | trained as | parameters | loss | right | ms a step | MiB of a step |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+        *(
+            f"| `{row['kind']}` | {row['family']} | {row['parameters']:,} | {row['loss']:.3f} | "
+            f"{100 * row['accuracy']:.1f} % | {row['ms_a_step']} | {row['peak_mib']} |"
+            for row in rows
+        ),
     ]
+    said = []
+    for family in dict.fromkeys(row["family"] for row in rows):
+        order = sorted((row for row in rows if row["family"] == family), key=lambda row: row["loss"])
+        full = next(row["loss"] for row in order if row["kind"] == "full")
+        said.append(
+            f"Of the {family}s, `{order[0]['kind']}` has the lowest loss, {order[0]['loss']:.3f}, and "
+            f"`{order[-1]['kind']}` the highest, {order[-1]['loss']:.3f}."
+        )
+        said += [] if "full" in (order[0]["kind"], order[-1]["kind"]) else [f"`full` has {full:.3f}."]
+    said.append(
+        "Encoders learn masked characters, decoders the next one. Rows this short save no time: what a kind "
+        "saves in long ones is in [attention.md](attention.md#what-each-kind-costs)."
+    )
     page = ROOT / "docs" / "kinds.md"
-    before, rest = page.read_text().split(head)
-    rule, _, after = rest.partition("\n")
-    after = after[after.index("\n\n") + 1 :]
-    page.write_text(f"{before}{head}{rule}\n{''.join(lines)}{after}")
+    title, following = "## One text, every kind\n", "\n## A million tokens"
+    before, rest = page.read_text().split(title)
+    wrapped = partial(textwrap.fill, width=110, break_long_words=False, break_on_hyphens=False)
+    section = "\n\n".join([wrapped(lead), "\n".join(lines), wrapped(" ".join(said))])
+    page.write_text(f"{before}{title}\n{section}\n{rest[rest.index(following) :]}")
     return rows
 
 

@@ -34,7 +34,7 @@ LLAMA = {
 }
 
 
-def decode_job(batch: int, device: str) -> Callable[[], float]:
+def decode_job(batch: int, device: str, tokens: int) -> Callable[[], float]:
     """Time decoding: on a CPU the 124M GPT-2 shape, on a GPU a 1.1B Llama shape in bfloat16, compiled."""
     import torch
 
@@ -51,7 +51,7 @@ def decode_job(batch: int, device: str) -> Callable[[], float]:
 
     def run() -> float:
         start = time.perf_counter()
-        m.generate(prompts, 256 if gpu else 32, compile=True if gpu else None)
+        m.generate(prompts, 256 if gpu else tokens, compile=True if gpu else None)
         return time.perf_counter() - start
 
     return run
@@ -102,10 +102,10 @@ def train_job(batch: int, device: str) -> Callable[[], float]:
     return run
 
 
-def worker(job: str, device: str) -> None:
+def worker(job: str, device: str, tokens: int) -> None:
     """Run the job once for each line that comes in, and answer with its seconds."""
-    make = train_job if job == "train" else decode_job
-    run = make(JOBS[device][job], device)
+    rows = JOBS[device][job]
+    run = train_job(rows, device) if job == "train" else decode_job(rows, device, tokens)
     for _ in sys.stdin:
         print(f"seconds {run()}", flush=True)
 
@@ -118,14 +118,25 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--jobs", nargs="+")
+    parser.add_argument("--tokens", type=int, default=64, help="new tokens of a decoding on a CPU")
     parser.add_argument("--save", action="store_true")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
-        return worker(options.worker, options.device)
+        return worker(options.worker, options.device, options.tokens)
     results: list[dict[str, object]] = []
     for job in options.jobs or JOBS[options.device]:
-        command = [sys.executable, __file__, str(options.before), "--device", options.device, "--worker", job]
+        command = [
+            sys.executable,
+            __file__,
+            str(options.before),
+            "--device",
+            options.device,
+            "--tokens",
+            str(options.tokens),
+            "--worker",
+            job,
+        ]
         workers = {
             name: subprocess.Popen(
                 command,

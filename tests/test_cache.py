@@ -327,3 +327,9 @@ def test_fixed_cache_dtype(dtype):
     cache = ch.FixedCache(config(), 2, 8, dtype=dtype)
     ids = some_ids()
     assert worst(in_pieces(model, ids, [3, 5], cache), model(ids).logits) <= TOLERANCE
+
+
+@pytest.mark.parametrize("wrong", [ch.ModelConfig(vocab_size=8), -1, 2.5], ids=type)
+def test_what_is_no_number_of_tokens_is_refused_when_the_cache_is_made(wrong):
+    with pytest.raises(ch.InputError, match=r"is no number of tokens: use Cache\(\)"):
+        ch.Cache(wrong)

@@ -50,8 +50,8 @@ STARTS[1, [7, 12]] = True
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("entered", [False, True])
-@pytest.mark.parametrize("chunk", [1, 4, 64])
-def test_chunks_equal_the_recurrence_with_gradients(packed, entered, chunk):
+@pytest.mark.parametrize(("chunk", "group"), [(1, None), (4, None), (64, None), (1, 3), (2, 4), (4, 4)])
+def test_chunks_equal_the_recurrence_with_gradients(packed, entered, chunk, group):
     found, right = [[x.requires_grad_() for x in inputs()] for _ in range(2)]
     memory = torch.randn(B, H, E, VALUE, dtype=torch.float64)
     states = [memory.clone().requires_grad_() if entered else None for _ in range(2)]
@@ -59,13 +59,13 @@ def test_chunks_equal_the_recurrence_with_gradients(packed, entered, chunk):
     probe, last = torch.randn(B, H, T, VALUE, dtype=torch.float64), torch.randn(B, H, E, VALUE).double()
     expected, after = by_loop(*right, states[1], starts)
     ((expected * probe).sum() + (after * last).sum()).backward()
-    out, state = gated_delta(*found, states[0], starts=starts, chunk=chunk)
+    out, state = gated_delta(*found, states[0], starts=starts, chunk=chunk, group=group)
     ((out * probe).sum() + (state * last).sum()).backward()
     assert max(worst(out, expected), worst(state, after)) <= 1e-10
     pairs = [*zip(found, right), *([states] if entered else [])]
     assert max(worst(x.grad, y.grad) for x, y in pairs) <= 1e-9
     short = [x.detach().float() for x in found]
-    out, _ = gated_delta(*short, memory.float() if entered else None, starts=starts, chunk=chunk)
+    out, _ = gated_delta(*short, memory.float() if entered else None, starts=starts, chunk=chunk, group=group)
     assert worst(out.double(), expected) <= 1e-5
 
 

@@ -29,9 +29,9 @@ LAYERS = [
     {"bundle"},
     {"api", "tasks", "evaluation"},
     {"training"},
-    {"inside", "lab"},
-    {"plot", "explorer", "report"},
-    {"tour"},
+    {"inside", "retrieval"},
+    {"plot", "explorer", "report", "serve"},
+    {"tour", "lab"},
     {"commands"},
     {"cli", "__main__"},
 ]

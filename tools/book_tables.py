@@ -1,16 +1,20 @@
-"""Tables of the book that are read off the code: the fields of a config, the keys of a recipe."""
+"""Tables of the book that are read off the code: fields of a config, keys of a recipe, experiments."""
 
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import MISSING, Field, fields
 from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from clearhead.config import ModelConfig
 from clearhead.config.fields import Fields, StackFields
+from clearhead.lab.run import find
+from clearhead.lab.table import EXPERIMENTS
 from clearhead.presets import PRESETS
 from clearhead.recipe import SECTIONS
 
@@ -18,6 +22,7 @@ GROUP = re.compile(r"^    # ([A-Z][\w -]*?)(, .*)?$")
 FIELD = re.compile(r"^    (\w+): .*?(?:  # (.*))?$")
 SUPPORTING = ("nano", "micro-decoder", "micro-encoder", "micro-encoder-decoder", "micro-vit")
 MOST = 4  # systems named in a row
+REPORTS = Path(__file__).parents[1] / "docs" / "lab"
 
 
 class Described(NamedTuple):
@@ -94,6 +99,19 @@ def recipe_table(section: str) -> Iterator[str]:
         yield f"| `{field.name}` | {default(field)} | {cell(known[field.name].meaning)} |"
 
 
+def lab_table(_: str) -> Iterator[str]:
+    """Yield a row for each experiment: its question, and what its report under docs/lab found."""
+    yield "| experiment | question | found |"
+    yield "| --- | --- | --- |"
+    for name in EXPERIMENTS:
+        path, found = REPORTS / name / "results.json", ""
+        if path.exists():
+            claims = json.loads(path.read_text(encoding="utf-8"))["verdicts"]
+            said = [f"{claim['verdict']}: {claim['claim']}" for claim in claims]
+            found = f"{'<br>'.join(said)}<br>[report](lab/{name}/report.md)"
+        yield f"| `{name}` | {find(name).question} | {found} |"
+
+
 def default(field: Field[Any]) -> str:
     """Return the default of a field as one writes it."""
     if field.default is not MISSING:
@@ -109,6 +127,7 @@ def cell(text: str) -> str:
 
 
 def table(name: str) -> str:
-    """Return the table of this name: "config GROUP" or "recipe SECTION"."""
+    """Return the table of this name: "config GROUP", "recipe SECTION" or "lab experiments"."""
     kind, _, which = name.partition(" ")
-    return "\n".join({"config": config_table, "recipe": recipe_table}[kind](which))
+    makers = {"config": config_table, "recipe": recipe_table, "lab": lab_table}
+    return "\n".join(makers[kind](which))

@@ -23,6 +23,7 @@ from typing import Annotated, Any, NoReturn, TextIO, get_args, get_origin, get_t
 import clearhead
 from clearhead.commands import COMMANDS, GROUPS
 from clearhead.errors import ClearheadError, nearest
+from clearhead.parallel.launch import first_here, started
 
 # For bash, and for zsh after bashcompinit: commands, then the options of the command, else files.
 COMPLETION = """\
@@ -40,6 +41,8 @@ _clearhead() {{
 }}
 complete -o filenames -F _clearhead clearhead"""
 
+TOGETHER = ("train", "generate")  # commands that several processes share
+
 
 def main(arguments: list[str] | None = None) -> None:
     """Run one command. A mistake of the user's is one line on stderr and exit code 2."""
@@ -51,6 +54,10 @@ def main(arguments: list[str] | None = None) -> None:
         print(COMPLETION.format(commands=" ".join(COMMANDS)))
     elif name == "--version":
         print(f"clearhead {clearhead.__version__}")
+    elif started() and name in COMMANDS and name not in TOGETHER:
+        if not first_here():
+            sys.exit(2)
+        _stop(f"{name} runs in one process: start it without torchrun, which is for {' and '.join(TOGETHER)}")
     elif name in COMMANDS:
         _run(name, given[1:])
     elif not name:

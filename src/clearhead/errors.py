@@ -42,6 +42,10 @@ class MissingExtraError(ClearheadError, ImportError):
     """An optional dependency that this action needs."""
 
 
+class BusyError(ClearheadError, RuntimeError):
+    """A server that takes no more requests now."""
+
+
 def refuse(mistake: object, message: str, error: type[ClearheadError] = InputError) -> None:
     """Raise an error with this one line if a mistake was made."""
     if mistake:

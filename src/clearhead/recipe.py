@@ -294,21 +294,21 @@ def _changes(settings: Settings) -> Iterator[tuple[str, str, Any]]:
         _check_sections({section: {}})
         if (section, key) != ("model", BASE):
             check_names(SECTIONS[section], [key], f"[{section}]")
-        value = settings[setting] if isinstance(settings, Mapping) else _parsed(section, key, text)
-        yield section, key, os.fspath(value) if isinstance(value, os.PathLike) else value
+        hint = str if (section, key) == ("model", BASE) else hints_of(SECTIONS[section])[key]
+        value = settings[setting] if isinstance(settings, Mapping) else _parsed(text, hint)
+        value = os.fspath(value) if isinstance(value, os.PathLike) else value
+        single = get_origin(hint) is tuple and isinstance(value, str | int | float)
+        yield section, key, [value] if single else value
 
 
-def _parsed(section: str, key: str, text: str) -> Any:
+def _parsed(text: str, hint: Any) -> Any:
     """Parse the text of a setting by the type of its key; no text unsets it."""
     if not text.strip():
         return UNSET
-    hint = str if (section, key) == ("model", BASE) else hints_of(SECTIONS[section]).get(key)
     several = any(get_origin(choice) is tuple for choice in (hint, *get_args(hint)))
     value = _value(text, several)
     if hint in (str, str | None) and not isinstance(value, str):
         return text.strip()  # text that looks like a number
-    if get_origin(hint) is tuple and not isinstance(value, list):
-        return [value]
     return value
 
 

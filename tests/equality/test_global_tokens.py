@@ -8,6 +8,7 @@ import torch
 import clearhead as ch
 from clearhead.inside.checks.plainly import plainly
 from clearhead.model import stack
+from clearhead.model.kinds.everywhere import GlobalAttention
 from tests.harness import build, gradients, some_ids
 
 SEPARATOR = 7
@@ -61,7 +62,7 @@ def test_global_tokens_are_the_formula(choices):
 
 
 @pytest.mark.ledger("J1", "L7")
-@pytest.mark.parametrize("positions", ["rope", "alibi"])
+@pytest.mark.parametrize("positions", ["rope", "alibi", "learned"])
 def test_global_tokens_by_blocks_are_the_dense_mask(positions, monkeypatch):
     """Long rows: plain, padded, packed; forward and backward."""
     plans, plan_blocks = [], stack.plan_blocks
@@ -78,8 +79,15 @@ def test_global_tokens_by_blocks_are_the_dense_mask(positions, monkeypatch):
         ("global(20, question, 7)", {"mask": mask}),
         ("global(20)", {"documents": documents}),
     ]
-    for attention, given in cases[: 5 if positions == "rope" else 2]:
+    turned, turn = [], GlobalAttention._turned
+    monkeypatch.setattr(GlobalAttention, "_turned", lambda *given: turned.append(1) or turn(*given))
+    more, cases = {}, cases[: 5 if positions == "rope" else 2]
+    if positions == "learned":  # one global token in a row: keys and values of all are not computed
+        more = {"attention_sink": True, "attention_softcap": 5.0}
+        cases = [("global(20)", {}), ("global(20)", {"mask": mask})]
+    for attention, given in cases:
         choices = {"positions": positions, "n_kv_heads": 2, "max_positions": length, "pruned_heads": pruned}
+        choices |= more
         model = encoder(attention, **choices)
         real = given.get("mask", torch.ones_like(mask))
         plans.clear()
@@ -93,6 +101,7 @@ def test_global_tokens_by_blocks_are_the_dense_mask(positions, monkeypatch):
         learned = [name for name, gradient in theirs.items() if gradient is not None]
         assert len(learned) == sum(gradient is not None for gradient in mine.values())
         assert max(float((mine[name] - theirs[name]).abs().max()) for name in learned) < 1e-4
+    assert len(turned) == (2 * len(cases) if positions == "learned" else 0)
 
 
 def test_a_pattern_shows_what_global_tokens_see():
@@ -146,6 +155,7 @@ def test_global_tokens_compiled_and_in_bfloat16_are_the_plain_ones():
     mask = torch.ones(2, length, dtype=torch.bool)
     mask[1, :3] = False
     given = {"mask": mask, "global_mask": marks((0, 4, 10), (7,), length=length)}
+    # What is traced is ours; Inductor would compile for half a minute what it makes of the same operations.
     compiled = torch.compile(model, backend="eager")
     plain, traced = (call(ids, **given).logits[mask] for call in (model, compiled))
     assert (plain - traced).abs().max() < 1e-5

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from clearhead.cli import main
-from clearhead.commands.models import _bind
+from clearhead.commands.models import bind
 from clearhead.errors import InputError
 from clearhead.explorer.pack import finite, packed_bytes, packed_floats
 from clearhead.explorer.pages import modules, page_files, script, single_file
@@ -210,7 +210,7 @@ def test_command(folder, tmp_path, capsys):
             assert code == 2, words
             assert len(wrong.strip().splitlines()) == 1, wrong
     with pytest.raises(InputError, match="no port -1"):
-        _bind("127.0.0.1", -1)
+        bind("127.0.0.1", -1)
 
 
 @pytest.mark.ledger("F2")

@@ -1,14 +1,10 @@
-"""One of several processes that work with other things than the first, or whose step fails.
-
-Started with `RANK`, `WORLD_SIZE` and a file of jobs, it writes to `said-RANK.json` how each of them ended.
-"""
+"""One of several processes that work with other things than the first, or whose step fails."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -50,19 +46,15 @@ def fault(kind: str, job: dict[str, Any]) -> Iterator[None]:
         yield
 
 
-def main(path: Path) -> None:
-    """Perform the jobs; each says what happens in the second process."""
+def endings(jobs: list[dict[str, Any]], folder: Path) -> None:
+    """Perform jobs that name what happens in the second process; write how each ended to `said-RANK.json`."""
     torch.set_num_threads(1)
     rank, said = int(os.environ["RANK"]), []
     with joined():
-        for job in json.loads(path.read_text()):
+        for job in jobs:
             try:
                 with fault(job["fault"] if rank == 1 else "", job):
                     ch.train(job["data"], out=job["out"], settings=job["settings"])
             except ch.ClearheadError as error:
                 said.append(str(error))
-            (path.parent / f"said-{rank}.json").write_text(json.dumps(said))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+            (folder / f"said-{rank}.json").write_text(json.dumps(said))

@@ -1,18 +1,19 @@
 """Kill random processes at random moments of short runs: each must end with the weights of one left alone.
 
 `python -m tests.parallel.kills --runs 100 --save benchmarks/results/kills_parallel.json` takes some ten
-seconds a run on an idle machine. Runs take turns on the meshes. Weights, moments, moving average and losses
-must be those of the run that was left alone bit for bit: the mesh is the same, and the order of every sum.
+seconds a run on an idle machine, and `--workers 6` has six runs of two processes at work at once. Runs take
+turns on the meshes. Weights, moments, moving average and losses must be those of the run that was left alone
+bit for bit: the mesh is the same, and the order of every sum. Each run is recorded as it ends; a second start
+with the same seed and file goes on where the first was stopped.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import importlib
+import itertools
 import json
-import multiprocessing
 import os
 import random
 import shutil
@@ -20,54 +21,45 @@ import signal
 import sys
 import tempfile
 import time
-import uuid
+from collections.abc import Iterable
 from datetime import date
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-from torch.multiprocessing.spawn import ProcessContext
-
-import clearhead.parallel.split  # noqa: F401  imported once, for all processes that are forked
 from clearhead import cli
 from clearhead.training.events import read_log
-from tests.parallel import meshes
+from tests.parallel import forking, meshes
+from tests.parallel.forking import FORK
 
-MESHES = ({"shard": 2}, {"pipeline": 2}, {"data": 2}, {"tensor": 2})
+MESHES = ({"shard": 2}, {"pipeline": 2}, {"data": 2}, {"tensor": 2}, {"context": 2})
 SETTINGS = {"train.steps": 14, "train.validate_every": 5, "train.save_every": 3, "train.log_every": 1}
 SETTINGS |= {"parallel.timeout": 120, "train.samples": 1}
 RESTARTS = 3
 BY_COMMAND = 10  # one run of so many is started by the command, so that imports are killed too
-FORK = multiprocessing.get_context("fork")
 
 
-def begin(data: Path, out: Path, mesh: dict[str, int], forked: bool) -> multiprocessing.process.BaseProcess:
-    """Start a run by the command `torchrun`; `forked`: by what is behind it, without the imports."""
+def begin(data: Path, out: Path, mesh: dict[str, int], forked: bool) -> BaseProcess:
+    """Start a run by `torchrun`; `forked`: by what is behind the command, without the imports."""
     settings = meshes.job("decoder", data, out, mesh, settings=SETTINGS)["settings"]
     command = ["train", str(data), "--out", str(out)]
     for name, value in settings.items():
         command += ["--set", f"{name}={str(value).lower() if isinstance(value, bool) else value}"]
-    launcher = FORK.Process(target=_launch, args=(command, out.with_suffix(".log"), forked))
+    log = out.with_suffix(".log")
+    if forked:
+        return forking.torchrun(log, RESTARTS, cli.main, command)
+    launcher = FORK.Process(target=_execute, args=(command, log))
     launcher.start()
     return launcher
 
 
-def _launch(command: list[str], log: Path, forked: bool) -> None:
-    """Be `torchrun`, its output in a file; `forked`: its processes have imported everything already."""
+def _execute(command: list[str], log: Path) -> None:
+    """Become `torchrun`, its output in a file."""
     with log.open("w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    if not forked:
-        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-        os.execv(sys.executable, [*launch, f"--max-restarts={RESTARTS}", "-m", "clearhead", *command])
-    config = LaunchConfig(
-        **{"min_nodes": 1, "max_nodes": 1, "nproc_per_node": 2, "run_id": uuid.uuid4().hex},
-        **{"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "max_restarts": RESTARTS},
-        **{"start_method": "fork", "monitor_interval": 0.1},
-    )
-    # A process that waits for one that is gone is ended after 30 seconds, by default.
-    ProcessContext.join = functools.partialmethod(ProcessContext.join, grace_period=3)  # type: ignore
-    elastic_launch(config, cli.main)(command)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    os.execv(sys.executable, [*launch, f"--max-restarts={RESTARTS}", "-m", "clearhead", *command])
 
 
 def import_all(data: Path, out: Path) -> None:
@@ -93,7 +85,7 @@ def ranks(launcher: int | None) -> list[int]:
         return []
 
 
-def kill(run: multiprocessing.process.BaseProcess, rank: int, after: float, old: set[int]) -> int | None:
+def kill(run: BaseProcess, rank: int, after: float, old: set[int]) -> int | None:
     """Kill a rank so many seconds after the processes are there; return its number, or None: it has ended."""
     while run.is_alive() and (len(here := ranks(run.pid)) < 2 or old & set(here)):
         time.sleep(0.01)
@@ -138,49 +130,105 @@ def equal(a: Path, b: Path) -> bool:
     return bool(ours) and ours == theirs and max(meshes.differences(a, b)) == 0.0
 
 
+def whole_run(data: Path, out: Path, mesh: dict[str, int]) -> None:
+    """Train a run that is left alone."""
+    started, alone = time.monotonic(), begin(data, out, mesh, forked=True)
+    alone.join()
+    assert alone.exitcode == 0, forking.printed(out.with_suffix(".log"))
+    out.with_suffix(".seconds").write_text(str(time.monotonic() - started))
+
+
+def work_on(
+    numbers: Iterable[int], folder: Path, given: argparse.Namespace, killed: Any, results: Any
+) -> None:
+    """Perform the runs with some numbers until enough were killed; then give None."""
+    for number in numbers:
+        if killed.value >= given.runs:
+            results.put(None)
+            return
+        draw, mesh = random.Random(f"{given.seed} {number}"), number % len(MESHES)
+        forked, out, whole = (
+            number % BY_COMMAND != BY_COMMAND - 1,
+            folder / f"run{number}",
+            folder / f"{mesh}",
+        )
+        seconds = float(whole.with_suffix(".seconds").read_text()) + 5 * (not forked)
+        found = attempt(folder / "text.txt", out, MESHES[mesh], forked, seconds, draw)
+        same = found["exit"] == 0 and equal(whole, out)
+        if not same and given.keep:
+            given.keep.mkdir(parents=True, exist_ok=True)
+            for log in (out.with_suffix(".log"), out.with_suffix(".errors")):
+                shutil.copy(log, given.keep) if log.exists() else None
+        shutil.rmtree(out, ignore_errors=True)
+        results.put({"run": number, **found, "same": same})
+
+
+def record(path: Path, seed: int, found: list[dict[str, Any]]) -> None:
+    """Write the runs of a seed beside those of others."""
+    others = [one for one in read_series(path) if one.get("seed") != seed]
+    killed = [one for one in found if one["kills"]]
+    summary = {
+        "command": f"python -m tests.parallel.kills --seed {seed}",
+        "seed": seed,
+        "date": date.today().isoformat(),
+        "runs": len(killed),
+        "kills": sum(len(one["kills"]) for one in killed),
+        "same": sum(one["same"] for one in killed),
+        "compared": "weights, moments, moving average and losses, bit for bit, on the same mesh",
+    }
+    path.write_text(json.dumps({"series": [*others, {**summary, "each": found}]}, indent=1) + "\n")
+
+
+def read_series(path: Path) -> list[dict[str, Any]]:
+    """Return what was recorded, by seed."""
+    return json.loads(path.read_text())["series"] if path.exists() else []
+
+
 def main() -> None:
     """Run as often as asked; end with code 1 if a run ended otherwise."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--workers", type=int, default=1, help="runs of two processes at work at once")
     parser.add_argument("--save", type=Path)
     parser.add_argument("--keep", type=Path, help="folder that keeps the logs of runs that failed")
     given = parser.parse_args()
-    draw, results, whole = random.Random(given.seed), [], {}
+    before = read_series(given.save) if given.save else []
+    found = [run for one in before if one.get("seed") == given.seed for run in one["each"]]
+    done, results = {run["run"] for run in found}, FORK.SimpleQueue()
+    killed = FORK.Value("i", sum(bool(run["kills"]) for run in found))
     with tempfile.TemporaryDirectory() as work:
         folder = Path(work)
         data = meshes.write_data("decoder", folder)
         import_all(data, folder / "first")
-        for number, mesh in enumerate(MESHES):
-            started = time.monotonic()
-            alone = begin(data, folder / f"whole{number}", mesh, forked=True)
-            alone.join()
-            assert alone.exitcode == 0, (folder / f"whole{number}.log").read_text()
-            whole[number] = time.monotonic() - started
-        while sum(bool(one["kills"]) for one in results) < given.runs:
-            number, out = len(results) % len(MESHES), folder / f"run{len(results)}"
-            forked = len(results) % BY_COMMAND != BY_COMMAND - 1
-            found = attempt(data, out, MESHES[number], forked, whole[number] + 5 * (not forked), draw)
-            same = found["exit"] == 0 and equal(folder / f"whole{number}", out)
-            results.append({**found, "same": same})
-            print(json.dumps(results[-1]), flush=True)
-            if not same and given.keep:
-                given.keep.mkdir(parents=True, exist_ok=True)
-                shutil.copy(out.with_suffix(".log"), given.keep)
-            shutil.rmtree(out, ignore_errors=True)
-            killed = [one for one in results if one["kills"]]
-            summary = {
-                "command": "python -m tests.parallel." + " ".join(["kills", *sys.argv[1:]]),
-                "date": date.today().isoformat(),
-                "runs": len(killed),
-                "kills": sum(len(one["kills"]) for one in killed),
-                "same": sum(one["same"] for one in killed),
-                "compared": "weights, moments, moving average and losses, bit for bit, on the same mesh",
-            }
+        alone = [
+            FORK.Process(target=whole_run, args=(data, folder / str(number), mesh))
+            for number, mesh in enumerate(MESHES)
+        ]
+        for start in range(0, len(alone), given.workers):
+            some = alone[start : start + given.workers]
+            for one in some:
+                one.start()
+            for one in some:
+                one.join()
+                assert one.exitcode == 0, "a run that was left alone has failed"
+        for worker in range(given.workers):
+            own = (number for number in itertools.count(worker, given.workers) if number not in done)
+            FORK.Process(target=work_on, args=(own, folder, given, killed, results)).start()
+        ended = 0
+        while ended < given.workers:
+            run = results.get()
+            if run is None:
+                ended += 1
+                continue
+            found.append(run)
+            killed.value += bool(run["kills"])
+            print(json.dumps(run), flush=True)
             if given.save:
-                given.save.write_text(json.dumps({**summary, "each": killed}, indent=1) + "\n")
-    print(f"{summary['runs']} runs with {summary['kills']} kills, {summary['same']} as if left alone")
-    sys.exit(summary["same"] < summary["runs"])
+                record(given.save, given.seed, found)
+    wrong = sum(not one["same"] for one in found)
+    print(f"{len(found)} runs with {sum(len(one['kills']) for one in found)} kills, {wrong} ended otherwise")
+    sys.exit(wrong > 0)
 
 
 if __name__ == "__main__":

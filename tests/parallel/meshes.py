@@ -1,10 +1,13 @@
 """Small runs of every family, on any mesh: `python -m tests.parallel.meshes` records the whole table.
 
+`--workers 4` has four groups of processes at work at once, each of up to four processes with one thread. Rows
+are written as they come, and a second start with the same `--save` goes on where the first was stopped.
 Started by `torchrun` with a file of jobs, it trains each of them in one group of processes.
 """
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import math
@@ -14,9 +17,10 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -59,6 +63,9 @@ FAMILIES["muon"] = {
     **{"model.n_experts": 5, "model.d_shared_expert": 12, "model.gated": True},
 }
 FAMILIES["lora"] = {"train.lora": 2, "train.lora_targets": ["q", "k", "v", "out", "up", "down"]}
+# Rows of several lengths, whose angles go by the longest of a batch.
+SCALING = {"kind": "longrope", "short_factor": [1.0, 1.0], "long_factor": [5.0, 9.0], "original_positions": 8}
+FAMILIES["rope"] = {**FAMILIES["encoder"], "model.positions": "rope", "model.rope_scaling": SCALING}
 BASE = {
     "model.qk_norm": "full",
     "model.attention": ["full", "linear"],
@@ -69,6 +76,9 @@ NONE: Mapping[str, int] = {}
 AXES = ("data", "shard", "tensor", "expert", "pipeline", "context")
 PAIRS = [dict.fromkeys(pair, 2) for pair in itertools.combinations(AXES, 2)]
 MESHES = [*({axis: 2} for axis in AXES), *PAIRS]
+REFUSED = {"rope": "pipeline", "lora": "context"}  # by name, as experts are where there are none
+FEW = 3  # runs of one launch, which are lost together
+FIGURES = ("loss", "weights", "moments")
 
 
 def write_data(family: str, folder: Path) -> Path:
@@ -102,7 +112,7 @@ def write_data(family: str, folder: Path) -> Path:
             pixels = random_pixels.integers(low, low + 120, (8, 8, 3)).astype("uint8")
             Image.fromarray(pixels).save(place / f"{number}.png")
         return folder / "pictures"
-    if family == "encoder":
+    if family in ("encoder", "rope"):
         rows = [f"{line}\t{'sea' if 'sea' in line else 'land'}" for line in lines]
         return _written(folder / "labels.tsv", ["text\tlabel", *rows])
     if family == "encoder-decoder":
@@ -132,43 +142,61 @@ def job(family: str, data: Path, out: Path, mesh: Mapping[str, int] = NONE, **mo
 def perform(job: dict[str, Any]) -> None:
     """Train, or go on; `kill` names a process and the step at which it dies, in its first life."""
     torch.set_num_threads(1)
-    on_event: Any = print
     victim, step = job.get("kill", (None, 0))
-    if os.environ.get("RANK") == str(victim) and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-        calls = itertools.count(1)
+    doomed = os.environ.get("RANK") == str(victim) and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+    calls = itertools.count(1)
 
-        def stop() -> bool:
-            if next(calls) == step:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return False
+    def stop() -> bool:
+        if doomed and next(calls) == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return False
 
-        ch.train(job["data"], out=job["out"], settings=job["settings"], on_event=on_event, stop=stop)
-        return
     if "resume" in job:
-        ch.train(resume=job["resume"], settings=job["settings"], on_event=on_event)
+        ch.train(resume=job["resume"], settings=job["settings"], on_event=print)
     else:
-        ch.train(job["data"], out=job["out"], settings=job["settings"], on_event=on_event)
+        ch.train(job["data"], out=job["out"], settings=job["settings"], on_event=print, stop=stop)
+
+
+def perform_all(jobs: list[dict[str, Any]]) -> None:
+    """Train in the processes that were started."""
+    with joined():
+        for each in jobs:
+            perform(each)
 
 
 def launch(
-    processes: int,
-    jobs: list[dict[str, Any]],
-    folder: Path,
-    *options: str,
-    module: str = "tests.parallel.meshes",
-) -> str:
-    """Perform jobs in several processes; return what they printed."""
-    path = folder / "jobs.json"
-    path.write_text(json.dumps(jobs))
+    processes: int, jobs: list[dict[str, Any]], folder: Path, module: str = "tests.parallel.meshes"
+) -> None:
+    """Perform jobs in processes that `torchrun` starts."""
+    with tempfile.NamedTemporaryFile("w", suffix=".json", dir=folder, delete=False) as file:
+        json.dump(jobs, file)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     done = subprocess.run(
-        [*command, *options, "-m", module, str(path)],
+        [*command, "-m", module, file.name],
         capture_output=True,
         text=True,
         timeout=3000,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout + done.stderr
+
+
+class Launch(NamedTuple):
+    """Jobs of one group of processes, and what is to be said of each."""
+
+    processes: int
+    jobs: list[dict[str, Any]]
+    rows: list[dict[str, Any]]
+
+
+def launch_all(launches: Iterable[Launch], folder: Path, workers: int, **more: str) -> Iterator[Launch]:
+    """Perform so many launches at once; yield each as it ends, one that failed with `failed` in its rows."""
+    with ThreadPoolExecutor(workers) as pool:
+        begun = {pool.submit(launch, one.processes, one.jobs, folder, **more): one for one in launches}
+        for ended in as_completed(begun):
+            one, error = begun[ended], ended.exception()
+            why = {} if error is None else {"failed": str(error)[-2000:]}
+            yield one._replace(rows=[{**row, **why} for row in one.rows])
 
 
 def differences(a: Path, b: Path) -> tuple[float, float, float]:
@@ -193,29 +221,55 @@ def tensors(folder: Path, stem: str) -> dict[str, torch.Tensor]:
     return found
 
 
-def table(folder: Path) -> list[dict[str, Any]]:
+def table(folder: Path, save: Path | None, workers: int) -> list[dict[str, Any]]:
     """Train every family on every mesh; return the largest differences to one process."""
-    rows = []
-    for family in FAMILIES:
-        data, alone = write_data(family, folder / family), folder / f"{family}-alone"
-        perform(job(family, data, alone))
-        for mesh in (
-            mesh for mesh in MESHES if "expert" not in mesh or "model.n_experts" in FAMILIES[family]
-        ):
-            out = folder / f"{family}-{'-'.join(mesh)}"
-            launch(math.prod(mesh.values()), [job(family, data, out, mesh)], folder)
-            loss, weights, moments = differences(alone, out)
-            rows.append({"model": family, **mesh, "loss": loss, "weights": weights, "moments": moments})
-            print(json.dumps(rows[-1]), flush=True)
-    return rows
+    rows: list[dict[str, Any]] = json.loads(save.read_text()) if save is not None and save.exists() else []
+    found = {(row["model"], row["mesh"]): row for row in rows if "failed" not in row}
+    launches = []
+    for family, settings in FAMILIES.items():
+        data = write_data(family, folder / family)
+        refused = {REFUSED.get(family, ""), *(() if "model.n_experts" in settings else ("expert",))}
+        meshes = [mesh for mesh in MESHES if not refused & {*mesh}]
+        left = [mesh for mesh in meshes if (family, " x ".join(mesh)) not in found]
+        if left:
+            perform(job(family, data, folder / f"{family}-alone"))
+        for processes in (4, 2):  # the long ones first
+            some = [mesh for mesh in left if math.prod(mesh.values()) == processes]
+            for few in (some[start : start + FEW] for start in range(0, len(some), FEW)):
+                names = [" x ".join(mesh) for mesh in few]
+                jobs = [
+                    job(family, data, folder / f"{family} {name}", mesh) for name, mesh in zip(names, few)
+                ]
+                launches.append(Launch(processes, jobs, [{"model": family, "mesh": name} for name in names]))
+    for ended in launch_all(launches, folder, workers):
+        for row in ended.rows:
+            family, mesh = row["model"], row["mesh"]
+            if "failed" not in row:
+                both = differences(folder / f"{family}-alone", folder / f"{family} {mesh}")
+                row |= dict(zip(FIGURES, both))
+            found[family, mesh] = row
+            print(json.dumps(row), flush=True)
+        if save is not None:
+            save.write_text(json.dumps(list(found.values()), indent=1) + "\n")
+    return list(found.values())
 
 
-if __name__ == "__main__" and len(sys.argv) == 1:
+def main() -> None:
+    """Record the table; end with code 1 if a run failed or differs."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--save", type=Path)
+    parser.add_argument(
+        "--workers", type=int, default=1, help="groups of up to four processes at work at once"
+    )
+    given = parser.parse_args()
     with tempfile.TemporaryDirectory() as work:
-        found = table(Path(work))
-    worst = max(max(row[name] for name in ("loss", "weights", "moments")) for row in found)
+        found = table(Path(work), given.save, given.workers)
+    worst = max(row.get(name, math.inf) for row in found for name in FIGURES)
     print(f"{len(found)} runs, largest difference {worst:.1e}")
+    sys.exit(worst > 1e-5)
+
+
+if __name__ == "__main__" and sys.argv[1:] and Path(sys.argv[1]).is_file():
+    perform_all(json.loads(Path(sys.argv[1]).read_text()))
 elif __name__ == "__main__":
-    with joined():
-        for each in json.loads(Path(sys.argv[1]).read_text()):
-            perform(each)
+    main()

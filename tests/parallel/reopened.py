@@ -1,12 +1,15 @@
 """Save on N processes, open on M: every pair of {1, 2, 3, 4} over three meshes, bit for bit.
 
-`python -m tests.parallel.reopened` prints the table, and with `--save` records it. Each checkpoint is opened
-on every other mesh, weights and optimizer are put in place, and a checkpoint is written again from there. The
-files of both are compared tensor by tensor. Started by `torchrun` with a file of jobs, it performs them.
+`python -m tests.parallel.reopened --workers 4` prints the table, and `--save FILE` records it as it comes.
+Each checkpoint is opened on every other mesh, weights and optimizer are put in place, and a checkpoint is
+written again from there. The files of both are compared tensor by tensor. Started by `torchrun` with a file
+of jobs, it performs them.
 """
 
 from __future__ import annotations
 
+import argparse
+import itertools
 import json
 import sys
 import tempfile
@@ -21,7 +24,7 @@ from clearhead.training import loop, resume
 from clearhead.training.state import newest
 from tests.parallel import generated, meshes
 
-RESULT = Path(__file__).parents[2] / "benchmarks" / "results" / "reopened.json"
+MODULE = "tests.parallel.reopened"
 # Twelve heads and widths that no size divides: 53 positions, and the vocabulary.
 SETTINGS = {
     **{"model.d_model": 24, "model.n_heads": 12, "model.d_ff": 36, "model.max_positions": 53},
@@ -64,14 +67,11 @@ def perform(job: dict[str, Any], world: World) -> None:
     world.meet()
 
 
-def launched(processes: int, jobs: list[dict[str, Any]], folder: Path) -> None:
-    """Perform jobs in this process, or in several."""
-    if processes == 1:
-        with joined() as world:
-            for job in jobs:
-                perform(job, world)
-    else:
-        meshes.launch(processes, jobs, folder, module="tests.parallel.reopened")
+def perform_all(jobs: list[dict[str, Any]]) -> None:
+    """Perform jobs in the processes that were started, or in this one."""
+    with joined() as world:
+        for job in jobs:
+            perform(job, world)
 
 
 def differing(a: Path, b: Path) -> list[str]:
@@ -94,42 +94,53 @@ def opened(source: Path, out: Path, mesh: Mapping[str, int]) -> dict[str, Any]:
     return {"from": str(source), "out": str(out), "settings": sizes(mesh)}
 
 
-def table(folder: Path) -> list[dict[str, Any]]:
+def table(folder: Path, save: Path | None, workers: int) -> list[dict[str, Any]]:
     """Save on every mesh, open on every mesh; return a row for each pair."""
     data = meshes.write_data("encoder", folder / "data")
     saved = {f"{count} {name}": (count, mesh) for count in MESHES for name, mesh in MESHES[count].items()}
-    for count in MESHES:
-        jobs = [
-            begun(folder / name, mesh, data, "encoder")
-            for name, (size, mesh) in saved.items()
-            if size == count
-        ]
-        launched(count, jobs, folder)
-    rows = []
-    for count in MESHES:
-        pairs = [(source, to) for source in saved for to, (size, _) in saved.items() if size == count]
-        launched(
-            count,
-            [opened(folder / source, folder / f"{source} to {to}", saved[to][1]) for source, to in pairs],
-            folder,
-        )
-        for source, to in pairs:
-            wrong = differing(folder / source, folder / f"{source} to {to}")
-            rows.append({"saved on": source, "opened on": to, "tensors that differ": len(wrong)})
-        print(f"opened on {count}: {len(pairs)} pairs", flush=True)
+    begin = {name: begun(folder / name, mesh, data, "encoder") for name, (_, mesh) in saved.items()}
+    perform_all([begin["1 one"]])
+    worlds = [meshes.Launch(size, [begin[name]], []) for name, (size, _) in saved.items() if size > 1]
+    list(meshes.launch_all(worlds, folder, workers, module=MODULE))
+    worlds, rows = [], []
+    for to, (size, mesh) in saved.items():
+        jobs = [opened(folder / source, folder / f"{source} to {to}", mesh) for source in saved]
+        worlds.append(meshes.Launch(size, jobs, [{"saved on": source, "opened on": to} for source in saved]))
+    perform_all(worlds[0].jobs)
+    for ended in itertools.chain(worlds[:1], meshes.launch_all(worlds[1:], folder, workers, module=MODULE)):
+        for row in ended.rows:
+            source, to = row["saved on"], row["opened on"]
+            if "failed" not in row:
+                wrong = differing(folder / source, folder / f"{source} to {to}")
+                row["tensors that differ"] = len(wrong)
+            rows.append(row)
+            print(json.dumps(row), flush=True)
+        if save is not None:
+            found = {"pairs": len(rows), "differing": count_wrong(rows), "rows": rows}
+            save.write_text(json.dumps(found, indent=1) + "\n")
     return rows
 
 
-if __name__ == "__main__" and sys.argv[1:] in ([], ["--save"]):
+def count_wrong(rows: list[dict[str, Any]]) -> int:
+    """Count the pairs with a tensor that is not the same, or that failed."""
+    return sum(row.get("tensors that differ") != 0 for row in rows)
+
+
+def main() -> None:
+    """Record the table; end with code 1 if a tensor is not the same."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--save", type=Path)
+    parser.add_argument(
+        "--workers", type=int, default=1, help="groups of up to four processes at work at once"
+    )
+    given = parser.parse_args()
     with tempfile.TemporaryDirectory() as work:
-        found = table(Path(work))
-    differ = sum(row["tensors that differ"] > 0 for row in found)
-    print(f"{len(found)} pairs, {differ} with a difference")
-    if sys.argv[1:]:
-        RESULT.write_text(
-            json.dumps({"pairs": len(found), "differing": differ, "rows": found}, indent=1) + "\n"
-        )
+        found = table(Path(work), given.save, given.workers)
+    print(f"{len(found)} pairs, {count_wrong(found)} with a difference")
+    sys.exit(count_wrong(found) > 0)
+
+
+if __name__ == "__main__" and sys.argv[1:] and Path(sys.argv[1]).is_file():
+    perform_all(json.loads(Path(sys.argv[1]).read_text()))
 elif __name__ == "__main__":
-    with joined() as everyone:
-        for each in json.loads(Path(sys.argv[1]).read_text()):
-            perform(each, everyone)
+    main()

@@ -10,8 +10,7 @@ import torch
 
 import clearhead as ch
 from clearhead.cli import main
-from tests.parallel import generated, reopened
-from tests.parallel.test_failures import torchrun
+from tests.parallel import forking, generated, reopened
 
 pytestmark = pytest.mark.ledger("I3")
 # As GPT-2, whose file holds queries, keys and values as one transposed tensor.
@@ -23,7 +22,7 @@ GPT2 = {
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Save on two processes, open on another mesh, and let split models write: all in one launch."""
+    """Save on two processes, open on another mesh, and let split models write."""
     folder = tmp_path_factory.mktemp("checkpoints")
     data = reopened.meshes.write_data("decoder", folder)
     models = [str(path) for path in generated.write_models(folder)]
@@ -32,14 +31,14 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
         reopened.opened(folder / "shard", folder / "tensor", {"tensor": 2}),
         {"models": models, "out": str(folder / "written.json")},
     ]
-    reopened.launched(2, jobs, folder)
+    forking.perform(2, folder / "log", reopened.perform_all, jobs)
     return folder
 
 
 def test_saved_on_two_processes_and_opened_on_others(work: Path) -> None:
     """Weights, averages and moments come back bit for bit on other meshes; transformers opens them."""
     first, second, third = (work / name for name in ("shard", "tensor", "one"))
-    reopened.launched(1, [reopened.opened(first, third, {})], work)
+    reopened.perform_all([reopened.opened(first, third, {})])
     for folder in (first, second):
         names = {path.name for path in (folder / "last").iterdir()}
         assert {"model-00001-of-00002.safetensors", "model.safetensors.index.json"} <= names
@@ -67,8 +66,9 @@ def test_a_split_model_writes_what_one_process_writes(name: str, work: Path) -> 
 def test_the_command_prints_once(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = ["generate", str(work / "decoder"), "3 4 5", "--ids", "--json", "--max-new-tokens", "5"]
     main(given)
-    done = torchrun("-m", "clearhead", *given)
-    assert done.stdout == capsys.readouterr().out and done.stdout.count("\n") == 1, done.stderr
+    forking.perform(2, work / "printed", main, given)
+    found, errors = forking.printed(work / "printed")
+    assert found == capsys.readouterr().out and found.count("\n") == 1, errors
 
 
 def test_sizes_without_a_meaning_are_refused(work: Path) -> None:

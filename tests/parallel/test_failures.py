@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,29 +14,40 @@ from typing import Any
 
 import pytest
 
+from clearhead import cli
 from clearhead.errors import ConfigError
 from clearhead.training.events import read_log
-from tests.parallel import meshes
+from tests.parallel import forking, meshes
+from tests.parallel.failing import endings
 
 pytestmark = pytest.mark.ledger("I3")
-
-
-def torchrun(*command: str, processes: int = 2, **environment: str) -> subprocess.CompletedProcess[str]:
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    return subprocess.run(
-        [*launch, *command], capture_output=True, text=True, timeout=300, env={**os.environ, **environment}
-    )
 
 
 def test_a_mistake_is_said_once(tmp_path: Path) -> None:
     data = meshes.write_data("decoder", tmp_path)
     wrong = ("--set", "parallel.tensor=3", "--set", "train.device=cpu")
-    done = torchrun("-m", "clearhead", "train", str(data), "--out", str(tmp_path / "run"), *wrong)
-    lines = [line for line in done.stderr.splitlines() if "[parallel]" in line]
-    assert len(lines) == 1, done.stderr
+    command = ["train", str(data), "--out", str(tmp_path / "run"), *wrong]
+    forking.torchrun(tmp_path / "log", 0, cli.main, command).join(timeout=100)
+    errors = forking.printed(tmp_path / "log")[1]
+    lines = [line for line in errors.splitlines() if "[parallel]" in line]
+    assert len(lines) == 1, errors
     assert "asks for 3 processes" in lines[0]
     assert "and 2 were started" in lines[0]
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_command_for_one_process_is_refused_in_several(
+    rank: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each process would do all of the work, and write over the others."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", str(rank))
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["eval", "model", "data.txt"])
+    assert stopped.value.code == 2
+    line = "clearhead: eval runs in one process: start it without torchrun, which is for train and generate\n"
+    assert capsys.readouterr().err == (line if rank == 0 else "")
 
 
 def test_a_killed_process_changes_nothing(tmp_path: Path) -> None:
@@ -47,23 +57,14 @@ def test_a_killed_process_changes_nothing(tmp_path: Path) -> None:
     """
     victim = 0
     data = meshes.write_data("decoder", tmp_path)
-    settings = {"train.save_every": 5}
+    settings = {"train.steps": 9, "train.save_every": 3}
     job = meshes.job("decoder", data, tmp_path / "killed", {"shard": 2}, settings=settings)
-    printed = meshes.launch(2, [{**job, "kill": [victim, 13]}], tmp_path, "--max-restarts=1")
-    assert "resuming from step 10" in printed
+    run = forking.torchrun(tmp_path / "log", 1, meshes.perform_all, [{**job, "kill": [victim, 7]}])
+    run.join(timeout=200)
+    # The checkpoint of step 6 may not have been written yet: then that of step 3 has.
+    assert re.search(r"resuming from step [36]\b", forking.printed(tmp_path / "log")[0])
     meshes.perform(meshes.job("decoder", data, tmp_path / "whole", settings=settings))
     assert max(meshes.differences(tmp_path / "killed", tmp_path / "whole")) <= 1e-5
-
-
-def start_pair(jobs: list[dict[str, Any]], folder: Path) -> list[subprocess.Popen[str]]:
-    """Start two processes as `torchrun` does; see `tests.parallel.failing`."""
-    (folder / "jobs.json").write_text(json.dumps(jobs))
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
-    environment = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
-    command = [sys.executable, "-m", "tests.parallel.failing", str(folder / "jobs.json")]
-    return [subprocess.Popen(command, env={**environment, "RANK": rank}, text=True) for rank in "01"]
 
 
 def failing(fault: str, data: Path, mesh: dict[str, int]) -> dict[str, Any]:
@@ -79,8 +80,7 @@ def test_what_fails_in_one_process_is_said_by_all(tmp_path: Path) -> None:
     faults = ["settings", "data", "code", "nan", "memory"]
     jobs = [failing(fault, data, {"shard": 2}) for fault in faults]
     jobs[4:4] = [failing("nan", data, {axis: 2}) for axis in ("tensor", "pipeline")]
-    for process in start_pair(jobs, tmp_path):
-        assert process.wait(timeout=280) == 0
+    forking.perform(2, tmp_path / "log", endings, jobs, tmp_path)
     first, second = (json.loads((tmp_path / f"said-{rank}.json").read_text()) for rank in (0, 1))
     assert first[:6] == second[:6]
     assert first[0].startswith("process 1 has another train.seed than process 0 (7, not None): start all")
@@ -94,11 +94,11 @@ def test_what_fails_in_one_process_is_said_by_all(tmp_path: Path) -> None:
 
 def test_a_process_that_hangs_is_named(tmp_path: Path) -> None:
     data = meshes.write_data("decoder", tmp_path)
-    first, second = start_pair([failing("hang", data, {"data": 2})], tmp_path)
-    try:
-        assert first.wait(timeout=200) == 0
-    finally:
-        second.kill()
+    jobs = [failing("hang", data, {"data": 2})]
+    first, second = forking.start(2, tmp_path / "log", endings, jobs, tmp_path)
+    first.join(timeout=200)
+    second.kill()
+    assert first.exitcode == 0, forking.printed(tmp_path / "log")
     [line] = json.loads((tmp_path / "said-0.json").read_text())
     expected = "process 1 came no further than the gradients of step 3"
     assert line == f"process 0 waited for the gradients of step 3 in vain: {expected}"

@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 import torch
 
+from clearhead.config import RopeScaling
 from clearhead.errors import ConfigError
 from clearhead.losses import arguments_for, batch_loss
 from clearhead.model.feedforward import BALANCE
@@ -174,6 +175,12 @@ def test_layers_are_shared_out_evenly(layers: int, stages: int) -> None:
         ({}, 4, False, "parallel.pipeline 4 is more than the 3 layers: choose 3 or less"),
         ({"layer_groups": 1}, 2, False, "layers, and here they share weights (model.layer_groups 1)"),
         ({"depth_capacity": 0.5}, 2, False, "every layer, and model.depth_capacity is 0.5"),
+        (
+            {"positions": "rope", "rope_scaling": RopeScaling(kind="dynamic", factor=2.0)},
+            2,
+            False,
+            "rope scaling dynamic goes by the longest row of a batch: use data, shard or tensor",
+        ),
         ({}, 2, True, "has no scaled loss (train.precision float16): use bfloat16 or float32"),
     ],
 )

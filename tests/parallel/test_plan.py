@@ -2,9 +2,7 @@
 
 import importlib.util
 import json
-import os
 import pathlib
-import subprocess
 import sys
 import tomllib
 
@@ -20,6 +18,8 @@ from clearhead.parallel.hardware import DEVICES, Cluster, device_named, read_byt
 from clearhead.parallel.plan import ParallelPlan
 from clearhead.parallel.planner import fits
 from clearhead.parallel.stages import Work, stages_of
+from clearhead.parallel.world import World
+from tests.parallel import forking, sharded_bytes
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 GIB = 2**30
@@ -42,17 +42,8 @@ def planned(config: ch.ModelConfig, mesh: MeshSizes, **more):
 @pytest.mark.ledger("I3")
 def test_bytes_of_sharded_ranks_are_the_real_ones(tmp_path):
     """`fully_shard` on two gloo ranks: weights, gradients and moments of the first rank, byte by byte."""
-    script = pathlib.Path(__file__).with_name("sharded_bytes.py")
-    run = [str(tmp_path / "store"), json.dumps(SHARDED)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(rank), *run], stdout=subprocess.PIPE, text=True, env=environment
-        )
-        for rank in (0, 1)
-    ]
-    outputs = [rank.communicate(timeout=100)[0] for rank in ranks]
-    first, second = (json.loads(output.splitlines()[-1]) for output in outputs)
+    forking.perform(2, tmp_path / "log", sharded_bytes.record, SHARDED, tmp_path)
+    first, second = (json.loads((tmp_path / f"bytes-{rank}.json").read_text()) for rank in (0, 1))
     for settings, real, other in zip(SHARDED, first, second):
         memory = planned(ch.ModelConfig(**settings), MeshSizes(shard=2)).memory
         assert real == {kind: getattr(memory, kind) for kind in real}
@@ -353,3 +344,11 @@ def test_command_refuses_with_one_line(arguments, capsys):
     shown = capsys.readouterr()
     assert stop.value.code == 2
     assert shown.out == "" and len(shown.err.strip().splitlines()) == 1
+
+
+def test_more_processes_than_gpus_are_refused_by_name(monkeypatch):
+    """They may train on the CPU: `train.device=cpu` is the way out."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    with pytest.raises(ClearheadError, match=r"4 processes .* 1 GPUs: .* train.device=cpu"):
+        World(rank=0, size=4).arranged(ParallelPlan(data=4), "cuda", lambda plan: True)

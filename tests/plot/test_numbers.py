@@ -39,3 +39,9 @@ def test_every_number_has_the_contrast_of_body_text(diverging):
         assert (bright + 0.05) / (dark + 0.05) >= 4.5
     assert {word.get_color() for word in words} == {"black", "white"}
     assert not any(word.get_path_effects() for word in words)
+
+
+def test_labels_may_be_numbers():
+    figure = canvas.heatmap(np.eye(2), range(2), np.array([16, 32]), "loss", "nats")
+    shown = [tick.get_text() for tick in figure.axes[0].get_xticklabels()]
+    assert shown == ["16", "32"]

@@ -157,6 +157,8 @@ def test_settings_are_a_dictionary_or_strings():
         "train.lr=1",
     ]
     assert read_recipe(None, table) == read_recipe(None, strings)
+    for one in ("held.txt", Path("held.txt"), ["held.txt"]):  # of a list, one value may stand alone
+        assert read_recipe(None, {"data.validation": one}).data.validation == ("held.txt",)
     assert read_recipe("original-transformer", {"data.batch_size": 2}).data.batch_tokens is None
     changed = read_recipe(read_recipe(None, {"train.epochs": 2.0, "train.seed": 5}), {"train.steps": 7})
     assert (changed.train.steps, changed.train.epochs, changed.train.seed) == (7, None, 5)
@@ -170,7 +172,7 @@ def test_settings_are_a_dictionary_or_strings():
         ({"model.d_modl": 3}, 'unknown [model] key "d_modl" (did you mean "d_model"?)'),
         ({"train.steps": "30"}, "steps '30' is not allowed: it must be a whole number"),
         ({"train.steps": 30.0}, "steps 30.0 is not allowed"),
-        ({"train.freeze": "head.*"}, "freeze 'head.*' is not allowed: it must be a list of text"),
+        ({"train.freeze": 5}, "freeze (5,) is not allowed: it must be a list of text"),
         ({"train.steps": 0}, "steps 0 must be 1 or more"),
         ({"steps": 3}, 'setting "steps" is not understood: write section.key=value'),
         ({5: 3}, 'setting "5" is not understood'),

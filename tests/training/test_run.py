@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 import clearhead as ch
 from clearhead.batches import even
@@ -111,6 +112,31 @@ def test_a_stopped_run_goes_on_as_if_it_never_had_been(text, tmp_path, settings,
     ]
     assert logs[0] == logs[1]
     assert whole.metrics == done.metrics
+
+
+@pytest.mark.parametrize("tokens", [("tokens.kind=char",), ("tokens.kind=bpe", "tokens.vocab_size=300")])
+def test_a_prompt_begins_as_documents_begin_in_isolated_packing(tmp_path, tokens):
+    stories, story = tmp_path / "stories.jsonl", tmp_path / "story.txt"
+    stories.write_text('{"text": "the cat sat"}\n{"text": "a dog ran far"}\n' * 30)
+    story.write_text("the cat sat")
+    base = run(stories, tmp_path / "base", *tokens, "train.steps=1").model
+    bos, plain = base.special["bos"], base.encode(["the cat sat"])[0]
+    starts = {
+        "new": tokens,
+        "tuned": [f"model.base={base.folder}"],
+        "twice": [f"model.base={tmp_path / 'new'}"],
+    }
+    for out, start in starts.items():
+        run(stories, tmp_path / out, *start, "data.packing=isolated", "train.steps=1")
+        made = ch.load(tmp_path / out)
+        assert made.prompt_ids("the cat sat") == [bos, *plain]
+        assert AutoTokenizer.from_pretrained(tmp_path / out)("the cat sat").input_ids == [bos, *plain]
+        # A document packed as in training, and the same as a prompt: one probability.
+        packed = ch.evaluate(made, story)
+        assert packed.targets == len(plain)
+        assert -made.score("the cat sat").total == pytest.approx(
+            packed.metrics["loss"] * len(plain), abs=1e-5
+        )
 
 
 @pytest.mark.ledger("H8")

@@ -21,6 +21,7 @@ GROUPS: dict[str, dict[str, Command]] = {
         "train": Command("train:train", "train a model from your own files"),
         "eval": Command("train:evaluate", "measure a model on data it has not seen"),
         "long": Command("long:long", "measure a language model on long contexts"),
+        "lab": Command("lab:lab", "run an experiment: train, measure, draw, conclude"),
     },
     "use": {
         "generate": Command("use:generate", "continue a text"),
@@ -32,6 +33,12 @@ GROUPS: dict[str, dict[str, Command]] = {
         "answer": Command("use:answer", "find the answer to a question in a text"),
         "embed": Command("use:embed", "turn a text into one vector"),
         "score": Command("use:score", "measure how probable a text is"),
+        "index": Command("retrieve:index", "index the passages of files, for search"),
+        "search": Command("retrieve:search", "find the passages nearest to a query"),
+    },
+    "serve": {
+        "serve": Command("serve:serve", "serve models over HTTP, as OpenAI's API"),
+        "batch": Command("serve:batch", "answer a file of requests"),
     },
     "look inside": {
         "explore": Command("models:explore", "see a model think, in the browser"),

@@ -214,7 +214,7 @@ def _serve(session: Session, host: str, port: int, browser: bool) -> None:
         raise MissingExtraError(
             "the page needs FastAPI and uvicorn: pip install 'clearhead[serve]'"
         ) from None
-    listening = _bind(host, port)
+    listening = bind(host, port)
     address = f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}/"
     if not is_loopback(host):
         print_notes([f"warning: {host} can be reached by others: whoever opens {address} can use this model"])
@@ -228,7 +228,7 @@ def _serve(session: Session, host: str, port: int, browser: bool) -> None:
     server.run(sockets=[listening])
 
 
-def _bind(host: str, port: int) -> socket.socket:
+def bind(host: str, port: int) -> socket.socket:
     """Return a socket that listens on the address, before anything is loaded."""
     refuse(
         not 0 <= port <= 65535, f"there is no port {port}: choose --port from 0, any that is free, to 65535"

@@ -10,6 +10,7 @@ from tyro.conf import Positional
 
 import clearhead as ch
 from clearhead.commands.common import Json, Plot, check_picture, option, print_notes, read_config, show_result
+from clearhead.errors import InputError, refuse
 from clearhead.parallel.plan import AXES
 from clearhead.recipe import read_recipe, recipe_names
 from clearhead.report import count, size, table
@@ -20,10 +21,10 @@ if TYPE_CHECKING:
 
 def plan(
     model: Annotated[
-        Positional[str],
+        Positional[str | None],
         option("a preset, a config's JSON file, a model directory, or a recipe", metavar="CONFIG"),
-    ],
-    devices: Annotated[int, option("how many devices there are")],
+    ] = None,
+    devices: Annotated[int | None, option("how many devices there are")] = None,
     memory: Annotated[str | None, option("memory of each, such as 80GB; default: what --peak's has")] = None,
     link: Annotated[
         str, option("between nodes, for each device: bits per second, such as 400Gb, or bytes, such as 50GB")
@@ -57,6 +58,13 @@ def plan(
         option("axes that a mesh may have", metavar="AXIS"),
     ] = AXES,
     top: Annotated[int, option("meshes to show, at most")] = 5,
+    budget: Annotated[
+        float | None, option("FLOPs of training: find the size and the amount of text to spend them on")
+    ] = None,
+    law: Annotated[
+        Path | None,
+        option("of --budget: results.json of a ladder; default: Chinchilla's law", metavar="FILE"),
+    ] = None,
     plot: Plot = None,
     json: Json = False,
 ) -> None:
@@ -68,8 +76,19 @@ def plan(
       clearhead plan my-model/ --devices 8 --peak a100 --length 4096 --batch 524288
       clearhead plan llama-3-8b --devices 16 --mesh shard=8,tensor=2 --json
       clearhead plan my-recipe.toml --devices 4 --peak "rtx 4090"
+      clearhead plan --budget 1e18
     """
     check_picture(plot)
+    refuse(
+        law is not None and budget is None,
+        f"--law {law} says how to spend a --budget: give one, such as 1e18",
+    )
+    if budget is not None:
+        refuse(model is not None, f"--budget finds the size itself: leave {model} out")
+        _spend(budget, law, json)
+        return
+    if model is None or devices is None:
+        raise InputError("plan needs a CONFIG and --devices, or a --budget: see clearhead plan --help")
     config, from_recipe = _given(model)
     asked: dict[str, Any] = {"length": length, "batch": batch, "precision": precision}
     asked |= {"checkpointing": checkpointing, "optimizer": optimizer}
@@ -79,6 +98,21 @@ def plan(
     )
     print_notes(f"note: {line}" for line in found.notes)
     show_result(found.to_dict(), json, _shown(found, model), plot, lambda: _draw(found, model))
+
+
+def _spend(budget: float, path: Path | None, json: bool) -> None:
+    """Print the size and the tokens that a law finds best for a budget."""
+    from clearhead.lab.scaling import CHINCHILLA, read_law
+
+    best = (CHINCHILLA if path is None else read_law(path)).best(budget)
+    line = (
+        f"{budget:.3g} FLOPs: {count(best.weights)} weights and {count(best.tokens)} tokens, "
+        f"{best.tokens / best.weights:.3g} for each; expected loss {best.loss:.3f} nats a token"
+    )
+    whose = "Chinchilla's data, fitted again by Besiroglu et al. (2024)" if path is None else str(path)
+    show_result(
+        {"flops": budget, **vars(best)}, json, [line, f"by the law of {whose}; 6 FLOPs a weight and token"]
+    )
 
 
 def _given(name: str) -> tuple[ch.ModelConfig, dict[str, Any]]:

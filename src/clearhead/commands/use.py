@@ -10,7 +10,9 @@ from tyro.conf import Positional, arg
 
 from clearhead.commands.common import Folder, TokenIds, option, warnings_as_notes
 from clearhead.commands.requests import CommandRequest
+from clearhead.commands.retrieve import Passages, Retrieve, before_prompt, cited, print_cited, reader
 from clearhead.commands.texts import Options, Text, TextOptions, together
+from clearhead.errors import refuse
 from clearhead.generate.request import make_request
 from clearhead.report import class_table, fill_table, score_table, tag_table
 from clearhead.tasks.results import Candidate, Generation
@@ -36,6 +38,8 @@ def generate(
     ] = None,
     stream: Annotated[bool, option("print the text as it grows")] = False,
     ids: TokenIds = False,
+    retrieve: Retrieve = None,
+    passages: Passages = 3,
     options: Options = TextOptions(),  # noqa: B008
 ) -> None:
     """Continue a text.
@@ -46,10 +50,13 @@ def generate(
       clearhead generate my-model/ "Once upon" --beams 4 --num-return 2 --json
       clearhead generate my-model/ --file prompts.txt --output texts.txt
       echo "Once upon" | clearhead generate my-model/ -
+      clearhead generate my-model/ "We met in" --retrieve notes.index
       torchrun --nproc-per-node 2 -m clearhead generate my-model/ "Once upon"
     """
     asked = request.given() | ({} if best is None else {"logprobs": True, "alternatives": best})
     make_request(asked)  # a mistake is said before the model is loaded
+    refuse(ids and retrieve is not None, "--retrieve looks for text, and --ids gives none: leave one out")
+    find = reader(retrieve, passages)
     live = stream and not options.json and prompt not in (None, "-")
     with together(options, prompt) as (options, parallel):
         model = options.load(folder, parallel)
@@ -74,7 +81,14 @@ def generate(
         def compute(batch: list[dict[str, Any]]) -> list[list[Generation]]:
             for fields in batch if live and goes_on else ():
                 print(written(fields["prompt"]), end="", flush=True)
-            return generation.generate(model, [fields["prompt"] for fields in batch], asked, hooks)
+            prompts = [fields["prompt"] for fields in batch]
+            for number, fields in enumerate(batch if retrieve is not None else ()):
+                hits = find(prompts[number])
+                prompts[number], hits = before_prompt(model, prompts[number], hits, request.max_new_tokens)
+                fields["passages"] = list(map(cited, hits))
+                if not options.json:
+                    print_cited(hits)
+            return generation.generate(model, prompts, asked, hooks)
 
         def body(fields: dict[str, Any], made: list[Generation]) -> dict[str, Any]:
             found = [_as_json(one) for one in made]

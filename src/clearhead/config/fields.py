@@ -5,6 +5,7 @@ says. The parts of a model are built from `StackSpec` and `HeadSpec`, where ever
 `StackFields` is what a user and a stack have in common.
 """
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -256,10 +257,10 @@ class StackSpec(StackFields):
         """The window of each layer; None for a layer of another kind."""
         return tuple(kind.size if isinstance(kind, Windowed) else None for kind in self.kinds)
 
-    @property
+    @functools.cached_property
     def whole_kinds(self) -> tuple[Kind, ...]:
-        """The kinds of attention of the layers that all tokens go through."""
-        return tuple(kind for kind, share in zip(self.kinds, self.capacities) if share == 1)
+        """The different kinds of attention of the layers that all tokens go through."""
+        return tuple(dict.fromkeys(kind for kind, share in zip(self.kinds, self.capacities) if share == 1))
 
     @property
     def bounded(self) -> bool:

@@ -49,12 +49,11 @@ class Json(JSONResponse):
 def make_app(session: Session, host: str = "127.0.0.1") -> FastAPI:
     """Return the page and its routes for one session, answering to the names of `host` only."""
     app = FastAPI(title="clearhead explorer", docs_url=None, redoc_url=None, openapi_url=None)
-    address = _address(host)
-    allowed = None if address is not None and address.is_unspecified else {*LOOPBACK, host.lower()}
+    allowed = allowed_names(host)
 
     @app.middleware("http")
     async def guard(request: Request, answer: Callable[[Request], Awaitable[Response]]) -> Response:
-        if allowed is not None and _name(request.headers.get("host", "")) not in allowed:
+        if allowed is not None and host_name(request.headers.get("host", "")) not in allowed:
             return _with_headers(_refusal("this page answers to its own address only", 403))
         return _with_headers(await answer(request))
 
@@ -77,6 +76,12 @@ def make_app(session: Session, host: str = "127.0.0.1") -> FastAPI:
     return app
 
 
+def allowed_names(host: str) -> set[str] | None:
+    """Return the names by which a server that listens on `host` may be called; None: any."""
+    address = _address(host)
+    return None if address is not None and address.is_unspecified else {*LOOPBACK, host.lower()}
+
+
 def is_loopback(host: str) -> bool:
     """Return whether only this machine can reach the address."""
     address = _address(host)
@@ -89,7 +94,7 @@ def _with_headers(response: Response) -> Response:
     return response
 
 
-def _name(host: str) -> str:
+def host_name(host: str) -> str:
     """Return a Host header without its port."""
     return (
         host.rsplit("]", 1)[0].lstrip("[").lower() if host.startswith("[") else host.partition(":")[0].lower()

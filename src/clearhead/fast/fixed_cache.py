@@ -50,7 +50,7 @@ class FixedCache(Cache):
                 self.layers[layer] = FixedKeys(self, *room(f"{block}.attention", capacity))
             else:
                 shapes = [(batch, *shape) for shape in spec.state_shapes(layer)]
-                self.layers[layer] = FixedState(shapes, device)
+                self.layers[layer] = FixedState(shapes, torch.promote_types(dtype, torch.float32), device)
             if source and spec.cross:
                 self.cross_layer(layer).update(*room(f"{block}.cross", source))
         if source and spec.cross:
@@ -138,8 +138,8 @@ class FixedCache(Cache):
 class FixedState(StateKeys):
     """A state in buffers that are never replaced."""
 
-    def __init__(self, shapes: list[tuple[int, ...]], device: torch.device | str) -> None:
-        self.state = tuple(torch.zeros(shape, device=device) for shape in shapes)
+    def __init__(self, shapes: list[tuple[int, ...]], dtype: torch.dtype, device: torch.device | str) -> None:
+        self.state = tuple(torch.zeros(shape, dtype=dtype, device=device) for shape in shapes)
         self.k = self.v = self.state[0]
         self.forget()
 

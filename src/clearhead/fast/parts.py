@@ -90,65 +90,67 @@ class JoinedLinear(nn.Linear):
         super().__init__(first.in_features, width, biased, "meta", first.weight.dtype)  # nothing is drawn
         self.to_empty(device=first.weight.device).requires_grad_(False)
         self.layers = layers  # a tuple, so that they are no parts of this one
+        self.fingerprints: list[Tensor] = []  # of the weights that were copied
         self.refresh()
 
-    @torch.no_grad()
-    def refresh(self, weights: bool = True) -> None:
-        """Copy biases and `weights` again, in place: faster than to look for a change."""
-        if weights:
-            torch.cat([layer.weight for layer in self.layers], out=self.weight.data)
+    def refresh(self) -> None:
+        """Copy biases and weights again, in place; on a CPU, weights only where they have changed."""
+        weights = [layer.weight.detach() for layer in self.layers]
+        looks = not self.weight.is_cuda and self.weight.element_size() > 2
+        fingerprints = [fingerprint(weight) for weight in weights] if looks else []
+        if not looks or not same(fingerprints, self.fingerprints):
+            torch.cat(weights, out=self.weight.data)
+        self.fingerprints = fingerprints
         if self.bias is not None:
-            torch.cat([layer.bias for layer in self.layers], out=self.bias.data)
+            torch.cat([layer.bias.detach() for layer in self.layers], out=self.bias.data)
 
 
 class PackedLinear(Direct):
-    """A linear layer that keeps its weight a second time, laid out for a few rows at once."""
+    """A linear layer that keeps its weight a second time, laid out for a few rows at once.
+
+    The first product after a `refresh` that needs it looks through the weight, and packs it again where it
+    has changed.
+    """
+
+    packed_rows = PACKED_ROWS
 
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__()
         self.made_of = (layer,)  # a tuple, so that it is no part of this one
-        self.sources = layer.layers if isinstance(layer, JoinedLinear) else (layer,)
         self.weight, self.bias = layer.weight.detach(), None if layer.bias is None else layer.bias.detach()
-        self.packed: Tensor | None = None  # made when first used
+        self.packed: Tensor | None = None
         self.packed_from: list[Tensor] = []  # the fingerprints of the model's weights then
+        self.current = False  # whether it was packed, or looked through, since the latest refresh
         self.in_features, self.out_features = layer.in_features, layer.out_features
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] -> [..., N]."""
         # The compiler cannot take a packed weight as an input, and lays weights out by itself.
-        if torch.compiler.is_compiling() or x.numel() // self.in_features not in PACKED_ROWS:
+        if x.numel() // self.in_features not in self.packed_rows or torch.compiler.is_compiling():
             return nnf.linear(x, self.weight, self.bias)
-        if self.packed is None:
+        if not self.current:
             self._pack()
         rows = x.reshape(-1, self.in_features)
         out: Tensor = torch.ops.mkldnn._linear_pointwise(rows, self.packed, self.bias, "none", [], "")
         return out.view(*x.shape[:-1], self.out_features)
 
     def refresh(self) -> None:
-        """Pack again what was packed from other weights; that costs more than to look for a change."""
-        changed = self.packed is None or not same(self._fingerprints(), self.packed_from)
+        """Trust nothing that was packed before, and bring joined weights up to date."""
+        self.current = False
         for layer in self.made_of:
             if isinstance(layer, JoinedLinear):
-                layer.refresh(weights=changed)
-        if self.packed is not None and changed:
-            self._pack()
+                layer.refresh()
 
     def _pack(self) -> None:
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, PACKED_ROWS.start)
-        self.packed_from = self._fingerprints()
-
-    def _fingerprints(self) -> list[Tensor]:
-        return [fingerprint(layer.weight) for layer in self.sources]
-
-
-def refresh(copy: nn.Module) -> None:
-    """Bring every part that keeps a copy of weights up to date with them."""
-    for part in copy.modules():
-        if isinstance(part, JoinedLinear | PackedLinear):
-            part.refresh()
+        """Pack the weight, unless it was packed and has not changed."""
+        (layer,) = self.made_of
+        found = layer.fingerprints if isinstance(layer, JoinedLinear) else [fingerprint(layer.weight)]
+        if self.packed is None or not same(found, self.packed_from):
+            self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, PACKED_ROWS.start)
+            self.packed_from = found
+        self.current = True
 
 
-@torch.no_grad()
 def fingerprint(weight: Tensor) -> Tensor:
     """Return the product of each row of a weight with a fixed vector: [N], or in half precision [2, N].
 

@@ -6,7 +6,7 @@ kernels of `kernels` run, blocks that suit them take one token of each row throu
 Shapes: B batch, T length, D model, N width out.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, cast
 
@@ -36,12 +36,17 @@ from clearhead.model.taps import SILENT, Tap
 from clearhead.model.transformer import Transformer
 
 
-def prepared(model: Transformer, kernels: bool | None = None) -> Transformer:
+def prepared(
+    model: Transformer,
+    kernels: bool | None = None,
+    then: Callable[[nn.Module], nn.Module] | None = None,
+) -> Transformer:
     """Return the copy, in eval mode and without the model's hooks.
 
     It is valid while the model has the same parts and parameters; after their values change, `refresh` it.
 
     `kernels`: let blocks that suit them take each token through the kernels of a step; None: where those run.
+    `then` takes each part of the copy, before the parts within it, and returns what stands in its place.
     """
     weight = next(model.parameters())
     kernels = available(weight) if kernels is None else kernels
@@ -51,7 +56,7 @@ def prepared(model: Transformer, kernels: bool | None = None) -> Transformer:
     def built(part: nn.Module) -> nn.Module:
         if part not in made:
             fast = part if isinstance(part, Direct) else _replacement(part, kernels, packs)
-            made[part] = fast
+            fast = made[part] = fast if then is None else then(fast)
             for name, child in list(fast.named_children()):
                 setattr(fast, name, built(child))
             if isinstance(fast, Direct):

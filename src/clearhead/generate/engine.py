@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from clearhead.errors import first_line, refuse
 from clearhead.fast.fixed_cache import FixedCache
-from clearhead.fast.parts import fingerprint, refresh, same
+from clearhead.fast.parts import JoinedLinear, PackedLinear, fingerprint, same
 from clearhead.fast.prepare import prepared
 from clearhead.generate.decode import (
     LENGTH_ALONE,
@@ -269,6 +269,7 @@ class Engine:
         self.model = model
         self.made_of: object = None  # the parts, parameters and options that the copy was made from
         self.copy: Transformer | None = None
+        self.kept: list[JoinedLinear | PackedLinear] = []  # the parts of the copy that keep weights
         self.steps: Steps | None = None  # of the copy, compiled
         self.prefix: Prefix | None = None  # what the last request with `reuse` has read
 
@@ -283,8 +284,11 @@ class Engine:
         made_of = [_described(part) for part in parts]
         if self.copy is None or self.made_of != made_of:
             self.made_of, self.copy = made_of, prepared(self.model)
+            keeping = (JoinedLinear, PackedLinear)
+            self.kept = [part for part in self.copy.modules() if isinstance(part, keeping)]
         else:
-            refresh(self.copy)
+            for kept in self.kept:
+                kept.refresh()
         return self.copy
 
     def steps_for(self, runner: Transformer, asked: bool | None) -> Steps | None:
@@ -310,13 +314,14 @@ PLAIN = (int, float, str, NoneType)
 
 def _described(part: nn.Module) -> list[object]:
     """Return what of a part its copy has by value, and what it shares by identity."""
-    tensors = (*part.parameters(recurse=False), *part.buffers(recurse=False))
-    options = (value for name, value in vars(part).items() if name[0] != "_" and name != "training")
-    return [
-        *(part, type(part)),
-        *((id(tensor), tensor.data_ptr(), tensor.dtype, tensor.device) for tensor in tensors),
-        *(value if isinstance(value, PLAIN) else _by_value(value) for value in options),
+    owned = [tensor for tensor in (*part._parameters.values(), *part._buffers.values()) if tensor is not None]
+    tensors = [(id(tensor), tensor.data_ptr(), tensor.dtype, tensor.device) for tensor in owned]
+    options = [
+        value if isinstance(value, PLAIN) else _by_value(value)
+        for name, value in vars(part).items()
+        if name[0] != "_" and name != "training"
     ]
+    return [part, type(part), tensors, options]
 
 
 def _by_value(value: object) -> object:

@@ -136,7 +136,8 @@ def fused(
     return out
 
 
-KERNELS: dict[str, Attend] = {"eager": eager, "fused": fused}
+# "flex" is `fused`, but for rows that are planned by blocks: those go through `kinds.flex` where it serves.
+KERNELS: dict[str, Attend] = {"eager": eager, "fused": fused, "flex": fused}
 
 
 def attend_bytes(

@@ -88,7 +88,7 @@ class Attention(nn.Module):
         if tap.wants("scores", "pattern"):
             kernel = "eager"
         heads = list(self.heads) if self.pruned else None
-        if view.blocks is not None and kernel == "fused":
+        if view.blocks is not None and kernel != "eager":
             return attend_blocks(
                 q, k, v, view.blocks, self.scale,
                 softcap=self.softcap, sink=self.sinks(), dropout=dropout, heads=heads,
@@ -121,7 +121,8 @@ class Attention(nn.Module):
         """Split heads, and norm all of them or each: [B, T, heads·width] -> [B, heads, T, width]."""
         if norm is not None and self.norm_over == "full":
             x = tap.step(f"{name}_norm", norm(x))
-        x = x.view(*x.shape[:2], n_heads, -1)
+        B, T, _ = x.shape
+        x = x.view(B, T, n_heads, -1)
         heads = tap.step(f"{name}_heads", x.transpose(1, 2))
         if norm is not None and self.norm_over == "head":
             return tap.step(f"{name}_norm", norm(x).transpose(1, 2))

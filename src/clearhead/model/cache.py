@@ -59,6 +59,8 @@ class Cache:
     _visible: Tokens  # those of the cache and of the call in progress
 
     def __init__(self, reserve: int = 0) -> None:
+        wrong = not isinstance(reserve, int) or reserve < 0
+        refuse(wrong, f"reserve {reserve!r:.40} is no number of tokens: use Cache(), or Cache(512)")
         self.reserve = reserve
         self.length = 0  # slots filled, padding included
         self.tokens: Tokens | None = None  # the tokens in them
@@ -81,7 +83,9 @@ class Cache:
 
     def layer(self, index: int, kind: Kind) -> LayerKeys:
         """Return the self-attention keys of one layer."""
-        return self.layers.setdefault(index, GrowingKeys(self) if kind.chooses else StateKeys())
+        if index not in self.layers:
+            self.layers[index] = GrowingKeys(self) if kind.chooses else StateKeys()
+        return self.layers[index]
 
     def cross_layer(self, index: int) -> CrossKeys:
         """Return the cross-attention keys of one layer."""
@@ -168,7 +172,8 @@ class StateKeys(LayerKeys):
 
     def keep(self, *state: Tensor) -> None:
         """Keep this state, the answer of the call in progress."""
-        self.state = tuple(part.detach() for part in state)
+        # Copies, since each may be a part of all the states of a pass.
+        self.state = tuple(part.detach().clone() for part in state)
         self.k = self.v = self.state[0]  # for the number of rows
 
     def forget(self) -> None:
@@ -197,8 +202,8 @@ class GrowingKeys(LayerKeys):
         start, stop = self.cache.length, self.cache.length + k.shape[2]
         room = max(stop, self.cache.reserve)
         self.k, self.v = _with_room(self.k, k, start, room), _with_room(self.v, v, start, room)
-        self.k.narrow(2, start, stop - start).copy_(k.detach())
-        self.v.narrow(2, start, stop - start).copy_(v.detach())
+        self.k.narrow(2, start, stop - start).copy_(k.detach() if k.requires_grad else k)
+        self.v.narrow(2, start, stop - start).copy_(v.detach() if v.requires_grad else v)
         return self.k.narrow(2, 0, stop), self.v.narrow(2, 0, stop)
 
 
@@ -282,10 +287,10 @@ class WindowCache(Cache):
         self.rings = {kind: ring.of_rows(rows) for kind, ring in self.rings.items()}
 
     def crop(self, length: int) -> None:
-        """Forget all but the first `length` slots, as long as no window has begun to forget."""
+        """Forget all, or all but the first `length` slots as long as no window has begun to forget."""
         for kind, ring in self.rings.items():
             refuse(
-                length < self.length and int(ring.order.max()) >= (kind.reach or 0),
+                0 < length < self.length and int(ring.order.max()) >= (kind.reach or 0),
                 f"a window cache of {kind.reach} has forgotten what a crop to {length} needs: "
                 "use Cache() to step back",
             )

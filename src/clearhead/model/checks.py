@@ -11,6 +11,7 @@ from clearhead.config import StackSpec
 from clearhead.config.kinds import GlobalKind
 from clearhead.errors import InputError, refuse
 from clearhead.model.cache import Cache
+from clearhead.model.kinds.packed import check_runs
 from clearhead.model.masks import Tokens
 
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -135,7 +136,10 @@ def check_integers(
 
 
 def check_length(tokens: Tokens, cache: Cache | None, spec: StackSpec, name: str) -> None:
-    """Check that positions fit the table, where the scheme has one."""
+    """Check that positions fit the table, where the scheme has one, and that documents are runs."""
+    if tokens.documents is not None:
+        before = [cache.tokens] if cache is not None and cache.tokens is not None and cache.packed else []
+        check_runs(*((part.document_ids(), part.real_mask()) for part in (*before, tokens)))
     slots = tokens.length + (cache.length if cache is not None else 0)
     if not spec.bounded or slots <= spec.max_positions:
         return

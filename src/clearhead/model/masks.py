@@ -18,6 +18,7 @@ from torch import Tensor
 from clearhead.config.kinds import FULL, Kind
 from clearhead.errors import refuse
 from clearhead.model.kinds.choices import Choice, predicate
+from clearhead.model.kinds.packed import of_real, positions_in_documents
 from clearhead.model.positions import Rotary
 
 if TYPE_CHECKING:
@@ -104,9 +105,13 @@ def tokens_from(
 
     real = torch.ones(batch, length, dtype=torch.bool, device=device) if mask is None else mask
     order = (next_order(before, batch, device) + real.cumsum(1) - 1).clamp(min=0)
-    documents = documents.long() if documents is not None else None
-    if positions is None:
-        positions = order if documents is None else _positions_in_documents(real, documents, before)
+    if documents is not None:
+        documents = of_real(documents.long().expand(real.shape[0], -1), real)
+    if positions is None and documents is not None:
+        packed = before is not None and before.length and before.documents is not None
+        held = (before.document_ids(), before.positions, before.real_mask()) if before and packed else None
+        positions = positions_in_documents(documents, real, held)
+    positions = order if positions is None else positions
     return Tokens(order, positions.long(), real, documents, plain=False)
 
 
@@ -115,19 +120,6 @@ def next_order(before: Tokens | None, batch: int, device: torch.device) -> Tenso
     if before is None or before.real is None or not before.length:
         return torch.full((batch, 1), 0 if before is None else before.length, dtype=torch.long, device=device)
     return (torch.where(before.real, before.order, -1).amax(1, keepdim=True) + 1).expand(batch, 1)
-
-
-def _positions_in_documents(real: Tensor, documents: Tensor, before: Tokens | None) -> Tensor:
-    """Count positions from 0 in each document, a run of equal ids; a run that began in the cache goes on."""
-    count = real.cumsum(1) - real.long()  # real tokens before this slot, in this pass
-    starts = torch.ones_like(real)
-    starts[:, 1:] = documents[:, 1:] != documents[:, :-1]
-    positions = count - torch.where(starts, count, 0).cummax(1).values  # from the start of the run
-    if before is None or not before.length or before.documents is None:
-        return positions
-    same = before.real_mask() & (before.documents == documents[:, :1])
-    carried = torch.where(same, before.positions + 1, 0).amax(1, keepdim=True)
-    return positions + torch.where(starts.long().cumsum(1) == 1, carried, 0)  # in the first run
 
 
 def join(a: Tokens, b: Tokens) -> Tokens:

@@ -131,7 +131,7 @@ class RopePositions(PositionScheme):
     @staticmethod
     def steps(spec: StackSpec, run: Pass, name: str, tokens: int) -> Iterator[Step]:
         """Yield cosines and sines, once for each window."""
-        each = 2 * spec.d_rotary * 4 * len(set(spec.whole_kinds))
+        each = 2 * spec.d_rotary * 4 * len(spec.whole_kinds)
         yield Step(f"{name}.rotary", "positions", kept=tokens * each)
 
 
@@ -255,7 +255,7 @@ class RelativePositions(PositionScheme):
     @staticmethod
     def steps(spec: StackSpec, run: Pass, name: str, tokens: int) -> Iterator[Step]:
         """Yield the table, which keeps the bucket of each pair of tokens, once for each window."""
-        kept = tokens**2 * INDEX * len(set(spec.whole_kinds))
+        kept = tokens**2 * INDEX * len(spec.whole_kinds)
         yield Step(f"{name}.table", "positions", spec.relative_buckets * spec.n_heads, kept=kept)
 
 

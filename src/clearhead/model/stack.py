@@ -174,7 +174,7 @@ class Stack(nn.Module):
     def layers(self) -> list[Block]:
         """Return the block of each layer; layers that share weights have the same block."""
         blocks = list(self.blocks)
-        return [cast(Block, blocks[block]) for block in self.spec.block_of]
+        return cast(list[Block], [blocks[block] for block in self.spec.block_of])
 
     def forward(
         self,
@@ -261,7 +261,9 @@ class Stack(nn.Module):
 
             plan = None
             if prefix is None and bias is None and not tap.traced:
-                flexible = flex.serves(self.spec, kind, keys, dtype, self.training)
+                flexible = flex.serves(self.spec, kind, keys, dtype, self.training) and flex.asked(
+                    self.blocks
+                )
                 plan = plan_blocks(queries, keys, kind, causal, biased, flexible)
             view = dense() if plan is None else masks.View(blocks=plan, dense=dense)
             views[kind] = replace(view, rotary=rotary, tokens=queries)

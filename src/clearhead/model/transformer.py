@@ -201,14 +201,15 @@ def model_steps(config: ModelConfig, run: Pass, length: int, source_length: int)
 @contextmanager
 def _with(parts: list[nn.Module], name: str, value: object) -> Iterator[None]:
     """Set one attribute of these parts within a `with` block; afterwards restore the value of each."""
-    before = [getattr(part, name) for part in parts]
+    # By `vars`: a module looks in four places before it sets an attribute, and `generate` does it each time.
+    others = [(vars(part), vars(part)[name]) for part in parts if vars(part)[name] != value]
     try:
-        for part in parts:
-            setattr(part, name, value)
+        for attributes, _ in others:
+            attributes[name] = value
         yield
     finally:
-        for part, old in zip(parts, before):
-            setattr(part, name, old)
+        for attributes, old in others:
+            attributes[name] = old
 
 
 def evaluating(model: nn.Module) -> AbstractContextManager[None]:
@@ -217,7 +218,11 @@ def evaluating(model: nn.Module) -> AbstractContextManager[None]:
 
 
 def attending(model: object, kernel: str) -> AbstractContextManager[None]:
-    """Use one kernel, "eager" or "fused", in every attention of `model`, or of a part, in a `with` block."""
+    """Use one kernel in every attention of `model`, or of a part, in a `with` block.
+
+    "fused" is the default, "eager" spells every step out, and "flex" has PyTorch's `flex_attention` attend in
+    long rows of kinds that choose among keys, where it serves (`kinds.flex`). All give the same numbers.
+    """
     refuse(
         kernel not in attend.KERNELS,
         f'no attention kernel is called "{kernel}": choose from {", ".join(attend.KERNELS)}',

@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from clearhead.batches.batch import Batch
 from clearhead.config import BIASES, ModelConfig
+from clearhead.config.depth import BY_LENGTH
 from clearhead.errors import ConfigError, refuse
 from clearhead.fast.parts import like
 from clearhead.model.feedforward import BALANCE, counts_of, imbalance, tally
@@ -30,14 +31,11 @@ from clearhead.parallel import shards
 from clearhead.parallel.line import Line
 from clearhead.parallel.world import World
 
-PIECES = (
-    4  # of the batches of a step for each stage, where they have the rows: a fifth of the time is waiting
-)
-
 
 def check(config: ModelConfig, stages: int, scaled: bool) -> None:
     """Refuse what stages cannot share out; `scaled`: the loss is, for float16."""
     axis, layers = f"parallel.pipeline {stages}", sum(stack.n_layers for stack in config.stacks)
+    scaling = config.rope_scaling and config.rope_scaling.kind
     for wrong, why in (
         (stages > layers, f"is more than the {layers} layers: choose {layers} or less"),
         (
@@ -49,6 +47,11 @@ def check(config: ModelConfig, stages: int, scaled: bool) -> None:
             any(share < 1 for stack in config.stacks for share in stack.capacities),
             f"takes every token through every layer, and model.depth_capacity is {config.depth_capacity}: "
             "use data or shard",
+        ),
+        (
+            scaling in BY_LENGTH,
+            f"cuts batches into pieces, and rope scaling {scaling} goes by the longest row of a batch: "
+            "use data, shard or tensor",
         ),
         (scaled, "has no scaled loss (train.precision float16): use bfloat16 or float32"),
     ):

@@ -31,7 +31,8 @@ def whole(tensor: Tensor) -> Tensor:
 
 def is_split(model: nn.Module) -> bool:
     """Return True for a model of which each process holds a part."""
-    return any(hasattr(one, "device_mesh") for one in model.parameters())
+    own = (part._parameters.values() for part in model.modules())  # each call to `generate` asks: be quick
+    return any(hasattr(one, "device_mesh") for some in own for one in some)
 
 
 def place_of(held: Any) -> Place:
@@ -140,21 +141,26 @@ def assembled(empty: Transformer, found: Mapping[str, Tensor]) -> Transformer:
     return made
 
 
-def norm_of(tensors: Sequence[Tensor], processes: int, device: torch.device) -> Tensor:
+def norm_of(tensors: Sequence[Tensor], processes: int, experts: int, device: torch.device) -> Tensor:
     """Return the norm [] of all tensors together, on a device; each part counts once among all processes.
 
-    `processes`: how many hold a part of the same tensors.
+    `processes`: how many hold a part of the same tensors; `experts`: how many hold experts of their own.
     """
-    squares = [local(one).detach().float().square().sum() / _copies(one, processes) for one in tensors]
+    squares = [
+        local(one).detach().float().square().sum() / copies_of(one, processes, experts) for one in tensors
+    ]
     total = torch.stack([torch.zeros((), device=device), *squares]).sum()
     dist.all_reduce(total)
     return total.sqrt()
 
 
-def _copies(tensor: Any, processes: int) -> int:
-    """Return how many processes hold the same part of a tensor."""
+def copies_of(tensor: Any, processes: int, experts: int) -> int:
+    """Return how many processes hold the same part of a tensor.
+
+    Its mesh may be one of an earlier run that looks the same, with another mesh around it.
+    """
     mesh = tensor.device_mesh
     parts = math.prod(size for size, place in zip(mesh.shape, tensor.placements) if hasattr(place, "dim"))
     if "expert_held" in mesh.mesh_dim_names:  # others along the expert axis hold other experts
-        parts *= mesh._get_root_mesh()["expert"].size()
+        parts *= experts
     return processes // int(parts)

@@ -26,6 +26,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from clearhead.config.depth import BY_LENGTH
 from clearhead.errors import ConfigError, refuse
 from clearhead.fast.lora import LoraLinear
 from clearhead.fast.parts import like
@@ -36,9 +37,9 @@ from clearhead.model.fronts import TokenFront
 from clearhead.model.heads import LanguageHead
 from clearhead.model.kinds.layers import DeltaLayer, LinearAttention, LowRankAttention
 from clearhead.model.masks import View
-from clearhead.model.positions import RelativePositions
+from clearhead.model.positions import RelativePositions, RopePositions, Rotary
 from clearhead.model.stack import Stack
-from clearhead.model.taps import Tap
+from clearhead.model.taps import SILENT, Tap
 from clearhead.model.transformer import Transformer
 from clearhead.parallel.context import share_tokens
 from clearhead.parallel.division import TENSOR
@@ -83,6 +84,8 @@ def split(
         way_out = "set train.compile to false, or leave it out"
         refuse(compiled, f"parallel.context {world.plan.context} trains uncompiled: {way_out}", ConfigError)
         share_tokens(model, Ring(world.mesh["context"].get_group()))
+    if world.shares > 1:
+        share_lengths(model, world)
     sharding: dict[str, Any] = {"mesh": world.held}
     if offload:
         sharding["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
@@ -100,6 +103,27 @@ def split(
             part.set_force_sum_reduction_for_comms(True)
     named = dict(model.named_parameters())
     return [named[name] for name in partial]
+
+
+class JointRope(RopePositions):
+    """Rotary positions that are scaled by the longest row of a batch, of which this process has some rows."""
+
+    group: dist.ProcessGroup  # the processes that have the others
+
+    def rotary(self, positions: Tensor, window: int | None, tap: Tap = SILENT) -> Rotary:
+        """See `RopePositions.rotary`."""
+        last = positions.amax()
+        dist.all_reduce(last, op=dist.ReduceOp.MAX, group=self.group)
+        reached = torch.cat([positions, last.expand(positions.shape[0], 1)], 1)
+        return Rotary(*(turn[:, :, :-1] for turn in super().rotary(reached, window, tap)))
+
+
+def share_lengths(model: Transformer, world: World) -> None:
+    """Let rotary positions that are scaled by the longest row know that of the whole batch."""
+    for stack in (part for part in model.children() if isinstance(part, Stack)):
+        scaling = stack.spec.rope_scaling
+        if isinstance(stack.positions, RopePositions) and scaling is not None and scaling.kind in BY_LENGTH:
+            stack.positions = like(stack.positions, JointRope, group=world.together)
 
 
 class SplitAttention(Attention):
@@ -270,4 +294,9 @@ def _check(name: str, part: nn.Module, size: int) -> None:
         )
     if isinstance(part, FeedForward):
         width = part.up.out_features
-        refuse(width % size != 0, f"{axis} does not divide d_ff {width}: choose a divisor", ConfigError)
+        refuse(
+            width % size != 0,
+            f"{axis} does not divide the width {width} of {name} (d_ff, d_expert or d_shared_expert): "
+            "choose a divisor",
+            ConfigError,
+        )

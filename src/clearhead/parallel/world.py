@@ -100,6 +100,13 @@ class World:
         plan = plan.settled(self.size, fits)
         if self.size == 1 and not always:
             return replace(self, plan=plan)
+        here, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
+        refuse(
+            device == "cuda" and here > gpus,
+            f"{here} processes on a machine with {gpus} GPUs: start {gpus} with --nproc-per-node {gpus}, or "
+            "train on the CPU with train.device=cpu",
+            ConfigError,
+        )
         if not dist.is_initialized():
             store = dist.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group(_backend(), store=store, rank=0, world_size=1)
@@ -159,7 +166,8 @@ class World:
         gradients = [one.grad for one in parameters if one.grad is not None]
         with self.waiting("the norm of the gradients"):
             known = [one.grad for one in counted if one.grad is not None]
-            norm = shards.norm_of(known, self.size // self.extent("pipeline"), parameters[0].device)
+            processes, experts = self.size // self.extent("pipeline"), self.extent("expert")
+            norm = shards.norm_of(known, processes, experts, parameters[0].device)
         torch._foreach_mul_([shards.local(one) for one in gradients], (most / (norm + 1e-6)).clamp(max=1.0))
         return norm
 
@@ -293,8 +301,9 @@ def join() -> World:
     if not started():
         return ALONE
     if not dist.is_initialized():
-        if torch.cuda.is_available():
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        number = int(os.environ.get("LOCAL_RANK", "0"))
+        if number < torch.cuda.device_count():  # more processes than GPUs may still train on the CPU
+            torch.cuda.set_device(number)
         store, rank, size = next(rendezvous("env://"))
         # The store may outlive a restart, and hold the addresses of processes that are gone.
         own = dist.PrefixStore(f"life {restarts()}", store)  # type: ignore[attr-defined]

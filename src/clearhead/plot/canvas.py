@@ -73,8 +73,8 @@ def save(figure: Figure, path: str | Path) -> Path:
 
 def heatmap(
     values: ArrayLike,
-    rows: Sequence[str],
-    columns: Sequence[str],
+    rows: Sequence[object],
+    columns: Sequence[object],
     title: str,
     scale: str,
     row_name: str = "",
@@ -105,8 +105,8 @@ def draw(
     high: float | None,
     diverging: bool = False,
     root: bool = False,
-    rows: Sequence[str] = (),
-    columns: Sequence[str] = (),
+    rows: Sequence[object] = (),
+    columns: Sequence[object] = (),
     numbers: str = "",
 ) -> Any:
     """Draw the colours of one table; several axes with the same `low` and `high` have one scale.
@@ -122,7 +122,7 @@ def draw(
     scale = PowerNorm(0.5, low, high) if root else Normalize(low, high)
     colours = DIVERGING if diverging else SEQUENTIAL
     image = axes.imshow(table, cmap=colours, norm=scale, aspect="auto", interpolation="nearest")
-    if rows or columns:
+    if len(rows) or len(columns):
         label_axis(axes, rows, "y")
         label_axis(axes, columns, "x")
     if numbers:
@@ -130,14 +130,14 @@ def draw(
     return image
 
 
-def label_axis(axes: Axes, names: Sequence[str], side: Literal["x", "y"], most: int = LEGIBLE) -> int:
+def label_axis(axes: Axes, names: Sequence[object], side: Literal["x", "y"], most: int = LEGIBLE) -> int:
     """Write a label for each row ("y") or column ("x"), of more than `most` every n-th; return n.
 
-    Labels are text: nothing in them is read as mathematics.
+    Labels are text or numbers: nothing in them is read as mathematics.
     """
     every = max(1, math.ceil(len(names) / most))
     places = list(range(0, len(names), every))
-    shown = [plain(shortened(names[place])) for place in places]
+    shown = [plain(shortened(str(names[place]))) for place in places]
     upright = side == "y" or all(len(label) <= 2 for label in shown)
     style: dict[str, Any] = {} if upright else {"rotation": 60, "ha": "right"}
     axis = axes.yaxis if side == "y" else axes.xaxis

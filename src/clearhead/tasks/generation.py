@@ -8,6 +8,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,6 +74,27 @@ def generate(
 
     `options` are fields of a request; where they say nothing, the model's own rules hold.
     """
+    request, texts, ends = asked_for(m, prompts, options, hooks)
+    if not texts:
+        return []
+    draft = hooks.draft
+    with evaluating(m.model), nullcontext() if draft is None else evaluating(draft.model):
+        runner, read = m.engine.runner(), prompts_of(m, texts)
+        if request.num_beams > 1:
+            found = _search(m, runner, request, read, ends)
+        else:
+            smaller = None if draft is None else draft.engine.runner()
+            guessers = speculate.guessers_for(runner, request, read, texts, smaller)
+            rows = _continue(m, runner, request, read, ends, guessers, hooks.on_text)
+            found = [[made] for made in rows]
+    _warn_of_length(m, texts, request, found)
+    return found
+
+
+def asked_for(
+    m: Bundle, prompts: Sequence[Prompt], options: Mapping[str, Any], hooks: Hooks = NO_HOOKS
+) -> tuple[Request, list[list[int]], Ends]:
+    """Return the request, the ids of each prompt and what ends a text, all of them checked."""
     hooked = hooks != NO_HOOKS
     request = make_request(with_own(m.own_options, options, hooked))
     request.check_hooks(on_text=hooks.on_text, cancel=hooks.cancel, draft=hooks.draft)
@@ -87,9 +109,9 @@ def generate(
         f"reuse with {len(texts)} prompts of a {m.config.family}: it takes one prompt of a decoder at a time",
     )
     apart = {"seconds": request.seconds, "cancel": hooks.cancel, "compile": request.compile}
-    asked = [name for name, value in apart.items() if value] if is_split(m.model) else []
+    asked = [name for name, value in apart.items() if value]
     refuse(
-        asked,
+        asked and is_split(m.model),
         f"{', '.join(asked)} with a model that is split over processes, which must go on together: "
         "leave it out",
     )
@@ -103,26 +125,14 @@ def generate(
     deadline = None if request.seconds is None else time.monotonic() + request.seconds
     ends = Ends(stop_ids, cancel=hooks.cancelled, deadline=deadline)
     check_options(m.model, request, ends)
-    if not texts:
-        return []
-    with evaluating(m.model), evaluating(m.model if draft is None else draft.model):
-        runner, read = m.engine.runner(), _prompts(m, texts)
-        if request.num_beams > 1:
-            found = _search(m, runner, request, read, ends)
-        else:
-            smaller = None if draft is None else draft.engine.runner()
-            guessers = speculate.guessers_for(runner, request, read, texts, smaller)
-            rows = _continue(m, runner, request, read, ends, guessers, hooks.on_text)
-            found = [[made] for made in rows]
-    _warn_of_length(m, texts, request, found)
-    return found
+    return request, texts, ends
 
 
 def _search(
     m: Bundle, runner: Transformer, request: Request, prompts: Prompts, ends: Ends
 ) -> list[list[Generation]]:
     def made(number: int, found: beam.Hypothesis) -> Generation:
-        stream = _stream(m, prompts, number)
+        stream = stream_of(m, prompts, number)
         if stream is not None:
             stream.add(found.ids)
         return Generation(
@@ -143,7 +153,7 @@ def _continue(
     on_text: OnText | None,
 ) -> list[Generation]:
     """Continue each prompt token by token, and tell `on_text` of text as soon as it is final."""
-    streams = [_stream(m, prompts, number, request.stop) for number in range(len(prompts.ids))]
+    streams = [stream_of(m, prompts, number, request.stop) for number in range(len(prompts.ids))]
 
     def tell(number: int, new: str) -> None:
         if on_text is not None and new:
@@ -164,18 +174,21 @@ def _continue(
         if stream is not None:
             stream.add(() if watched else row.ids)
             tell(number, stream.finish())
-        made.append(
-            Generation(
-                None if stream is None else stream.text,
-                row.ids,
-                row.stop_reason,
-                row.logprobs if request.reports else None,
-                row.alternatives if request.alternatives else None,
-                steps=row.steps,
-                layers=row.layers if request.early_exit is not None else None,
-            )
-        )
+        made.append(generation_of(row, request, stream))
     return made
+
+
+def generation_of(row: Continuation, request: Request, stream: TextStream | None) -> Generation:
+    """Return a row that has ended as the caller sees it."""
+    return Generation(
+        None if stream is None else stream.text,
+        row.ids,
+        row.stop_reason,
+        row.logprobs if request.reports else None,
+        row.alternatives if request.alternatives else None,
+        steps=row.steps,
+        layers=row.layers if request.early_exit is not None else None,
+    )
 
 
 def _decode(
@@ -202,13 +215,13 @@ def _decode(
     return rows
 
 
-def _stream(m: Bundle, prompts: Prompts, number: int, stop: Sequence[str] = ()) -> TextStream | None:
+def stream_of(m: Bundle, prompts: Prompts, number: int, stop: Sequence[str] = ()) -> TextStream | None:
     """Return the text of one row as it grows; None without a tokenizer."""
     before = prompts.ids[number] if prompts.source is None else ()
     return None if m.tokenizer is None else TextStream(m.tokenizer, before, stop)
 
 
-def _prompts(m: Bundle, texts: list[list[int]]) -> Prompts:
+def prompts_of(m: Bundle, texts: list[list[int]]) -> Prompts:
     """Return what the model reads: the texts are its prompts, or, with an encoder, its sources."""
     if m.config.family != "encoder-decoder":
         return Prompts(texts)

@@ -139,6 +139,17 @@ def _framed(tokenizer: Tokenizer, special: list[str], specials: SpecialTokens) -
     return tokenizer
 
 
+def begin_texts(tokenizer: Tokenizer, token: str) -> None:
+    """Have the tokenizer put a special token before each text, beside what its template does already."""
+    template = processors.TemplateProcessing(
+        single=[token, "$A"],
+        pair=[token, "$A", token, "$B"],
+        special_tokens=[(token, tokenizer.token_to_id(token))],
+    )
+    before = tokenizer.post_processor
+    tokenizer.post_processor = template if before is None else processors.Sequence([before, template])
+
+
 def _check(texts: Iterable[str], plan: TokensPlan) -> None:
     refuse(
         plan.pattern is not None and plan.kind not in (None, "word"),

@@ -15,6 +15,7 @@ import torch
 from tokenizers import Tokenizer
 
 from clearhead.api import Model, load
+from clearhead.batches.encoding import Encoder
 from clearhead.bundle import best_device
 from clearhead.config import ModelConfig
 from clearhead.config.resolve import derive
@@ -27,6 +28,7 @@ from clearhead.presets import PRESETS, preset
 from clearhead.recipe import BASE, Recipe, TrainPlan
 from clearhead.tasks.spec import DECODER, TaskSpec
 from clearhead.tasks.table import task_named
+from clearhead.tokens.training import begin_texts
 from clearhead.training.machine import room
 from clearhead.typed import hints_of, shaped
 
@@ -113,6 +115,8 @@ def build(
             labels = base.labels  # the classes it knows, by their numbers there
         fixed = _fixed(spec, tokenizer, labels, image, given)
         made = _adapted(base, fixed, given, tuple(labels), recipe.train.seed)
+    if tokenizer is not None and spec.one_shape and recipe.data.packing == "isolated":
+        _begin_documents(tokenizer, special)
     made = dataclasses.replace(
         made,
         tokenizer=tokenizer,
@@ -124,6 +128,16 @@ def build(
         named = {f"{role}_token_id": special[role] for role in ("bos", "eos", "pad") if role in special}
         made.description = Description({**named, **saved.theirs, **spec.stated}, made.config, saved.kind)
     return made
+
+
+def _begin_documents(tokenizer: Tokenizer, special: Mapping[str, int]) -> None:
+    """Have the tokenizer begin every prompt with the token that begins each document in isolated packing."""
+    bos = special.get("bos")  # without one, such packing is refused when batches are made
+    if bos is not None and Encoder(tokenizer, {}, None).frame(pair=False).special[0] != [bos]:
+        token = tokenizer.id_to_token(bos)
+        if token is None:
+            raise ConfigError(f"isolated packing needs a bos token, and the tokenizer has none of id {bos}")
+        begin_texts(tokenizer, token)
 
 
 def _check_kind(start: ModelConfig, model: Mapping[str, Any], task: TaskSpec) -> None:

@@ -1,17 +1,17 @@
 """PyTorch's `flex_attention` as one way to attend by blocks on a GPU, with the predicates of the dense mask.
 
 It compiles a kernel of each kind's predicate, skips the blocks that the plan leaves out, and gathers nothing.
-A CPU has no backward pass of it, so it is never chosen there.
+`attending(model, "flex")` asks for it. A CPU has no backward pass of it, and none is asked of it there.
 
 Shapes: B batch, H heads, K key/value heads, T queries, S keys, E head width, N blocks of queries, M of keys.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from clearhead.config import BIASES, StackSpec
 from clearhead.config.kinds import Blocks, Kind
@@ -21,19 +21,15 @@ from clearhead.model.kinds.choices import predicate
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-# Tokens from which on it is quicker than gathered blocks; None: it is never chosen.
-FLEX_FROM: int | None = None
 DYNAMIC = True  # one kernel for all lengths; else each length is compiled anew
 BLOCK = 128  # tokens of a block, which the kernel's own tiles divide
 WIDTHS = range(16, 129)  # of heads, that the kernel has room for
 
 
 def serves(spec: StackSpec, kind: Kind, tokens: masks.Tokens, dtype: torch.dtype, training: bool) -> bool:
-    """Return whether `flex_attention` is to attend: on a GPU, in long rows, to scores without additions."""
+    """Return whether `flex_attention` can attend: to scores without additions, on a CPU without gradients."""
     return (
-        FLEX_FROM is not None
-        and tokens.length >= FLEX_FROM
-        and tokens.order.is_cuda
+        (tokens.order.is_cuda or not torch.is_grad_enabled())
         and dtype != torch.float64
         and spec.d_head in WIDTHS
         and spec.d_value in WIDTHS
@@ -44,6 +40,11 @@ def serves(spec: StackSpec, kind: Kind, tokens: masks.Tokens, dtype: torch.dtype
         and not (training and spec.attention_dropout)
         and not torch.compiler.is_compiling()
     )
+
+
+def asked(blocks: Iterable[nn.Module]) -> bool:
+    """Return whether the attention of a block was told to use it."""
+    return any(getattr(getattr(block, "attention", None), "kernel", None) == "flex" for block in blocks)
 
 
 def flex_mask(

@@ -18,88 +18,22 @@ from torch import Tensor, nn
 from clearhead.config import StackSpec
 from clearhead.config.kinds import GatedDeltaKind, GlobalKind, Kind, LinearKind, LowRank
 from clearhead.errors import InputError, refuse
-from clearhead.model import masks, positions
-from clearhead.model.attend import fused
+from clearhead.model import masks
 from clearhead.model.attention import Attention, attention_steps
 from clearhead.model.cache import LayerKeys, StateKeys
-from clearhead.model.kinds.blocks import plain_blocks
+from clearhead.model.kinds.everywhere import GlobalAttention, global_steps, tokens_of
 from clearhead.model.kinds.gated_delta import GatedDelta, GatedDeltaState, gated_delta_steps
 from clearhead.model.kinds.linear import (
     CHUNK,
     FEATURES,
+    GROUP,
     Features,
     LinearState,
     attend_linear,
     orthogonal_features,
 )
-from clearhead.model.steps import Pass, Step, linear_step
+from clearhead.model.steps import Pass, Step
 from clearhead.model.taps import SILENT, Tap
-
-
-class GlobalAttention(Attention):
-    """Attention in which global tokens see all tokens, through projections of their own (Longformer)."""
-
-    def __init__(self, spec: StackSpec, name: str) -> None:
-        super().__init__(spec, name)
-        self.q_global, self.k_global, self.v_global = (
-            nn.Linear(layer.in_features, layer.out_features, layer.bias is not None)
-            for layer in (self.q, self.k, self.v)
-        )
-
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, view: masks.View, cache: LayerKeys | None, tap: Tap, x: Tensor
-    ) -> Tensor:
-        """Attend with queries [B, H, T, E] to keys and values [B, K, T, E]; global ones by projecting x."""
-        marked, plan = tokens_of(view).globals, view.blocks
-        if marked is None:
-            return super().attend(q, k, v, view, cache, tap, x)
-        if plan is None or self.kernel != "fused" or tap.wants("scores", "pattern"):
-            # Each query meets the keys of its own projections: the other half of it is zero.
-            mine = marked[:, None, :, None]  # B|1 1 T 1
-            q_own, k_own, v_own = self._projected(x, view.rotary, x, view, tap)
-            q = torch.cat([q.masked_fill(mine, 0.0), q_own.masked_fill(~mine, 0.0)], dim=-1)  # B H T 2E
-            k, v = torch.cat([k, k_own], dim=-1), torch.cat([v, v_own], dim=-1)
-            ordinary, own = super().attend(q, k, v, view, cache, tap, x).chunk(2, dim=-1)
-            return torch.where(mine, own, ordinary)
-        z = super().attend(q, k, v, replace(view, blocks=replace(plan, globals=None)), cache, tap, x)
-        if plan.globals is None:
-            return z
-        slots, bias = plan.globals.expand(x.shape[0], -1), plan.global_bias  # B G
-        if bias is not None and self.pruned and bias.shape[1] > 1:
-            bias = bias[:, list(self.heads)]
-        at = slots[:, None, :, None]
-        rotary = view.rotary and positions.Rotary(*(part.take_along_dim(at, 2) for part in view.rotary))
-        q_own, k_own, v_own = self._projected(x.take_along_dim(slots[:, :, None], 1), rotary, x, view, tap)
-        whole = fused(
-            q_own, k_own, v_own, plan.global_mask, bias, self.scale, softcap=self.softcap, sink=self.sink,
-            dropout=self.dropout if self.training else 0.0,
-        )  # fmt: skip
-        # A row with fewer global tokens than another has slots of others here, which keep what they have.
-        mine = marked.take_along_dim(slots, 1)[:, None, :, None]
-        return z.scatter(2, at.expand_as(whole), torch.where(mine, whole, z.take_along_dim(at, 2)))
-
-    def _projected(
-        self, queries: Tensor, rotary: positions.Rotary | None, x: Tensor, view: masks.View, tap: Tap
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Project tokens [B, G, D], and their angles, to queries [B, H, G, E], and x to keys and values."""
-        q, k, v = (
-            self.split(f"{name}_global", tap.step(f"{name}_global", layer(source)), count, norm, tap)
-            for name, layer, source, count, norm in (
-                ("q", self.q_global, queries, self.n_heads, self.q_norm),
-                ("k", self.k_global, x, self.n_kv_heads, self.k_norm),
-                ("v", self.v_global, x, self.n_kv_heads, None),
-            )
-        )
-        if rotary is not None and view.rotary is not None:
-            q = positions.rotate(q, rotary, self.layout)
-            k = positions.rotate(k, view.rotary, self.layout)
-        return q, k, v
-
-    def head_shares(self) -> dict[str, tuple[int, bool, int]]:
-        """Return how heads share out each weight, also of the other projections."""
-        shares = super().head_shares()
-        own = {name: share for name, share in shares.items() if name[0] in "qkv"}
-        return {**shares, **{f"{name[0]}_global{name[1:]}": share for name, share in own.items()}}
 
 
 class LinearAttention(Attention):
@@ -208,12 +142,6 @@ class DeltaLayer(GatedDelta):
         return y
 
 
-def tokens_of(view: masks.View) -> masks.Tokens:
-    """Return the tokens that a view describes."""
-    assert view.tokens is not None  # the stack gives them to every kind that does not choose among keys
-    return view.tokens
-
-
 def attention_for(spec: StackSpec, name: str, layer: int) -> nn.Module:
     """Build the self-attention of a layer."""
     kind = spec.kinds[layer]
@@ -263,35 +191,6 @@ def _in_place_of_scores(
             yield step
 
 
-def global_steps(spec: StackSpec, run: Pass, name: str, T: int, kind: GlobalKind) -> Iterator[Step]:
-    """Yield the steps of attention with global tokens: one in each row, or none where calls name them."""
-    B, D, E, Ev = run.batch, spec.d_model, spec.d_head, spec.d_value
-    heads, kv_heads = len(spec.heads_of(name)), spec.kv_heads_of(name)
-    dense, none = plain_blocks(kind, T, causal=False) is None, kind.tokens == "given"
-    for step in attention_steps(spec, run, name, T, T, kind, "attention"):
-        if step.name == f"{name}.scores":
-            queries = T if dense else 1
-            for part, rows, width in (
-                ("q", B * queries, heads * E),
-                ("k", B * T, kv_heads * E),
-                ("v", B * T, kv_heads * Ev),
-            ):
-                kept = 0 if none else rows * width * run.size
-                own = linear_step(
-                    f"{name}.{part}_global", "attention", rows, D, width, spec.qkv_bias, kept=kept
-                )
-                yield replace(own, m=0) if none else own
-            if not none and not dense:
-                yield Step(f"{name}.scores_global", "attention", m=heads, n=T, k=E, count=B)
-                yield Step(f"{name}.z_global", "attention", m=heads, n=Ev, k=T, count=B)
-        widened = dense and not none
-        if widened and step.name == f"{name}.scores":
-            step = replace(step, k=2 * step.k)
-        if widened and step.name == f"{name}.z":
-            step = replace(step, n=2 * step.n, kept=3 * step.kept)  # of both halves, and of the chosen ones
-        yield step
-
-
 def linear_products(spec: StackSpec, run: Pass, name: str, T: int, kind: LinearKind) -> Iterator[Step]:
     """Yield the products of linear attention: chunk by chunk in a decoder, two for all in an encoder."""
     H, K, F, V = len(spec.heads_of(name)), spec.kv_heads_of(name), spec.n_features(kind), spec.d_value + 1
@@ -308,6 +207,10 @@ def linear_products(spec: StackSpec, run: Pass, name: str, T: int, kind: LinearK
     kept = (maps * features + values + states + pairs * square) * run.wide
     yield Step(f"{name}.state", "attention", m=F, n=V, k=C, count=run.batch * K * N, kept=kept)
     yield Step(f"{name}.read", "attention", m=H // K * C, n=V, k=F, count=run.batch * K * N)
+    for group in (min(GROUP, N - first) for first in range(0, N if spec.causal and pairs > 1 else 0, GROUP)):
+        yield Step(
+            f"{name}.carried", "attention", m=group, n=F * V, k=group + 1, count=run.batch * K, gradients=1
+        )
     if spec.causal:
         yield Step(f"{name}.scores", "attention", m=H // K * C, n=C, k=F, count=run.batch * K * N)
         yield Step(f"{name}.within", "attention", m=H // K * C, n=V, k=C, count=run.batch * K * N)

@@ -22,6 +22,7 @@ from clearhead.errors import refuse
 from clearhead.model.dtypes import uncast, wide
 
 CHUNK = 64  # tokens that a causal pass takes at once
+GROUP = 32  # chunks whose states are computed at once
 RELU_FLOOR = 1e-3  # added to relu features, as in Performer's generalised attention
 FAVOR_FLOOR = 1e-12  # below any feature that counts; keeps the normaliser away from zero
 SMALLEST = 1e-20  # a normaliser nearer to zero than this has no meaning: the query saw nothing
@@ -218,24 +219,41 @@ def _scan(
         added = torch.where(visible.adds, scale, ABSENT)  # B K N C
         peaks = added.detach().amax(-1).clamp(min=ABSENT / 2)  # B K N
         sums = product(k.mT, values * (added - peaks[..., None]).exp()[..., None])  # B K N F V
-        states, highest = [state.sums], [state.peak]
-        for keeps, high, new in zip(visible.keeps.unbind(2), peaks.unbind(2), sums.unbind(2)):
-            kept = torch.where(keeps, highest[-1], ABSENT)  # B K
-            peak = torch.maximum(kept, high)
-            factors = torch.stack([kept - peak, high - peak]).exp()[..., None, None]
-            states.append(states[-1] * factors[0] + new * factors[1])
-            highest.append(peak)
-        after = LinearState(states[N], highest[N], None if known is None else visible.last)
+        states, highest = _carried(sums, peaks, visible.keeps, state)  # B K N+1 F V, B K N+1
+        after = LinearState(states[:, :, N], highest[:, :, N], None if known is None else visible.last)
 
         seen = torch.where(visible.pairs, scale[..., None, :], ABSENT)  # B K N C C
-        read = torch.where(visible.reads, torch.stack(highest[:N], dim=2)[..., None], ABSENT)  # B K N C
+        read = torch.where(visible.reads, highest[:, :, :N, None], ABSENT)  # B K N C
         top = torch.maximum(seen.detach().amax(-1), read).clamp(min=ABSENT / 2)  # of all that a query sees
         scores = scores * (seen - top[..., None]).exp()[:, :, :, None]
-        earlier = product(q, torch.stack(states[:N], dim=2)).reshape(B, K, N, G, C, V)
+        earlier = product(q, states[:, :, :N]).reshape(B, K, N, G, C, V)
         earlier = (earlier * (read - top).exp()[:, :, :, None, :, None]).reshape(B, K, N, G * C, V)
     out = product(scores.reshape(B, K, N, G * C, C), values) + earlier
     out = out.reshape(B, K, N, G, C, V).transpose(2, 3).reshape(B, H, N * C, V)
     return out[:, :, :T], after
+
+
+def _carried(sums: Tensor, peaks: Tensor, keeps: Tensor, state: LinearState) -> tuple[Tensor, Tensor]:
+    """Return the state before each chunk and after the last: [B, K, N+1, F, V], and its peaks [B, K, N+1].
+
+    `sums` [B, K, N, F, V] are of each chunk, divided by exp(`peaks`) [B, K, N]. Where `keeps` [B, 1, N] is
+    False, a chunk begins anew. A group of chunks is one product with a triangle of factors, none above 1: as
+    many steps as there are chunks would take a GPU longer to begin than to compute.
+    """
+    (B, K, _, F, V), states, highest = sums.shape, [state.sums[:, :, None]], [state.peak[:, :, None]]
+    for new, high, kept in zip(*(torch.split(x, GROUP, 2) for x in (sums, peaks, keeps))):
+        M, entering = new.shape[2], highest[-1][:, :, -1:]
+        high = torch.cat([entering, high], dim=2)  # B K M+1: of the state that enters, and of chunks
+        run = nnf.pad((~kept).long().cumsum(2), (1, 0))
+        earlier = torch.ones(M + 1, M + 1, dtype=torch.bool, device=run.device).tril()
+        met = (run[..., None] == run[..., None, :]) & earlier
+        seen = torch.where(met, high[..., None, :], ABSENT)[:, :, 1:]  # B K M M+1
+        top = seen.amax(-1)
+        factors = torch.where(met[:, :, 1:], (seen - top[..., None]).exp(), 0.0)
+        parts = torch.cat([states[-1][:, :, -1:], new], dim=2).reshape(B, K, M + 1, F * V)
+        states.append(product(factors, parts).reshape(B, K, M, F, V))
+        highest.append(top)
+    return torch.cat(states, dim=2), torch.cat(highest, dim=2)
 
 
 class _Visible(NamedTuple):
@@ -288,7 +306,8 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
-        ctx.save_for_backward(a, b)
+        for_a, for_b = ctx.needs_input_grad
+        ctx.save_for_backward(a if for_b else None, b if for_a else None)
         return a @ (b.contiguous() if b.device.type == "cpu" else b)
 
     @staticmethod

@@ -139,11 +139,12 @@ class StreamCache(WindowCache):
         self.tokens, self.length = self.rings[self.ring], self.length + self._new.length
 
     def crop(self, length: int) -> None:
-        """Refuse to forget the last tokens: those before them are gone."""
+        """Forget all; refuse to forget the last tokens alone, since those before them are gone."""
         refuse(
-            length != self.length,
+            length not in (0, self.length),
             f"a stream cache of {self.length} tokens cannot be cropped to {length}: use Cache() to step back",
         )
+        super().crop(length)
 
 
 class StreamKeys(RingKeys):

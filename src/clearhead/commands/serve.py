@@ -1,0 +1,152 @@
+"""Commands that serve a model: over HTTP, and over a file of requests."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from tyro.conf import Positional, UseAppendAction
+
+from clearhead.commands.common import Dtype, Folder, check_inputs, load_model, option, print_notes
+from clearhead.errors import InputError, MissingExtraError, refuse
+
+if TYPE_CHECKING:
+    from clearhead.serve.engine import ServeEngine
+
+KEY = "CLEARHEAD_API_KEY"
+Tokens = Annotated[int, option("tokens read in one step at most")]
+Running = Annotated[int, option("texts written at the same time")]
+Cache = Annotated[int | None, option("tokens that the cache holds; default: as many as 1 GiB holds")]
+Device = Annotated[str, option("where the model runs", metavar="cpu|cuda|mps|auto")]
+
+
+def serve(
+    folder: Folder,
+    model: Annotated[
+        UseAppendAction[tuple[str, ...]], option("one more model, under a name", metavar="NAME=DIR")
+    ] = (),
+    host: Annotated[
+        str, option("address to listen on; others than this machine's own let others in")
+    ] = "127.0.0.1",
+    port: Annotated[int, option("0: any that is free")] = 8000,
+    api_key_file: Annotated[
+        Path | None, option(f"keys, one on a line, of which a request must have one; also: ${KEY}")
+    ] = None,
+    max_waiting: Annotated[int, option("requests that wait; more are refused with 429")] = 256,
+    max_waiting_tokens: Annotated[int, option("tokens of the prompts that wait")] = 262_144,
+    step_tokens: Tokens = 512,
+    max_running: Running = 64,
+    cache_tokens: Cache = None,
+    exact: Annotated[
+        bool, option("logits with the same bits whoever shares the batch; slower for one text alone")
+    ] = False,
+    drain: Annotated[
+        float, option("seconds that running requests get when the server is told to end")
+    ] = 30.0,
+    device: Device = "cpu",
+    dtype: Dtype = None,
+) -> None:
+    """Serve a model over HTTP, with the routes of OpenAI's API: any client of it works.
+
+    For example:
+      clearhead serve my-model/
+      clearhead serve my-model/ --model small=other-model/ --port 9000
+      clearhead serve my-model/ --host 0.0.0.0 --api-key-file keys.txt
+    """
+    folders = {folder.resolve().name: folder, **dict(_named(one) for one in model)}
+    for one in folders.values():
+        check_inputs(one)
+    refuse(
+        len(folders) <= len(model), f"two models are called {folder.resolve().name}: give one another name"
+    )
+    keys = _keys(api_key_file)
+    try:
+        import uvicorn
+
+        from clearhead.explorer.app import is_loopback
+        from clearhead.serve.app import make_server
+    except ImportError:
+        raise MissingExtraError("serving needs FastAPI and uvicorn: pip install 'clearhead[serve]'") from None
+    from clearhead.commands.models import bind
+    from clearhead.serve.limits import Limits
+
+    limits = Limits(step_tokens, max_running, max_waiting, max_waiting_tokens, 64, cache_tokens, exact)
+    listening = bind(host, port)
+    engines = {name: _engine(where, limits, device, dtype) for name, where in folders.items()}
+    address = f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}"
+    if not is_loopback(host) and not keys:
+        print_notes(
+            [f"warning: {host} can be reached by others, and no key is asked for: see --api-key-file"]
+        )
+    for name, engine in engines.items():
+        if exact and not engine.exact:
+            print_notes([f"note: on this machine the last bits of {name}'s logits depend on the batch"])
+    print_notes([f"clearhead serves {', '.join(engines)}: {address}/v1  (Ctrl-C ends it)"])
+    app = make_server(engines, host, keys, drain)
+    config = uvicorn.Config(
+        app,
+        log_level="warning",
+        server_header=False,
+        timeout_graceful_shutdown=int(drain) + 1,
+        limit_concurrency=4096,
+    )
+    uvicorn.Server(config).run(sockets=[listening])
+
+
+def batch(
+    folder: Folder,
+    requests: Annotated[Positional[Path], option("requests, one JSON object on a line", metavar="IN.jsonl")],
+    answers: Annotated[Positional[Path], option("where answers are added, a line each", metavar="OUT.jsonl")],
+    step_tokens: Tokens = 512,
+    max_running: Running = 64,
+    cache_tokens: Cache = None,
+    device: Device = "cpu",
+    dtype: Dtype = None,
+) -> None:
+    """Answer a file of requests: OpenAI's batch lines, or bodies of completions and chats.
+
+    Broken off and started again, it goes on with the rows that have no answer yet.
+
+    For example:
+      clearhead batch my-model/ requests.jsonl answers.jsonl
+    """
+    check_inputs(folder)
+    refuse(not requests.is_file(), f"{requests} is not a file: name one with a request on each line")
+    try:
+        from clearhead.serve.batch import run_batch
+    except ImportError:
+        raise MissingExtraError("batch needs FastAPI: pip install 'clearhead[serve]'") from None
+    from clearhead.serve.limits import Limits
+
+    limits = Limits(step_tokens, max_running, cache_tokens=cache_tokens)
+    engine = _engine(folder, limits, device, dtype)
+    count = sum(1 for _ in run_batch(engine, folder.resolve().name, requests, answers))
+    print_notes([f"{count} answers added to {answers}"])
+
+
+def _engine(folder: Path, limits: object, device: str, dtype: str | None) -> ServeEngine:
+    from clearhead.serve.engine import ServeEngine
+    from clearhead.serve.limits import Limits
+
+    assert isinstance(limits, Limits)
+    return ServeEngine(load_model(folder, device=device, dtype=dtype), limits)
+
+
+def _named(given: str) -> tuple[str, Path]:
+    name, equals, where = given.partition("=")
+    refuse(not (name and equals and where), f'--model "{given}" must be NAME=DIR')
+    return name, Path(where)
+
+
+def _keys(file: Path | None) -> list[str]:
+    """Return the keys of the file and of the environment."""
+    found = [os.environ[KEY]] if os.environ.get(KEY) else []
+    if file is None:
+        return found
+    try:
+        lines = [line.strip() for line in file.read_text("utf-8").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"--api-key-file {file} cannot be read: {error}") from None
+    refuse(not any(lines), f"--api-key-file {file} has no key: write one on each line")
+    return [*found, *filter(None, lines)]

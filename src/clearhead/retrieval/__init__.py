@@ -1,0 +1,1 @@
+"""Retrieval: passages of files, found by their meaning, by their words, or by both."""

@@ -1,0 +1,314 @@
+"""An index of passages on disk: built, brought up to date, and searched by meaning, by words, or by both.
+
+A folder holds `index.json` and parts of up to `BLOCK` passages, each one file that is named by what it holds.
+Parts are written whole, `index.json` last, and parts that it no longer names are removed after that. So a
+process may be killed at any moment: the index is the old one or the new one, and the parts that were ready
+are not embedded again.
+
+N passages, D width of a vector, Q queries.
+"""
+
+import hashlib
+import json
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors.numpy import load, save
+
+from clearhead.api import Model
+from clearhead.api import load as load_model
+from clearhead.errors import CheckpointError, InputError, refuse, refusing
+from clearhead.hub.files import read_json, write_bytes, write_text
+from clearhead.retrieval.passages import WORDS, Passage, Source, find_files, read_passages
+from clearhead.retrieval.words import Postings, bm25, post
+
+MANIFEST, PARTS, VERSION = "index.json", "parts", 1
+BLOCK = 1024  # passages of a part
+PROBES = ("A quiet town by the river.", "Do 17 proteins fold within 3.5 seconds?")
+AGREE = 1e-3  # between vectors of length one that the same embedder made on different machines
+DEPTH, FUSED = 100, 60  # of fusing two rankings: passages of each, and the constant added to a rank
+By = Literal["meaning", "words", "both"]
+Vectors = NDArray[np.float32]
+OnPassages = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Hit:
+    """A passage that was found, and how well it fits: cosine, BM25, or the sum of 1 / (60 + rank)."""
+
+    passage: Passage
+    score: float
+
+
+@dataclass(frozen=True)
+class Part:
+    """A block of passages, read from its file."""
+
+    vectors: Vectors  # N D, of length one
+    postings: Postings
+    rows: bytes  # a JSON object a line: text, line, name
+    ends: NDArray[np.int64]  # N, where each ends
+
+    def passage(self, number: int, file: str) -> Passage:
+        """Return one passage."""
+        start = int(self.ends[number - 1]) if number else 0
+        return Passage(file=file, **json.loads(self.rows[start : int(self.ends[number])]))
+
+
+class Index:
+    """An open index."""
+
+    def __init__(self, folder: str | Path, model: Model | None = None, stale: bool = False) -> None:
+        """Open an index.
+
+        Args:
+            folder: that `build_index` wrote.
+            model: the embedder; None: that of the directory which the index names, once it is needed.
+            stale: search even where files have changed since.
+        """
+        self.folder = Path(folder)
+        self.manifest = _manifest(self.folder)
+        refuse(
+            not self.manifest["complete"],
+            f"{folder} was not finished: give the command `clearhead index` again, it goes on from there",
+        )
+        old = [one["file"] for one in self.manifest["sources"] if not _source(one).is_current()]
+        refuse(
+            old and not stale,
+            f"{', '.join(old[:3])}{' and more' if len(old) > 3 else ''} changed after {folder} was made: "
+            f"bring it up to date by `clearhead index --out {folder}`, or search it as it is (stale)",
+        )
+        self._model = None if model is None else _fitting(model, self.manifest, self.folder)
+
+    @cached_property
+    def model(self) -> Model:
+        """The embedder."""
+        if self._model is not None:
+            return self._model
+        return _fitting(load_model(self.manifest["model"]), self.manifest, self.folder)
+
+    def __len__(self) -> int:
+        return sum(part["passages"] for source in self.manifest["sources"] for part in source["parts"])
+
+    @cached_property
+    def parts(self) -> list[tuple[str, Part]]:
+        """All parts, each with the file that it is of."""
+        return [
+            (source["file"], _read_part(self.folder, part))
+            for source in self.manifest["sources"]
+            for part in source["parts"]
+        ]
+
+    def search(self, query: str, k: int = 10, by: By = "both") -> list[Hit]:
+        """Return the k passages nearest to a query, best first."""
+        return self.search_all([query], k, by)[0]
+
+    def search_all(self, queries: Sequence[str], k: int = 10, by: By = "both") -> list[list[Hit]]:
+        """Return the k nearest passages of each query.
+
+        `by` is "meaning" (cosine of the embedder's vectors, every passage compared), "words" (BM25), or
+        "both", which sums the reciprocal ranks of the two.
+        """
+        refuse(k < 1, f"k {k} must be 1 or more")
+        refuse(by not in get_args(By), f"by {by!r} is not known: choose from {', '.join(get_args(By))}")
+        refuse(not all(query.strip() for query in queries), "a query is empty: write what to look for")
+        deep = k if by != "both" else max(k, DEPTH)
+        ranked: list[list[dict[int, float]]] = []  # of each way, of each query: scores by passage, best first
+        if by != "words":
+            ranked.append(self._by_meaning(queries, deep))
+        if by != "meaning":
+            postings = [part.postings for _, part in self.parts]
+            ranked.append([_best(bm25(postings, query), deep, above=0.0) for query in queries])
+        found = ranked[0] if len(ranked) == 1 else [fuse(pair) for pair in zip(*ranked)]
+        return [[self._hit(*one) for one in list(each.items())[:k]] for each in found]
+
+    def _by_meaning(self, queries: Sequence[str], k: int) -> list[dict[int, float]]:
+        asked = embedded(self.model, queries, "query")  # Q D
+        scores = [part.vectors @ asked.T for _, part in self.parts]  # N Q of each
+        whole = np.concatenate([*scores, np.zeros((0, len(queries)), np.float32)])
+        return [_best(column, k) for column in whole.T]
+
+    def _hit(self, number: int, score: float) -> Hit:
+        for file, part in self.parts:
+            if number < len(part.ends):
+                return Hit(part.passage(number, file), float(score))
+            number -= len(part.ends)
+        raise AssertionError("a passage beyond the last one")
+
+
+def _best(scores: NDArray[Any], k: int, above: float = -np.inf) -> dict[int, float]:
+    """Return the k best passages with their scores, best first, the earlier first of equal ones."""
+    kept = np.flatnonzero(scores > above)
+    if len(kept) > k:  # all that score as well as the k-th
+        kept = kept[scores[kept] >= np.partition(scores[kept], -k)[-k]]
+    order = kept[np.argsort(-scores[kept], kind="stable")][:k]
+    return {int(number): float(scores[number]) for number in order}
+
+
+def fuse(rankings: Sequence[dict[int, float]]) -> dict[int, float]:
+    """Return the sum of 1 / (60 + rank) of each passage over several rankings, best first."""
+    total: dict[int, float] = {}
+    for ranking in rankings:
+        for rank, number in enumerate(ranking, start=1):
+            total[number] = total.get(number, 0.0) + 1 / (FUSED + rank)
+    return dict(sorted(total.items(), key=lambda one: (-one[1], one[0])))
+
+
+def embedded(model: Model, texts: Sequence[str], side: Literal["query", "passage"]) -> Vectors:
+    """Return vectors of length one [N, D]; a model with prompts for queries and passages gets them."""
+    names = {"query": ("query",), "passage": ("passage", "document")}[side]
+    known = model.sentences.prompts if model.sentences is not None else {}
+    vectors = model.embed(list(texts), prompt=next((name for name in names if name in known), None)).numpy()
+    made: Vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
+    return made
+
+
+# Building ---------------------------------------------------------------------------------------------------
+
+
+def build_index(
+    folder: str | Path,
+    model: Model | None = None,
+    files: Sequence[str | Path] = (),
+    words: int | None = None,
+    skip: bool = False,
+    on_passages: OnPassages = lambda stage, done, total: None,
+) -> Index:
+    """Index the passages of files; blocks of passages that are in the index already are not embedded again.
+
+    Args:
+        folder: to write; an index that is there is brought up to date.
+        model: the embedder; None: that of the index.
+        files: files and folders of text; none: those of the index.
+        words: of a passage of plain text, at most; None: as before, or 150.
+        skip: leave out files that cannot be read, in place of refusing them.
+        on_passages: told what is being done, and how many passages of how many are embedded.
+    """
+    folder = Path(folder)
+    refuse(words is not None and words < 1, f"words {words} must be 1 or more")
+    before = _manifest(folder) if (folder / MANIFEST).exists() else None
+    given = [str(file) for file in files] or (before or {}).get("given", [])
+    refuse(not given, f"no files were named, and {folder} is no index yet: name files or folders of text")
+    if model is None:
+        refuse(before is None, f"{folder} is no index yet, so it needs an embedder: name a model directory")
+        model = load_model(str((before or {})["model"]))
+    words = words or (before or {}).get("words", WORDS)
+    manifest = before or _empty(folder, model, words)
+    _fitting(model, manifest, folder)
+    read = list(_read_all(find_files(given), words, skip, folder))
+    total, done, sources = sum(len(passages) for _, passages in read), 0, []
+    refuse(not total, f"there is no text in {', '.join(given[:3])}: name files of text")
+    for source, passages in read:
+        parts = []
+        for start in range(0, len(passages), BLOCK):
+            parts.append(_part(folder, model, manifest["embedder"], passages[start : start + BLOCK]))
+            done += parts[-1]["passages"]
+            on_passages("embedding", done, total)
+        sources.append({**asdict(source), "parts": parts})
+    manifest = manifest | {"given": given, "words": words, "sources": sources, "complete": True}
+    write_text(folder / MANIFEST, json.dumps(manifest))
+    named = {part["name"] for source in sources for part in source["parts"]}
+    for path in (folder / PARTS).iterdir():
+        if path.name not in named:
+            path.unlink(missing_ok=True)
+    return Index(folder, model)
+
+
+def _empty(folder: Path, model: Model, words: int) -> dict[str, Any]:
+    """Write the manifest of an index that is still to be built, which says by whom; return it."""
+    refuse(
+        folder.exists() and (not folder.is_dir() or any(folder.glob("[!.]*"))),
+        f"{folder} exists and is no index: name another folder",
+    )
+    probes = embedded(model, PROBES, "passage")
+    name = hashlib.sha256(probes.tobytes()).hexdigest()[:16]
+    place = str(model.folder.resolve()) if model.folder is not None else ""
+    facts = {"version": VERSION, "model": place, "embedder": name, "probes": probes.tolist(), "words": words}
+    manifest = {**facts, "given": [], "sources": [], "complete": False}
+    write_text(folder / MANIFEST, json.dumps(manifest))
+    return manifest
+
+
+def _read_all(
+    paths: Sequence[Path], words: int, skip: bool, folder: Path
+) -> Iterator[tuple[Source, list[Passage]]]:
+    for path in paths:
+        if folder.resolve() in path.resolve().parents:
+            continue  # the index itself lies among its files
+        try:
+            yield read_passages(path, words)
+        except InputError as error:
+            refuse(not skip, f"{error}; leave it out, or skip what cannot be read (skip)")
+
+
+def _part(folder: Path, model: Model, embedder: str, passages: Sequence[Passage]) -> dict[str, Any]:
+    """Write the part of some passages, where it is not there yet; return its entry in the manifest."""
+    rows = [
+        json.dumps({"text": one.text, "line": one.line, "name": one.name}).encode() + b"\n"
+        for one in passages
+    ]
+    blob = b"".join(rows)
+    name = hashlib.sha256(embedder.encode() + blob).hexdigest()[:24] + ".safetensors"
+    path = folder / PARTS / name
+    if not path.exists():
+        texts = [one.text for one in passages]
+        arrays = {
+            "vectors": embedded(model, texts, "passage"),
+            **{f"postings.{key}": value for key, value in post(texts)._asdict().items()},
+            "rows": np.frombuffer(blob, np.uint8),
+            "ends": np.cumsum([len(row) for row in rows]),
+        }
+        write_bytes(path, save(arrays))
+    return {"name": name, "passages": len(passages), "checksum": zlib.crc32(path.read_bytes())}
+
+
+# Reading ----------------------------------------------------------------------------------------------------
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
+    path = folder / MANIFEST
+    refuse(not path.exists(), f"{folder} is no index: make one by `clearhead index FILES --out {folder}`")
+    found = read_json(path)
+    known = {"version", "model", "embedder", "probes", "words", "given", "sources", "complete"}
+    refuse(
+        found.get("version") != VERSION or not known <= found.keys(),
+        f"{path} is not the manifest of an index of version {VERSION}: make the index again",
+        CheckpointError,
+    )
+    return found
+
+
+def _source(entry: dict[str, Any]) -> Source:
+    return Source(**{name: value for name, value in entry.items() if name != "parts"})
+
+
+def _read_part(folder: Path, entry: dict[str, Any]) -> Part:
+    path = folder / PARTS / entry["name"]
+    with refusing(f"{path} cannot be read: make the index again", CheckpointError):
+        raw = path.read_bytes()
+    refuse(
+        zlib.crc32(raw) != entry["checksum"],
+        f"{path} has changed since it was written: remove it and make the index again",
+        CheckpointError,
+    )
+    arrays = load(raw)
+    postings = Postings(*(arrays[f"postings.{key}"] for key in Postings._fields))
+    return Part(arrays["vectors"], postings, arrays["rows"].tobytes(), arrays["ends"])
+
+
+def _fitting(model: Model, manifest: dict[str, Any], folder: Path) -> Model:
+    """Return the embedder, or refuse one that gives other vectors than the index has."""
+    stored, found = np.array(manifest["probes"], np.float32), embedded(model, PROBES, "passage")
+    other = stored.shape != found.shape or float(np.abs(stored - found).max()) > AGREE
+    refuse(
+        other,
+        f"{model.folder} embeds otherwise than the model that made {folder}, {manifest['model']}: "
+        "use that one, or make the index again in another folder",
+    )
+    return model

@@ -1,0 +1,258 @@
+"""From requests to JSON and server-sent events: the jobs of a body, followed from the event loop."""
+
+import asyncio
+import contextlib
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from fastapi import Request
+from fastapi.concurrency import run_in_threadpool
+
+from clearhead.bundle import Bundle
+from clearhead.errors import ClearheadError, refuse
+from clearhead.generate.stream import TextStream
+from clearhead.serve.chat import chat_ids
+from clearhead.serve.engine import ServeEngine
+from clearhead.serve.jobs import Asked, Job
+from clearhead.serve.metrics import Metrics
+from clearhead.serve.protocol import ChatBody, CompletionBody, finish_reason
+from clearhead.tokens.labels import decoded
+
+DEFAULT_TOKENS = 16  # of a completion, as OpenAI's
+LOOK = 0.2  # seconds between two looks at whether the client is still there
+News = tuple[int, str, int, bool]  # of a choice: its number, new text, tokens so far, whether it has ended
+
+
+def completion(engine: ServeEngine, name: str, body: CompletionBody) -> "ServedTexts":
+    """Return what a body of `/v1/completions` asks for."""
+    most = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
+    refuse(most == 0 and not body.echo, "max_tokens 0 writes nothing: ask for 1 or more, or for echo")
+    refuse(engine.m.tokenizer is None, "this model has no tokenizer: it cannot be served as text")
+    asked = Asked(body.cache_salt or "", body.logprobs if body.echo else None, most == 0, body.seconds)
+    options, seeds = body.options(max(1, most)), body.seeds(body.n or 1)
+    return ServedTexts(
+        engine, name, False, body.prompts(), options, seeds, asked, body.logprobs, bool(body.echo)
+    )
+
+
+def conversation(engine: ServeEngine, name: str, body: ChatBody) -> "ServedTexts":
+    """Return what a body of `/v1/chat/completions` asks for."""
+    refuse(
+        body.max_tokens is not None and body.max_completion_tokens is not None,
+        "max_tokens and max_completion_tokens are the same: give one of them",
+    )
+    ids = chat_ids(engine.m, body.messages, body.chat_template_kwargs or {})
+    most = body.max_completion_tokens or body.max_tokens or max(1, engine.longest - len(ids))
+    asked = Asked(body.cache_salt or "", seconds=body.seconds)
+    return ServedTexts(
+        engine, name, True, [ids], body.options(most), body.seeds(body.n or 1), asked, body.best
+    )
+
+
+@dataclass
+class ServedTexts:
+    """The texts that one body asks for: what to submit, the jobs, and their answer."""
+
+    engine: ServeEngine
+    model: str
+    chat: bool
+    prompts: Sequence[str | list[int]]
+    options: dict[str, Any]
+    seeds: list[int]  # of the choices of each prompt
+    asked: Asked
+    best: int | None = None  # tokens reported at each step; None: nothing is reported
+    echo: bool = False
+    jobs: list[Job] = field(default_factory=list)
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def __post_init__(self) -> None:
+        self.id = f"{'chatcmpl' if self.chat else 'cmpl'}-{uuid.uuid4().hex}"
+        self.queue: asyncio.Queue[News] = asyncio.Queue()
+        if self.best is not None:
+            self.options |= {"logprobs": True, "alternatives": self.best}
+
+    def submit(self, told: Callable[[int, Job, str], None] | None = None) -> None:
+        """Put every choice of every prompt into the line, or none; `told` is called from the engine."""
+        try:
+            for prompt in self.prompts:
+                first: Job | None = None
+                for seed in self.seeds:
+                    tell = None if told is None else partial(told, len(self.jobs))
+                    given = self.options | {"seed": seed}
+                    job = self.engine.submit(prompt, given, self.asked, tell, first)
+                    first = first or job
+                    self.jobs.append(job)
+        except BaseException:
+            self.cancel()
+            raise
+
+    async def begin(self, metrics: Metrics) -> None:
+        """Submit from a thread, and follow the jobs in a queue of this event loop."""
+        loop = asyncio.get_running_loop()
+
+        def told(number: int, job: Job, new: str) -> None:
+            if job.done:
+                metrics.keep(job)
+            loop.call_soon_threadsafe(self.queue.put_nowait, (number, new, len(job.row.ids), job.done))
+
+        await run_in_threadpool(self.submit, told)
+
+    def cancel(self) -> None:
+        """End what has not ended: nobody reads it."""
+        for job in self.jobs:
+            job.cancel()
+
+    async def whole(self, request: Request) -> dict[str, Any]:
+        """Wait for every choice, as long as the client does; return the answer."""
+        left, looked = len(self.jobs), time.monotonic()
+        try:
+            while left:
+                with contextlib.suppress(TimeoutError):
+                    left -= (await asyncio.wait_for(self.queue.get(), LOOK))[3]
+                if time.monotonic() - looked > LOOK:
+                    refuse(await request.is_disconnected(), "the client has gone")
+                    looked = time.monotonic()
+        finally:
+            self.cancel()
+        return self.answer()
+
+    def answer(self) -> dict[str, Any]:
+        """Return the answer, once every job has ended."""
+        choices = [self._choice(number, job) for number, job in enumerate(self.jobs)]
+        kind = "chat.completion" if self.chat else "text_completion"
+        return {**self._head(kind), "choices": choices, "usage": self.usage()}
+
+    def _choice(self, number: int, job: Job) -> dict[str, Any]:
+        found = job.wait(0)
+        made: dict[str, Any] = {"index": number, "finish_reason": finish_reason(found.stop_reason)}
+        if self.chat:
+            made["message"] = {"role": "assistant", "content": found.text, "refusal": None}
+        else:
+            made["text"] = self._echoed(job) + (found.text or "")
+        made["logprobs"] = self._logprobs(job, 0, len(found.ids))
+        return made
+
+    def _echoed(self, job: Job) -> str:
+        return decoded(self.engine.m.text_tokenizer, job.row.prompt) if self.echo else ""
+
+    async def stream(self, usage: bool) -> AsyncIterator[str]:
+        """Yield server-sent events, as they come; a client that goes away cancels what is left."""
+        kind = "chat.completion.chunk" if self.chat else "text_completion"
+        more: dict[str, Any] = {"usage": None} if usage else {}
+
+        def event(choices: list[dict[str, Any]], **named: Any) -> str:
+            return f"data: {json.dumps({**self._head(kind), 'choices': choices, **more, **named})}\n\n"
+
+        try:
+            for number, job in enumerate(self.jobs):
+                if self.chat:
+                    yield event([self._chunk(number, {"role": "assistant", "content": ""})])
+                elif self.echo:
+                    yield event([self._chunk(number, self._echoed(job), job, 0, 0)])
+            shown, left = [0] * len(self.jobs), len(self.jobs)
+            while left:
+                number, new, count, ended = await self.queue.get()
+                job = self.jobs[number]
+                if ended and job.error is not None:
+                    raise job.error
+                if new or (self.best is not None and count > shown[number]):
+                    content = {"content": new} if self.chat else new
+                    yield event([self._chunk(number, content, job, shown[number], count)])
+                    shown[number] = count
+                if ended:
+                    left -= 1
+                    last = self._chunk(number, {} if self.chat else "")
+                    last["finish_reason"] = finish_reason(job.row.stop_reason)
+                    yield event([last])
+            if usage:
+                yield event([], usage=self.usage())
+            yield "data: [DONE]\n\n"
+        except Exception as error:
+            yield f"data: {json.dumps(error_body(error))}\n\n"
+        finally:
+            self.cancel()
+
+    def _chunk(
+        self, number: int, content: Any, job: Job | None = None, start: int = 0, stop: int = 0
+    ) -> dict[str, Any]:
+        logprobs = None if job is None else self._logprobs(job, start, stop)
+        return {
+            "index": number,
+            "delta" if self.chat else "text": content,
+            "logprobs": logprobs,
+            "finish_reason": None,
+        }
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+    def usage(self) -> dict[str, Any]:
+        """Return how many tokens were read and written."""
+        asked = {id(job.after or job): job for job in self.jobs}.values()  # choices share a prompt
+        read, made = (sum(map(len, tokens)) for tokens in (
+            [job.row.prompt for job in asked], [job.row.ids for job in self.jobs]
+        ))  # fmt: skip
+        cached = sum(job.cached for job in asked)
+        details = {"prompt_tokens_details": {"cached_tokens": cached}}
+        return {"prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made, **details}
+
+    def _logprobs(self, job: Job, start: int, stop: int) -> dict[str, Any] | None:
+        """Return the log-probabilities of new tokens `start` to `stop`; with echo, of the prompt first."""
+        if self.best is None:
+            return None
+        m, row = self.engine.m, job.row
+        ids, values = row.ids[start:stop], list[float | None](row.logprobs[start:stop])
+        best = [dict(one) for one in row.alternatives[start:stop]] or [{} for _ in ids]
+        if self.chat:
+            content = [
+                {**_entry(m, token, value), "top_logprobs": [_entry(m, t, v) for t, v in tops.items()]}
+                for token, value, tops in zip(ids, values, best)
+            ]
+            return {"content": content, "refusal": None}
+        before = row.prompt + row.ids[:start]
+        if self.echo and start == 0:
+            before, ids = [], row.prompt + ids
+            values = [None, *job.prompt_logprobs, *values]
+            best = [{}, *map(dict, job.prompt_alternatives), *best]
+        return {
+            "tokens": [token_text(m, token) for token in ids],
+            "token_logprobs": values,
+            "top_logprobs": [
+                None if value is None else {token_text(m, t): v for t, v in [*tops.items(), (token, value)]}
+                for token, value, tops in zip(ids, values, best)
+            ],
+            "text_offset": _offsets(m, before, ids, 0 if self.echo else len(row.prompt)),
+        }
+
+
+def token_text(m: Bundle, token: int) -> str:
+    """Return how one token reads by itself."""
+    return decoded(m.text_tokenizer, [token], special=True)
+
+
+def _entry(m: Bundle, token: int, value: float | None) -> dict[str, Any]:
+    text = token_text(m, token)
+    return {"token": text, "logprob": value, "bytes": list(text.encode("utf-8", "replace"))}
+
+
+def _offsets(m: Bundle, before: list[int], ids: list[int], skipped: int) -> list[int]:
+    """Return where the text of each token begins; the text of the first `skipped` tokens does not count."""
+    stream, length, offsets = TextStream(m.text_tokenizer), 0, []
+    for place, token in enumerate([*before, *ids]):
+        if place >= len(before):
+            offsets.append(length)
+        length += len(stream.push(token)) if place >= skipped else 0 * len(stream.push(token))
+    return offsets
+
+
+def error_body(error: BaseException) -> dict[str, Any]:
+    """Return an error as OpenAI's clients read it."""
+    mine = isinstance(error, ClearheadError)
+    line = str(error) if mine else f"something went wrong: {type(error).__name__}"
+    kind = "invalid_request_error" if mine else "server_error"
+    return {"error": {"message": line, "type": kind, "param": None, "code": None}}

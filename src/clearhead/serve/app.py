@@ -1,0 +1,236 @@
+"""The HTTP routes: OpenAI's, and those around them. The engines' threads do the work, and this loop waits."""
+
+import base64
+import struct
+import time
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from importlib.metadata import version
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.concurrency import run_in_threadpool
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.exceptions import HTTPException
+from torch import Tensor
+
+from clearhead.bundle import Bundle
+from clearhead.errors import BusyError, ClearheadError, InputError, nearest, refuse
+from clearhead.serve import protocol
+from clearhead.serve.answers import LOOK, ServedTexts, completion, conversation, error_body, token_text
+from clearhead.serve.engine import ServeEngine
+from clearhead.serve.guard import Guard
+from clearhead.serve.metrics import Metrics
+from clearhead.tasks import reading
+
+RETRY_AFTER = "1"
+
+
+def make_server(
+    engines: Mapping[str, ServeEngine],
+    host: str = "127.0.0.1",
+    keys: Collection[str] = (),
+    drain: float = 30.0,
+) -> FastAPI:
+    """Return the routes for models by name; the first is the one a request without a name gets."""
+    metrics, known = Metrics(), list(engines)
+
+    @asynccontextmanager
+    async def life(app: FastAPI) -> Any:
+        for engine in engines.values():
+            engine.start()
+        yield
+        for engine in engines.values():
+            await run_in_threadpool(engine.close, drain)
+
+    app = FastAPI(title="clearhead", version=version("clearhead"), lifespan=life)
+    app.add_middleware(Guard, host=host, keys=keys)
+
+    @app.exception_handler(RequestValidationError)
+    async def wrong_body(request: Request, error: RequestValidationError) -> Response:
+        return _error(400, _in_words(error))
+
+    @app.exception_handler(ClearheadError)
+    async def refused(request: Request, error: ClearheadError) -> Response:
+        if isinstance(error, BusyError):
+            return _error(429, str(error), {"Retry-After": RETRY_AFTER})
+        return _error(400, str(error))
+
+    @app.exception_handler(HTTPException)
+    async def http_error(request: Request, error: HTTPException) -> Response:
+        return _error(error.status_code, str(error.detail))
+
+    @app.exception_handler(Exception)
+    async def broken(request: Request, error: Exception) -> Response:
+        return JSONResponse(error_body(error), 500)
+
+    def engine_of(name: str | None) -> tuple[str, ServeEngine]:
+        found = known[0] if name is None else name
+        if found not in engines:
+            raise HTTPException(
+                404, f'model "{found}"{nearest(found, known)} is not here: {", ".join(known)} are'
+            )
+        return found, engines[found]
+
+    async def answered(choices: ServedTexts, body: protocol.Writing, request: Request) -> Response:
+        await choices.begin(metrics)
+        if body.stream:
+            usage = body.stream_options is not None and body.stream_options.include_usage
+            return StreamingResponse(choices.stream(usage), media_type="text/event-stream")
+        return JSONResponse(await choices.whole(request))
+
+    @app.post("/v1/completions")
+    async def completions(body: protocol.CompletionBody, request: Request) -> Response:
+        name, engine = engine_of(body.model)
+        engine.check_room()  # before anything is encoded
+        return await answered(completion(engine, name, body), body, request)
+
+    @app.post("/v1/chat/completions")
+    async def chat(body: protocol.ChatBody, request: Request) -> Response:
+        name, engine = engine_of(body.model)
+        engine.check_room()
+        choices = await run_in_threadpool(conversation, engine, name, body)
+        return await answered(choices, body, request)
+
+    async def read(engine: ServeEngine, inputs: Sequence[Any], run: Any, request: Request) -> Sequence[Any]:
+        """Let the engine read inputs, as long as the client waits."""
+        one = engine.read(inputs, run)
+        while not await run_in_threadpool(one.done.wait, LOOK):
+            if await request.is_disconnected():
+                one.cancelled = True
+                raise ClearheadError("the client has gone")
+        return one.wait(0)
+
+    @app.post("/v1/embeddings")
+    async def embeddings(body: protocol.EmbeddingsBody, request: Request) -> Any:
+        name, engine = engine_of(body.model)
+        found = await read(
+            engine,
+            body.texts(),
+            EMBED.setdefault(body.prompt_name, partial(_embed, body.prompt_name)),
+            request,
+        )
+        encoded = [_base64(row) if body.encoding_format == "base64" else row.tolist() for row in found]
+        data = [{"object": "embedding", "index": n, "embedding": one} for n, one in enumerate(encoded)]
+        read_tokens = sum(map(len, engine.m.encode(body.texts(), engine.m.max_length)))
+        usage = {"prompt_tokens": read_tokens, "total_tokens": read_tokens}
+        return {"object": "list", "data": data, "model": name, "usage": usage}
+
+    @app.post("/v1/classify")
+    async def classify(body: protocol.TextsBody, request: Request) -> Any:
+        name, engine = engine_of(body.model)
+        found = await read(engine, body.texts(), reading.classify, request)
+        data = [
+            {"index": n, "label": one.label, "probability": one.probability, "scores": one.scores}
+            for n, one in enumerate(found)
+        ]
+        return {"object": "list", "data": data, "model": name}
+
+    async def scored(body: protocol.PairsBody, request: Request) -> tuple[str, list[float]]:
+        """Return how well each document answers the query, by a model of pairs or by the angle of vectors."""
+        name, engine = engine_of(body.model)
+        if engine.m.config.head == "classifier":
+            refuse(
+                engine.m.config.n_classes != 1,
+                f"this model tells {engine.m.config.n_classes} classes apart: one that reranks has one",
+            )
+            pairs = [(body.query, text) for text in body.documents]
+            return name, [one.probability for one in await read(engine, pairs, reading.classify, request)]
+        vectors = await read(
+            engine, [body.query, *body.documents], EMBED.setdefault(None, partial(_embed, None)), request
+        )
+        query, *others = (row / row.norm().clamp(min=1e-12) for row in vectors)
+        return name, [float(query @ other) for other in others]
+
+    @app.post("/v1/rerank")
+    async def rerank(body: protocol.PairsBody, request: Request) -> Any:
+        name, scores = await scored(body, request)
+        order = sorted(range(len(scores)), key=lambda n: -scores[n])[: body.top_n or len(scores)]
+        results = [
+            {"index": n, "document": {"text": body.documents[n]}, "relevance_score": scores[n]} for n in order
+        ]
+        return {"model": name, "results": results}
+
+    @app.post("/v1/score")
+    async def score(body: protocol.PairsBody, request: Request) -> Any:
+        refuse(body.top_n is not None, "top_n is for rerank: score gives every document, in its order")
+        name, scores = await scored(body, request)
+        data = [{"index": n, "object": "score", "score": one} for n, one in enumerate(scores)]
+        return {"object": "list", "model": name, "data": data}
+
+    @app.post("/tokenize")
+    async def tokenize(body: protocol.TokenizeBody) -> Any:
+        m = engine_of(body.model)[1].m
+        encoding = m.text_tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens)
+        return {
+            "tokens": encoding.ids,
+            "token_strs": [token_text(m, token) for token in encoding.ids],
+            "count": len(encoding.ids),
+            "max_model_len": m.max_length,
+        }
+
+    @app.post("/detokenize")
+    async def detokenize(body: protocol.DetokenizeBody) -> Any:
+        return {"prompt": engine_of(body.model)[1].m.decode(body.tokens)}
+
+    @app.get("/v1/models")
+    async def models() -> Any:
+        data = [
+            {
+                "id": name,
+                "object": "model",
+                "created": begun,
+                "owned_by": "clearhead",
+                "max_model_len": engine.m.max_length,
+            }
+            for name, engine in engines.items()
+        ]
+        return {"object": "list", "data": data}
+
+    @app.get("/health")
+    async def health() -> Response:
+        ill = [name for name, engine in engines.items() if not engine.well]
+        return _error(503, f"{', '.join(ill)}: work waits and nothing moves") if ill else Response()
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        closed = any(engine.closed for engine in engines.values())
+        return _error(503, "the server is ending") if closed else Response()
+
+    @app.get("/version")
+    async def about() -> Any:
+        return {"version": version("clearhead"), "exact": {name: one.exact for name, one in engines.items()}}
+
+    @app.get("/metrics")
+    async def figures() -> Response:
+        return PlainTextResponse(metrics.text(engines))
+
+    begun = int(time.time())
+    return app
+
+
+EMBED: dict[str | None, Any] = {}  # by the name of a prompt: requests with the same function share a call
+
+
+def _embed(prompt: str | None, m: Bundle, texts: Sequence[str]) -> Tensor:
+    return reading.embed(m, texts, prompt=prompt)
+
+
+def _base64(row: Tensor) -> str:
+    return base64.b64encode(struct.pack(f"<{len(row)}f", *row.tolist())).decode()
+
+
+def _in_words(error: RequestValidationError) -> str:
+    """Return what is wrong with a body, field by field."""
+    lines = []
+    for one in error.errors()[:5]:
+        field = ".".join(map(str, one["loc"][1:])) or "the body"
+        unknown = one["type"] == "extra_forbidden"
+        lines.append(f'"{field}" is not a field of this request' if unknown else f"{field}: {one['msg']}")
+    return "; ".join(dict.fromkeys(lines))
+
+
+def _error(status: int, line: str, headers: Mapping[str, str] | None = None) -> Response:
+    return JSONResponse(error_body(InputError(line)), status, dict(headers or {}))

@@ -1,0 +1,110 @@
+"""A file of requests through the engine: one line in, one line out, taken up again where it was broken off.
+
+A line is OpenAI's (`custom_id`, `method`, `url`, `body`) or the body of a completion or chat itself. An
+answer is written as soon as it is there, under its `custom_id`, or `line-N` where there is none. What is in
+the file of answers already is not asked again; half a line, the trace of a kill, is.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from clearhead.errors import ClearheadError, InputError, refuse
+from clearhead.serve.answers import ServedTexts, completion, conversation, error_body
+from clearhead.serve.engine import ServeEngine
+from clearhead.serve.protocol import ChatBody, CompletionBody
+
+URLS = ("/v1/completions", "/v1/chat/completions")
+
+
+def run_batch(engine: ServeEngine, name: str, given: Path, out: Path) -> Iterator[str]:
+    """Answer each line of a file that has no answer yet; yield the name of each as it is written."""
+    rows = dict(read_rows(given))
+    for done in finished(out):
+        rows.pop(done, None)
+    flying: dict[str, ServedTexts] = {}
+    with out.open("a", encoding="utf-8") as file:
+
+        def write(row: str, status: int, body: dict[str, Any]) -> str:
+            answer = {"status_code": status, "body": body}
+            line = {"id": f"batch-{row}", "custom_id": row, "response": answer, "error": None}
+            file.write(json.dumps(line, ensure_ascii=False) + "\n")
+            file.flush()
+            return row
+
+        waiting = iter(rows.items())
+        for row, line in _while_any(waiting, flying):
+            if row is not None:
+                try:
+                    flying[row] = _submitted(engine, name, line)
+                except (ClearheadError, ValidationError) as error:
+                    yield write(row, 400, error_body(InputError(str(error).replace("\n", " "))))
+            if row is None or len(flying) >= engine.limits.running:
+                engine.step()
+            for done in [row for row, one in flying.items() if all(job.done for job in one.jobs)]:
+                yield _answered(write, done, flying.pop(done))
+
+
+def _while_any(
+    waiting: Iterator[tuple[str, Any]], flying: dict[str, ServedTexts]
+) -> Iterator[tuple[str | None, Any]]:
+    yield from waiting
+    while flying:
+        yield None, None
+
+
+def _submitted(engine: ServeEngine, name: str, line: Any) -> ServedTexts:
+    body = line.get("body", line)
+    url = line.get("url", URLS["messages" in body])
+    refuse(url not in URLS, f'url "{url}" is not one that a batch takes: choose {" or ".join(URLS)}')
+    refuse(body.get("stream"), "stream in a batch: leave it out")
+    if url == URLS[1]:
+        choices = conversation(engine, name, ChatBody.model_validate(body))
+    else:
+        choices = completion(engine, name, CompletionBody.model_validate(body))
+    choices.submit()
+    return choices
+
+
+def _answered(write: Any, row: str, choices: ServedTexts) -> str:
+    try:
+        return str(write(row, 200, choices.answer()))
+    except Exception as error:
+        return str(write(row, 500, error_body(error)))
+
+
+def read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the name and the object of each line; two lines with one name are refused."""
+    names: set[str] = set()
+    for number, text in enumerate(path.read_text("utf-8").splitlines(), start=1):
+        if not text.strip():
+            continue
+        try:
+            line = json.loads(text)
+        except ValueError:
+            line = None
+        if not isinstance(line, dict):
+            raise InputError(f"{path}:{number} is not a JSON object")
+        row = str(line.get("custom_id", f"line-{number}"))
+        refuse(row in names, f'{path}:{number} has the custom_id "{row}" of an earlier line: give it another')
+        names.add(row)
+        yield row, line
+
+
+def finished(out: Path) -> Iterator[str]:
+    """Yield the names that have an answer, and cut off half a line at the end."""
+    if not out.exists():
+        return
+    raw = out.read_bytes()
+    whole = raw[: raw.rfind(b"\n") + 1]
+    if len(whole) < len(raw):
+        with out.open("r+b") as file:
+            file.truncate(len(whole))
+    for number, text in enumerate(whole.decode("utf-8").splitlines(), start=1):
+        try:
+            yield str(json.loads(text)["custom_id"])
+        except (ValueError, KeyError, TypeError):
+            raise InputError(f"{out}:{number} is no answer of a batch: name another file") from None

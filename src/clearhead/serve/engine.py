@@ -1,0 +1,334 @@
+"""The engine: requests in, texts out, all of them a step further at a time.
+
+Each step is one row of pieces: of every text that is being written its last token, then as much of the
+prompts as the budget leaves. A request waits until the pool has room for its prompt. When room runs out, the
+latest request gives its blocks back and later reads its tokens anew. Requests that read, such as embeddings,
+wait in a line of their own and take turns with the steps.
+"""
+
+import functools
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from clearhead.bundle import Bundle
+from clearhead.errors import BusyError, InputError, refuse
+from clearhead.serve.jobs import Asked, Job, Told, blocks_for, check_served, plain_greedy
+from clearhead.serve.limits import Limits, ServeFigures, pool_for, window_blocks
+from clearhead.serve.paged import ALL, PagedCache, TextPiece
+from clearhead.serve.ragged import ragged, rows_agree
+from clearhead.serve.readings import Reading, ReadingLine
+from clearhead.tasks.generation import Prompt
+
+STALLED = 30.0  # seconds without a step, with work to do, after which the engine counts as ill
+
+
+class ServeEngine:
+    """The requests of one model. `submit` and `read` may be called from any thread, `step` from one."""
+
+    def __init__(self, m: Bundle, limits: Limits | None = None) -> None:
+        self.m, self.limits, self.figures = m, limits or Limits(), ServeFigures()
+        self.runner = ragged(m.model, self.limits.exact)
+        self.reader = _with_model(m, self.runner)
+        self.waiting: deque[Job] = deque()
+        self.running: list[Job] = []  # by arrival
+        self.readings = ReadingLine()
+        self.moved = time.monotonic()  # when the last step ended
+        self.closed = False
+        self._wake = threading.Condition()
+        self._thread: threading.Thread | None = None
+        weight, spec = next(self.runner.parameters()), self.runner.main.spec
+        self.writes = spec.causal and m.config.head == "lm"
+        # A layer that keeps a state has nothing that a later prompt could take up.
+        self.shares = self.writes and all(kind.chooses for kind in spec.kinds)
+        if self.writes:
+            check_served(m.model)
+        self.pool = None
+        if self.writes:
+            self.pool = pool_for(spec, self.limits, m.config.max_positions, weight.dtype, weight.device)
+
+    @functools.cached_property
+    def exact(self) -> bool:
+        """Whether this machine gives a row the same bits whatever else is in the step."""
+        return rows_agree(self.runner, self.limits.tokens + self.limits.running)
+
+    @property
+    def longest(self) -> int:
+        """The most tokens that a prompt and its text may have together."""
+        pool = self.pool.blocks.get(ALL) if self.pool is not None else None
+        room = self.m.max_length if pool is None else pool.count * self.limits.block
+        return min(self.m.max_length, room)
+
+    # Requests ----------------------------------------------------------------------------------------------
+
+    def check_room(self, tokens: int = 0) -> None:
+        """Raise `BusyError` where no more may wait; cheap enough to ask before a prompt is encoded."""
+        limits, waiting = self.limits, sum(len(job.tokens) for job in list(self.waiting))
+        requests = len(self.waiting) + len(self.readings.waiting)
+        if self.closed:
+            raise BusyError("the server is ending and takes no more requests: try another one")
+        if requests >= limits.waiting or (waiting and waiting + tokens > limits.waiting_tokens):
+            raise BusyError(
+                f"{requests} requests with {waiting} tokens of prompts are waiting, and at most "
+                f"{limits.waiting} and {limits.waiting_tokens} may: try again later"
+            )
+
+    def submit(
+        self,
+        prompt: Prompt,
+        options: Mapping[str, Any] | None = None,
+        asked: Asked | None = None,
+        told: Told | None = None,
+        after: Job | None = None,
+    ) -> Job:
+        """Put a text to generate into the line; `options` are those of `generate`."""
+        refuse(not self.writes, f"this model's head is {self.m.config.head}: it writes no text")
+        job = Job(self.m, prompt, options or {}, asked or Asked(), told)
+        job.after = after
+        needed = len(job.row.prompt) + job.most
+        whole = [] if self.pool is None else [(needed, ALL), (job.sources, None)]
+        for tokens, group in whole:
+            room = 0 if self.pool is None or group not in self.pool.blocks else self.pool.blocks[group].count
+            refuse(
+                room and blocks_for(tokens, self.limits.block) > room,
+                f"a text of {tokens} tokens does not fit into the {room * self.limits.block} that the server "
+                "holds: shorten it, or give the server a larger cache",
+            )
+        self.check_room(len(job.tokens))
+        with self._wake:
+            self.waiting.append(job)
+            self._wake.notify()
+        return job
+
+    def read(self, inputs: Sequence[Any], run: Callable[[Bundle, list[Any]], Sequence[Any]]) -> Reading:
+        """Put inputs into the line for `run`, a function of the model and a list; it gives a result for each.
+
+        Requests with the same `run` may share a call.
+        """
+        self.check_room()
+        reading = Reading(inputs, lambda every: run(self.reader, every), run)
+        with self._wake:
+            self.readings.waiting.append(reading)
+            self._wake.notify()
+        return reading
+
+    # Steps -------------------------------------------------------------------------------------------------
+
+    @property
+    def busy(self) -> bool:
+        """Return whether there is work to do."""
+        return bool(self.waiting or self.running or self.readings.waiting)
+
+    @property
+    def well(self) -> bool:
+        """Return False where work waits and nothing moves."""
+        return not self.busy or time.monotonic() - self.moved < STALLED
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        """Take every request one step further."""
+        for job in [*self.running, *self.waiting]:
+            reason = job.ends.reason()
+            if reason is not None:
+                self._end(job, reason)
+        plan: list[tuple[Job, int, int]] = []
+        self._plan(plan)
+        alone = [one for one in plan if not one[0].encoded]
+        for one in alone:
+            self._guarded([one])
+        self._guarded([one for one in plan if one not in alone])
+        self.readings.step()
+        self.figures.steps += 1
+        self.moved = time.monotonic()
+
+    def _plan(self, plan: list[tuple[Job, int, int]]) -> None:
+        """Choose what is read in this step: texts that go on first, then prompts, in the order of arrival."""
+        budget = self.limits.tokens
+        for job in [job for job in self.running if job.decoding]:
+            budget -= self._add(plan, job, budget, 1) if job in self.running else 0
+        for job in [job for job in self.running if not job.decoding]:
+            budget -= self._add(plan, job, budget) if job in self.running else 0
+        while self.waiting and budget > 0 and len(self.running) < self.limits.running:
+            job = self.waiting[0]
+            if (job.after is not None and job.after.reading) or not self._admit(job):
+                return
+            self.waiting.popleft()
+            self.running.append(job)
+            budget -= self._add(plan, job, budget)
+
+    def _add(self, plan: list[tuple[Job, int, int]], job: Job, budget: int, most: int | None = None) -> int:
+        """Add pieces of a request up to the budget; return how many tokens they have."""
+        added = 0
+        for table in job.tables.values():
+            table.trim(job.read)
+        while job.planned < len(job.tokens) and (most is None or added < most):
+            start, stop = job.next_piece(self.limits.block)
+            if (plan and added + stop - start > budget) or not self._make_room(plan, job, stop):
+                break
+            plan.append((job, start, stop))
+            job.planned, added = stop, added + stop - start
+        return added
+
+    def _make_room(self, plan: list[tuple[Job, int, int]], job: Job, tokens: int) -> bool:
+        """Take the blocks for so many tokens, from the latest requests if need be."""
+        for group, table in job.tables.items():
+            while group is not None and table.missing(tokens) > table.blocks.available:
+                latest = self.running[-1]
+                self._preempt(latest)
+                plan[:] = [one for one in plan if one[0] is not latest]
+                if latest is job:
+                    return False
+            if group is not None:
+                table.extend(tokens)
+        return True
+
+    def _preempt(self, job: Job) -> None:
+        job.restart()
+        job.preempted += 1
+        self.figures.preempted += 1
+        self.running.remove(job)
+        self.waiting.appendleft(job)
+
+    def _admit(self, job: Job) -> bool:
+        """Find the beginning of a prompt in the pool, and whether there is room for the rest."""
+        if self.pool is not None and not job.tables:
+            job.place(self.pool)
+            job.name(self.limits.block, self.shares)
+        size, tables = self.limits.block, job.tables
+        most = (len(job.row.prompt) - 1) // size if job.asked.prompt_logprobs is None else 0
+        found = next(
+            (
+                n
+                for n in range(most, 0, -1)
+                if job.names and all(t.knows(job.names[:n]) for t in tables.values())
+            ),
+            0,
+        )
+        for table in tables.values():
+            table.adopt(job.names[:found])
+        if None in tables:
+            if tables[None].missing(job.sources) > tables[None].blocks.available:
+                return False
+            tables[None].extend(job.sources)
+        for group, table in tables.items():
+            needed = table.missing(len(job.tokens) + 1) if group is not None else 0
+            if group is not None and group[0] is not None:
+                needed = min(needed, window_blocks(group, self.limits))
+            if needed > table.blocks.available and self.running:
+                for one in tables.values():
+                    one.clear()
+                return False
+        job.read = job.planned = found * size
+        if job.times.begun is None:
+            self.figures.prefix_asked += len(job.row.prompt)
+            self.figures.prefix_found += job.read
+            job.cached = job.read
+        job.times.begun = job.times.begun or time.monotonic()
+        return True
+
+    def _guarded(self, plan: list[tuple[Job, int, int]]) -> None:
+        """Run a step; an error of the whole of it ends the requests that are in it, and no other."""
+        if not plan:
+            return
+        try:
+            self._run(plan)
+        except Exception as error:
+            for job in {id(job): job for job, _, _ in plan}.values():
+                self._end(job, "error", error)
+
+    def _run(self, plan: list[tuple[Job, int, int]]) -> None:
+        pieces, at = [], 0
+        for job, start, stop in plan:
+            pieces.append(TextPiece(slice(at, at + stop - start), start, job.tables, job.states))
+            at += stop - start
+        first, device = plan[0][0], next(self.runner.parameters()).device
+        encoded = first.encoded
+        sources = [job.sources for job, _, _ in plan] if first.sources and encoded else []
+        assert self.pool is not None
+        cache = PagedCache(self.pool, pieces, sources)
+        hidden = self.runner(
+            torch.tensor([[t for job, start, stop in plan for t in job.tokens[start:stop]]], device=device),
+            positions=torch.tensor(
+                [[p for _, start, stop in plan for p in range(start, stop)]], device=device
+            ),
+            source=None if encoded else first.prompts.source,
+            cache=cache,
+            logits="none",
+        ).hidden[0]  # T D
+        asked = [(job, piece) for (job, _, _), piece in zip(plan, pieces)]
+        for job, piece in asked:
+            job.encoded, job.read = True, piece.stop
+            self.figures.prompt_tokens += max(0, min(piece.stop, len(job.row.prompt)) - piece.start)
+            if job.asked.prompt_logprobs is not None and piece.start < len(job.row.prompt):
+                job.keep_prompt(self.runner.head(hidden[None, piece.span], None)[0], piece.start)
+            for table in job.tables.values():
+                number = piece.stop // self.limits.block - 1
+                if piece.stop % self.limits.block == 0 and 0 <= number < len(job.names):
+                    block = table.ids[number] if number < len(table.ids) else None
+                    if block is not None:
+                        table.blocks.name(block, job.names[number])
+        last = [(job, piece.span.stop - 1) for job, piece in asked if piece.stop == len(job.tokens)]
+        if last:
+            logits = self.runner.head(hidden[[place for _, place in last]][:, None], None)[:, 0]  # B V
+            self._write([job for job, _ in last], logits)
+
+    def _write(self, jobs: list[Job], logits: torch.Tensor) -> None:
+        """Choose the next token of each text: logits [B, V]."""
+        for job, row, best in zip(jobs, logits, plain_greedy(jobs, logits)):
+            try:
+                goes_on = bool(job.most) and job.add(row[None], best)
+            except InputError as error:
+                self._end(job, "error", error)
+                continue
+            self.figures.new_tokens += bool(job.most)
+            if not goes_on:
+                self._end(job)
+
+    def _end(self, job: Job, reason: str | None = None, error: Exception | None = None) -> None:
+        job.end(reason, error)
+        self.figures.ended[job.row.stop_reason] += 1
+        if job in self.running:
+            self.running.remove(job)
+        elif job in self.waiting:
+            self.waiting.remove(job)
+
+    # The thread --------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Take steps in a thread of its own, until `close`."""
+        self._thread = threading.Thread(target=self._loop, name="clearhead-engine", daemon=True)
+        self._thread.start()
+
+    def _loop(self) -> None:
+        while True:
+            with self._wake:
+                while not self.busy and not self.closed:
+                    self._wake.wait()
+                self.moved = self.moved if self.busy else time.monotonic()
+            if not self.busy:
+                return
+            self.step()
+
+    def close(self, drain: float = 0.0) -> None:
+        """Take no more requests; end those that are there within so many seconds, or cancel them."""
+        with self._wake:
+            self.closed = True
+            self._wake.notify()
+        until = time.monotonic() + drain
+        while self.busy and time.monotonic() < until:
+            time.sleep(0.01)
+        for job in [*self.running, *self.waiting]:
+            job.cancel()
+        if self._thread is not None:
+            self._thread.join(STALLED)
+
+
+def _with_model(m: Bundle, model: Any) -> Bundle:
+    """Return the same bundle with another model in it."""
+    new = object.__new__(type(m))
+    new.__dict__.update(m.__getstate__() | {"model": model})
+    return new

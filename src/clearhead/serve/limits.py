@@ -1,0 +1,65 @@
+"""How much an engine takes on, how large its pool is, and what it has done."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import torch
+
+from clearhead.config import StackSpec
+from clearhead.errors import refuse
+from clearhead.serve.jobs import blocks_for
+from clearhead.serve.paged import Group, Pool, groups_of, token_bytes
+
+CACHE_BYTES = 1 << 30  # of the pool, where nothing else is said
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How much the engine takes on."""
+
+    tokens: int = 512  # read in one step at most, but for a piece that is longer
+    running: int = 64  # texts written at the same time
+    waiting: int = 256  # requests that wait
+    waiting_tokens: int = 1 << 18  # tokens of the prompts that wait
+    block: int = 64  # tokens of a block, and of a piece of a prompt
+    cache_tokens: int | None = None  # that the pool holds; default: as many as 1 GiB holds
+    exact: bool = False  # give each row the same bits whatever else is in the step; slower for one text alone
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            refuse(type(value) is int and value < 1, f"{name} {value} must be 1 or more")
+
+
+@dataclass
+class ServeFigures:
+    """What the engine has done so far."""
+
+    steps: int = 0
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+    prefix_asked: int = 0  # tokens of prompts that were looked for in the pool
+    prefix_found: int = 0
+    preempted: int = 0
+    ended: Counter[str] = field(default_factory=Counter)  # by stop reason
+
+
+def pool_for(
+    spec: StackSpec, limits: Limits, max_positions: int, dtype: torch.dtype, device: torch.device
+) -> Pool:
+    """Make the pool of a model; a group with a window gets no more blocks than its texts can use."""
+    groups = groups_of(spec)
+    whole = sum(token_bytes(spec, group, dtype.itemsize) for group in groups)
+    usual = min(limits.running * max_positions, max(CACHE_BYTES // max(1, whole), limits.block))
+    count = blocks_for(limits.cache_tokens or usual, limits.block)
+    counts = dict.fromkeys(groups, count)
+    for group in groups:
+        if group is not None and group[0] is not None:
+            each = window_blocks(group, limits)
+            counts[group] = max(each, min(count, limits.running * each))
+    return Pool(spec, limits.block, counts, dtype, device)
+
+
+def window_blocks(group: Group, limits: Limits) -> int:
+    """Return how many blocks of a group with a window one text needs at most, with a step's tokens."""
+    reach, first = group or (0, 0)
+    return 2 + sum(blocks_for(tokens, limits.block) for tokens in (reach or 0, first, limits.tokens))

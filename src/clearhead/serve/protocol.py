@@ -1,0 +1,163 @@
+"""What the routes take, in the words of OpenAI's API; a field that is not here is refused by name."""
+
+import secrets
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from clearhead.errors import refuse
+
+MOST_CHOICES = 16  # of one prompt
+MOST_INPUTS = 2048  # prompts or texts of one request
+MOST_BEST = 20  # tokens reported at each step
+Id = Annotated[int, Field(ge=0, strict=True)]
+Text = Annotated[str, Field(max_length=4_000_000)]
+Stops = Annotated[list[Annotated[str, Field(min_length=1, max_length=1000)]], Field(max_length=16)]
+
+
+class Body(BaseModel):
+    """The base of every body."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: str | None = None
+    user: str | None = None  # taken, as every client may say it, and not used
+
+
+class StreamOptions(BaseModel):
+    """What a stream holds beside the text."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    include_usage: bool = False
+
+
+class Writing(Body):
+    """What every request for a text may say."""
+
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=0)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    typical_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-100, le=100)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-100, le=100)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    no_repeat_ngram: Annotated[int, Field(ge=0)] | None = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    stop: str | Stops | None = None
+    stop_token_ids: Annotated[list[Id], Field(max_length=64)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    cache_salt: Annotated[str, Field(max_length=1000)] | None = None
+    seconds: Annotated[float, Field(gt=0, le=86_400)] | None = None  # the deadline
+
+    def options(self, most: int) -> dict[str, Any]:
+        """Return the options of `generate`; without a temperature texts are drawn, as OpenAI's are."""
+        refuse(
+            self.stream_options is not None and not self.stream,
+            "stream_options without stream: true: leave them out",
+        )
+        same = ("top_p", "top_k", "min_p", "typical_p", "presence_penalty", "frequency_penalty")
+        given = {name: getattr(self, name) for name in (*same, "repetition_penalty", "no_repeat_ngram")}
+        given |= {"min_new_tokens": self.min_tokens, "stop_tokens": self.stop_token_ids, "stop": self.stop}
+        asked = {name: value for name, value in given.items() if value is not None}
+        temperature = 1.0 if self.temperature is None else self.temperature
+        return {"max_new_tokens": most, "temperature": temperature, **asked}
+
+    def seeds(self, count: int) -> list[int]:
+        """Return the seed of each choice."""
+        first = secrets.randbits(62) if self.seed is None else self.seed
+        return [(first + number) % 2**63 for number in range(count)]
+
+
+class CompletionBody(Writing):
+    """`/v1/completions`."""
+
+    prompt: Text | list[Id] | list[Text] | list[list[Id]]
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MOST_BEST)] | None = None
+
+    def prompts(self) -> list[str | list[int]]:
+        """Return every prompt."""
+        given: Any = self.prompt
+        single = isinstance(given, str) or (given and isinstance(given[0], int))
+        prompts = [given] if single else list(given)
+        refuse(not prompts or not all(prompts), "prompt is empty: give one token at least")
+        refuse(len(prompts) > MOST_INPUTS, f"{len(prompts)} prompts: at most {MOST_INPUTS} in one request")
+        return prompts
+
+
+class TextFormat(BaseModel):
+    """How the answer is written; other types than text are not served."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["text"]
+
+
+class ChatBody(Writing):
+    """`/v1/chat/completions`."""
+
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=10_000)]
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_BEST)] | None = None
+    response_format: TextFormat | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def best(self) -> int | None:
+        """How many of the best tokens to report; None: report nothing."""
+        refuse(
+            self.top_logprobs is not None and not self.logprobs,
+            "top_logprobs without logprobs: true: leave it out",
+        )
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class TextsBody(Body):
+    """Texts to read: `input` is one or a list."""
+
+    input: Text | Annotated[list[Text], Field(min_length=1, max_length=MOST_INPUTS)]
+
+    def texts(self) -> list[str]:
+        """Return every text."""
+        return [self.input] if isinstance(self.input, str) else self.input
+
+
+class EmbeddingsBody(TextsBody):
+    """`/v1/embeddings`."""
+
+    encoding_format: Literal["float", "base64"] | None = None
+    prompt_name: str | None = None
+
+
+class PairsBody(Body):
+    """`/v1/rerank` and `/v1/score`: one text, and others to compare with it."""
+
+    query: Text
+    documents: Annotated[list[Text], Field(min_length=1, max_length=MOST_INPUTS)]
+    top_n: Annotated[int, Field(ge=1)] | None = None
+
+
+class TokenizeBody(Body):
+    """`/tokenize`."""
+
+    prompt: Text
+    add_special_tokens: bool = True
+
+
+class DetokenizeBody(Body):
+    """`/detokenize`."""
+
+    tokens: Annotated[list[Id], Field(max_length=1_000_000)]
+
+
+def finish_reason(stop_reason: str) -> str:
+    """Return OpenAI's word for why a text has ended."""
+    return "stop" if stop_reason in ("eos", "stop") else "length"

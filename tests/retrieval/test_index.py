@@ -1,0 +1,259 @@
+"""Indexes of passages: rankings equal plain loops, only changes are embedded, a kill leaves a whole index."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import os
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import clearhead as ch
+from clearhead.cli import main
+from clearhead.errors import CheckpointError, ClearheadError, InputError
+from clearhead.hub import files as hub_files
+from clearhead.retrieval import index as indexing
+from clearhead.retrieval.index import Index, build_index, fuse
+from clearhead.retrieval.passages import read_passages
+from clearhead.tokens.training import READER, byte_tokenizer
+
+WORDS = [
+    "river",
+    "town",
+    "bridge",
+    "mill",
+    "boat",
+    "market",
+    "tower",
+    "bell",
+    "baker",
+    "horse",
+    "winter",
+    "harvest",
+    "song",
+    "letter",
+    "stone",
+    "lamp",
+]
+
+
+def embedder(folder: Path, seed: int = 0) -> ch.Model:
+    torch.manual_seed(seed)
+    config = ch.ModelConfig(
+        vocab_size=300, family="encoder", d_model=16, n_layers=1, n_heads=2, max_positions=128, init_std=0.5
+    )
+    tokenizer = byte_tokenizer(READER)
+    special = {role: tokenizer.token_to_id(f"[{role.upper()}]") for role in ("pad", "cls", "sep")}
+    made = ch.Model(ch.Transformer(config.replace(vocab_size=tokenizer.get_vocab_size())), tokenizer)
+    made.special = special
+    made.save(folder)
+    return ch.load(folder)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> ch.Model:
+    return embedder(tmp_path_factory.mktemp("model") / "encoder")
+
+
+@pytest.fixture
+def texts(tmp_path) -> Path:
+    rng = np.random.default_rng(0)
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    rows = [" ".join(rng.choice(WORDS, rng.integers(4, 12))) for _ in range(60)]
+    (folder / "a.jsonl").write_text(
+        "".join(json.dumps({"_id": f"d{n}", "text": t}) + "\n" for n, t in enumerate(rows[:40]))
+    )
+    (folder / "b.txt").write_text("\n\n".join(rows[40:]))
+    return folder
+
+
+def loop_bm25(query: str, rows: list[str]) -> list[float]:
+    """The formula, one passage and one word at a time."""
+    split = [re.findall(r"\w+", row.lower()) for row in rows]
+    mean = sum(map(len, split)) / len(split)
+    scores = []
+    for words in split:
+        score = 0.0
+        for word in re.findall(r"\w+", query.lower()):
+            holders = sum(word in other for other in split)
+            times = words.count(word)
+            score += math.log(1 + (len(rows) - holders + 0.5) / (holders + 0.5)) * times / (
+                times + 0.9 * (1 - 0.4 + 0.4 * len(words) / mean)
+            )  # fmt: skip
+        scores.append(score)
+    return scores
+
+
+@pytest.mark.ledger("J4")
+def test_rankings_equal_plain_loops(model, texts, tmp_path, monkeypatch):
+    monkeypatch.setattr(indexing, "BLOCK", 7)  # many parts
+    index = build_index(tmp_path / "index", model, [texts], words=12)
+    passages = [one for path in sorted(texts.iterdir()) for one in read_passages(path, 12)[1]]
+    rows = [one.text for one in passages]
+    assert len(index) == len(rows) > 50
+    query = "a bell in the market tower, and a BOAT"
+    vectors = torch.nn.functional.normalize(model.embed([query, *rows]), dim=-1)
+    wanted = {"meaning": (vectors[1:] @ vectors[0]).tolist(), "words": loop_bm25(query, rows)}
+    orders = {}
+    for by, scores in wanted.items():
+        hits = index.search(query, 10, by)
+        orders[by] = sorted(range(len(rows)), key=lambda number: (-scores[number], number))
+        assert [hit.passage for hit in hits] == [passages[number] for number in orders[by][:10]]
+        assert [hit.score for hit in hits] == pytest.approx(sorted(scores, reverse=True)[:10], abs=1e-5)
+    orders["words"] = [number for number in orders["words"] if wanted["words"][number] > 0]
+    ranks = [{number: rank for rank, number in enumerate(order, 1)} for order in orders.values()]
+    fused = {n: sum(1 / (60 + rank[n]) for rank in ranks if n in rank) for n in range(len(rows))}
+    best = sorted(fused, key=lambda number: (-fused[number], number))[:10]
+    assert [hit.passage for hit in index.search(query, 10)] == [passages[number] for number in best]
+    assert fuse([{3: 0.9, 1: 0.1}, {1: 5.0}]) == pytest.approx({1: 1 / 62 + 1 / 61, 3: 1 / 61})
+    reopened = Index(tmp_path / "index")  # loads the embedder that it names
+    assert reopened.search(query, 4) == index.search(query, 4)
+
+
+def test_only_what_has_changed_is_embedded_again(model, texts, tmp_path, monkeypatch):
+    monkeypatch.setattr(indexing, "BLOCK", 10)
+    seen: list[str] = []
+    embedded = indexing.embedded
+
+    def counting(model, texts, side):
+        seen.extend(text for text in texts if text not in indexing.PROBES)
+        return embedded(model, texts, side)
+
+    monkeypatch.setattr(indexing, "embedded", counting)
+    build_index(tmp_path / "index", model, [texts], words=12)
+    first, seen[:] = len(seen), []
+    build_index(tmp_path / "index")
+    assert first > 50 and seen == []
+    (texts / "b.txt").write_text("The miller sings.")
+    (texts / "c.txt.gz").write_bytes(gzip.compress(b"A late song."))
+    with pytest.raises(InputError, match=r"b.txt changed after .*clearhead index --out"):
+        Index(tmp_path / "index")
+    assert len(Index(tmp_path / "index", stale=True)) == first
+    index = build_index(tmp_path / "index")
+    assert sorted(seen) == ["A late song.", "The miller sings."]
+    assert index.search("miller", 1, "words")[0].passage.place == f"{texts / 'b.txt'} line 1"
+    kept = {part["name"] for source in index.manifest["sources"] for part in source["parts"]}
+    assert {path.name for path in (tmp_path / "index" / "parts").iterdir()} == kept
+
+
+class Killed(BaseException):
+    """Stands for the end of the process."""
+
+
+def test_an_index_survives_a_kill_at_any_write(model, texts, tmp_path, monkeypatch):
+    """The process ends before and after each file is moved into place, and while old parts are removed."""
+    monkeypatch.setattr(indexing, "BLOCK", 10)
+    folder, left = tmp_path / "index", [0]
+    real = {"replace": os.replace, "unlink": os.unlink}
+
+    def dying(name):
+        def act(*given, **more):
+            left[0] -= 1
+            if left[0] == 0:
+                raise Killed
+            real[name](*given, **more)
+            left[0] -= 1
+            if left[0] == 0:
+                raise Killed
+
+        return act
+
+    for name in real:
+        monkeypatch.setattr(hub_files.os, name, dying(name))
+    (texts / "b.txt").write_text("The first song of the baker. " * 30)
+    build_index(tmp_path / "old", model, [texts], words=12)
+    (texts / "b.txt").write_text("The second song of the baker. " * 30)
+    for moment in range(1, 100):
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(tmp_path / "old", folder)
+        left[0] = moment
+        try:
+            build_index(folder)
+            break
+        except Killed:
+            pass
+        whole = Index(folder, model, stale=True)  # the old one or the new one
+        found = "".join(hit.passage.text for hit in whole.search("first second", 5, "words"))
+        assert ("first" in found) != ("second" in found)
+        assert "second" in build_index(folder).search("second", 1, "words")[0].passage.text
+    assert moment > 8
+
+
+def test_a_killed_first_build_is_refused_and_goes_on(model, texts, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(indexing, "_part", lambda *given: (_ for _ in ()).throw(Killed))
+        with pytest.raises(Killed):
+            build_index(tmp_path / "index", model, [texts])
+    with pytest.raises(InputError, match="was not finished"):
+        Index(tmp_path / "index")
+    assert len(build_index(tmp_path / "index", model, [texts]))
+
+
+def test_what_does_not_fit_is_refused_by_name(model, texts, tmp_path):
+    folder = tmp_path / "index"
+    build_index(folder, model, [texts])
+    other = embedder(tmp_path / "other", seed=1)
+    for act in (lambda: Index(folder, other), lambda: build_index(folder, other, [texts])):
+        with pytest.raises(InputError, match="other embeds otherwise than the model that made"):
+            act()
+    part = next((folder / "parts").iterdir())
+    part.write_bytes(part.read_bytes()[:-1] + b"?")
+    with pytest.raises(CheckpointError, match="has changed since it was written"):
+        Index(folder).search("song")
+    part.unlink()
+    with pytest.raises(CheckpointError, match="cannot be read: make the index again"):
+        Index(folder).search("song")
+    (folder / "index.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="not the manifest of an index"):
+        Index(folder)
+    (texts / "raw.bin").write_bytes(b"\xff\xfe")
+    with pytest.raises(InputError, match=r"raw.bin is no text: byte 1 is not UTF-8; leave it out, or skip"):
+        build_index(tmp_path / "new", model, [texts])
+    assert len(build_index(tmp_path / "new", model, [texts], skip=True)) > 0
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"title": "no text"}\n')
+    with pytest.raises(ClearheadError, match='line 1 is no JSON object with a "text"'):
+        build_index(tmp_path / "bad", model, [bad])
+    with pytest.raises(InputError, match="exists and is no index"):
+        build_index(texts, model, [texts])
+
+
+@pytest.mark.ledger("J4")
+def test_commands_index_search_and_generate_with_passages(model, texts, tmp_path, capsys):
+    from clearhead.tokens.training import GENERATOR
+
+    out = str(tmp_path / "index")
+    main(["index", str(texts), "--model", str(model.folder), "--out", out, "--words", "12", "--json"])
+    assert json.loads(capsys.readouterr().out)["files"] == 2
+    main(["search", out, "baker", "--by", "words", "--k", "2", "--json"])
+    found = json.loads(capsys.readouterr().out)["passages"]
+    assert len(found) == 2 and all("baker" in one["text"] for one in found)
+    tokenizer = byte_tokenizer(GENERATOR)
+    config = ch.ModelConfig(
+        vocab_size=tokenizer.get_vocab_size(),
+        d_model=16,
+        n_layers=1,
+        n_heads=2,
+        max_positions=256,
+        positions="rope",
+    )
+    writer = ch.Model(ch.Transformer(config), tokenizer)
+    writer.save(tmp_path / "writer")
+    asked = ["generate", str(tmp_path / "writer"), "the baker", "--retrieve", out, "--max-new-tokens", "4"]
+    main([*asked, "--passages", "2", "--json"])
+    body = json.loads(capsys.readouterr().out)
+    assert len(body["passages"]) == 2 and body["prompt"] == "the baker"
+    one, two = (passage["text"] for passage in body["passages"])
+    assert writer.generate(f"[2] {two}\n\n[1] {one}\n\nthe baker", 4).text == body["text"]
+    main([*asked, "--passages", "1"])
+    assert capsys.readouterr().err.startswith("[1] ")
+    with pytest.raises(SystemExit) as stop:
+        main([*asked[:-1], "300"])
+    assert stop.value.code == 2 and "no passage fits before the prompt" in capsys.readouterr().err

@@ -1,0 +1,240 @@
+"""Every request comes out of the engine as it does alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import clearhead as ch
+from clearhead.errors import BusyError, InputError
+from clearhead.serve.blocks import BlockPool, Named, chain
+from clearhead.serve.engine import ServeEngine
+from clearhead.serve.jobs import Asked
+from clearhead.serve.limits import Limits
+from clearhead.tasks import reading
+from tests import harness
+from tests.serve import mixes
+
+PROMPT = list(range(20, 60))
+
+
+def served(engine: ServeEngine, *jobs):
+    while engine.busy:
+        engine.step()
+    return [job.wait(0) for job in jobs]
+
+
+@pytest.mark.parametrize("shape", mixes.SHAPES)
+def test_a_mix_of_requests_equals_each_alone(shape, byte_tokenizer):
+    mixes.mixed(mixes.model(shape, byte_tokenizer), seed=1)
+
+
+def heard(m: ch.Model, limits: Limits, texts: list[list[int]], watched: int, count: int):
+    """Serve prompts together; return the log-probabilities of one of them, all tokens of each step."""
+    engine = ServeEngine(m, limits)
+    jobs = []
+    for text in texts:
+        jobs.append(
+            engine.submit(text, {"max_new_tokens": count, "alternatives": mixes.V, "stop_tokens": []})
+        )
+        engine.step()
+    found = served(engine, *jobs)[watched]
+    return found.ids, found.alternatives, jobs[watched], engine
+
+
+@pytest.mark.parametrize("shape", ["rope-gqa", "windows", "states"])
+def test_logits_have_the_same_bits_whoever_is_in_the_batch(shape, byte_tokenizer):
+    """Alone, in company, after a preemption, and with a prefix that another request has read."""
+    m = mixes.model(shape, byte_tokenizer)
+    m.special.clear()
+    if not ServeEngine(m, Limits(exact=True)).exact:
+        pytest.skip("on this machine the library's products depend on the number of rows")
+    roomy = Limits(tokens=16, block=8, exact=True)
+    ids, alone, *_ = heard(m, roomy, [PROMPT], 0, 12)
+    others = [list(range(100 + n, 100 + n + 7 * n + 1)) for n in range(4)]
+    assert heard(m, roomy, [*others, PROMPT], 4, 12)[:2] == (ids, alone)
+    again = heard(m, roomy, [PROMPT[:33] + [5], *others, PROMPT], 5, 12)
+    assert again[:2] == (ids, alone)
+    assert (again[2].cached > 0) == all(kind.chooses for kind in m.config.main.kinds)
+    tight = heard(
+        m, Limits(tokens=16, block=8, cache_tokens=80, exact=True), [list(range(100, 130)), PROMPT], 1, 12
+    )
+    assert tight[:2] == (ids, alone)
+    assert tight[2].preempted > 0
+
+
+def test_blocks_are_found_by_their_tokens_and_never_by_their_digest_alone():
+    blocks, (first, second) = BlockPool(4), chain("", [1, 2, 3, 4], 2)
+    one = blocks.take(None)
+    blocks.name(one, first)
+    assert blocks.find(first) == one
+    assert blocks.find(second) is None
+    # A collision: another block under the same digest.
+    blocks.named[one] = Named(first.parent, (9, 9))
+    assert blocks.find(first) is None
+    assert chain("a", [1, 2], 2)[0].digest != first.digest
+
+
+def test_a_shared_prefix_is_read_once(byte_tokenizer):
+    m = mixes.model("rope-gqa", byte_tokenizer)
+    engine = ServeEngine(m, Limits(block=8))
+    first = served(engine, engine.submit(PROMPT, {"max_new_tokens": 3}))[0]
+    read = engine.figures.prompt_tokens
+    job = engine.submit(PROMPT, {"max_new_tokens": 3})
+    assert served(engine, job)[0].ids == first.ids
+    assert (job.cached, engine.figures.prompt_tokens - read) == (32, 8)
+    other = engine.submit(PROMPT, {"max_new_tokens": 3}, Asked(salt="another tenant"))
+    assert served(engine, other)[0].ids == first.ids
+    assert other.cached == 0
+
+
+def test_a_window_frees_the_blocks_behind_it(byte_tokenizer):
+    m = mixes.model("sinks", byte_tokenizer)
+    m.special.clear()
+    engine = ServeEngine(m, Limits(block=2, tokens=4, running=1))
+    job = engine.submit(PROMPT, {"max_new_tokens": 30})
+    most = 0
+    while engine.busy:
+        engine.step()
+        most = max(most, engine.pool.used)
+    assert job.wait(0).ids == m.generate(PROMPT, max_new_tokens=30).ids
+    assert most <= 8  # two tokens each: sinks, a window of 5, a step of 4, and cut blocks at both ends
+
+
+def test_a_cancelled_request_frees_its_blocks_at_the_next_step(byte_tokenizer):
+    engine = ServeEngine(mixes.model("learned", byte_tokenizer), Limits(block=4))
+    job = engine.submit(PROMPT, {"max_new_tokens": 50})
+    engine.step()
+    assert engine.pool.used > 0
+    job.cancel()
+    engine.step()
+    assert (engine.pool.used, engine.busy, job.wait(0).stop_reason) == (0, False, "cancelled")
+
+
+def test_a_deadline_ends_a_request_that_waits(byte_tokenizer):
+    engine = ServeEngine(mixes.model("learned", byte_tokenizer))
+    job = engine.submit(PROMPT, {}, Asked(seconds=1e-9))
+    engine.step()
+    assert job.wait(0).stop_reason == "time"
+
+
+def test_the_line_has_an_end(byte_tokenizer):
+    engine = ServeEngine(mixes.model("learned", byte_tokenizer), Limits(waiting=2))
+    for _ in range(2):
+        engine.submit(PROMPT)
+    with pytest.raises(BusyError, match="2 requests with 80 tokens"):
+        engine.submit(PROMPT)
+    engine = ServeEngine(mixes.model("learned", byte_tokenizer), Limits(waiting_tokens=60))
+    engine.submit(PROMPT)
+    with pytest.raises(BusyError, match="at most 256 and 60"):
+        engine.submit(PROMPT)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_beams": 4}, "num_beams 4 is not served"),
+        ({"lookup": 3}, "lookup 3 is not served"),
+        ({"overflow": "slide"}, 'overflow "slide" is not served'),
+        ({"temprature": 1}, "did you mean"),
+        ({"max_new_tokens": 120}, "positions"),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name(options, message, byte_tokenizer):
+    engine = ServeEngine(mixes.model("learned", byte_tokenizer))
+    with pytest.raises(InputError, match=message):
+        engine.submit(PROMPT, options)
+    assert not engine.busy
+
+
+def test_a_text_longer_than_the_pool_is_refused(byte_tokenizer):
+    engine = ServeEngine(mixes.model("alibi", byte_tokenizer), Limits(block=4, cache_tokens=40))
+    with pytest.raises(InputError, match="does not fit into the 40"):
+        engine.submit(PROMPT, {"max_new_tokens": 9})
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"depth_capacity": 0.5}, "depth_capacity"),
+        ({"positions": "rope", "rope_scaling": ch.RopeScaling(kind="dynamic", factor=2.0)}, "dynamic"),
+    ],
+)
+def test_models_that_choose_tokens_or_angles_by_the_batch_are_refused(given, named):
+    with pytest.raises(InputError, match=named):
+        ServeEngine(ch.Model(harness.build(**given)))
+
+
+def test_damaged_weights_end_one_request_and_not_the_others(byte_tokenizer):
+    m = mixes.model("learned", byte_tokenizer)
+    with torch.no_grad():
+        m.model.main.embedding.front.tokens.weight[7] = float("nan")
+    engine = ServeEngine(m)
+    fine, ill = engine.submit(PROMPT, {"max_new_tokens": 4}), engine.submit([20, 7], {"max_new_tokens": 4})
+    while engine.busy:
+        engine.step()
+    with pytest.raises(InputError, match="not numbers"):
+        ill.wait(0)
+    assert fine.error is None or "not numbers" in str(fine.error)  # tied weights: every logit of id 7
+    assert engine.pool.used == 0
+
+
+def test_log_probabilities_of_the_prompt_equal_scores(byte_tokenizer):
+    m = mixes.model("rope-gqa", byte_tokenizer)
+    engine = ServeEngine(m, Limits(block=8, tokens=16))
+    asked = Asked(prompt_logprobs=2, nothing=True)
+    jobs = [engine.submit(PROMPT, {}, asked) for _ in range(2)]
+    for job, found in zip(jobs, served(engine, *jobs)):
+        assert found.ids == []
+        wanted = m.score(PROMPT).logprobs[1:]
+        assert max(abs(a - b) for a, b in zip(job.prompt_logprobs, wanted, strict=True)) < 1e-5
+        assert [len(best) for best in job.prompt_alternatives] == [2] * (len(PROMPT) - 1)
+
+
+def test_requests_that_read_take_turns_with_those_that_write(byte_tokenizer):
+    """Vectors of texts of unequal length have the same bits alone and in company."""
+    m = mixes.model("learned", byte_tokenizer, family="encoder", head="none", n_types=2)
+    engine = ServeEngine(m)
+    texts = ["a", "two words", "a longer text than the others " * 2]
+
+    def embed(bundle, every):
+        return reading.embed(bundle, every)
+
+    both = engine.read(texts, embed), engine.read(texts[1:2], embed)
+    engine.step()
+    alone = engine.read(texts[1:2], embed)
+    engine.step()
+    together, more = (one.wait(0) for one in both)
+    assert harness.worst(torch.as_tensor(together), m.embed(texts)) < 1e-5
+    assert torch.equal(more, alone.wait(0))
+    assert torch.equal(more[0], together[1])
+
+
+def test_a_reading_at_fault_leaves_the_others_alone(byte_tokenizer):
+    m = mixes.model("learned", byte_tokenizer, family="encoder", head="mlm")
+    m.special["mask"] = 1
+    engine = ServeEngine(m)
+
+    def fill(bundle, every):
+        return reading.fill(bundle, every)
+
+    masked = byte_tokenizer.decode([1])
+    fine, ill = engine.read([f"x{masked}"], fill), engine.read(["nothing"], fill)
+    engine.step()
+    assert fine.wait(0)[0][0][0].text == m.fill(f"x{masked}")[0].text
+    with pytest.raises(InputError, match="mask"):
+        ill.wait(0)
+
+
+def test_the_thread_serves_and_drains(byte_tokenizer):
+    m = mixes.model("learned", byte_tokenizer)
+    engine = ServeEngine(m)
+    engine.start()
+    told: list[str] = []
+    job = engine.submit("Hello", {"max_new_tokens": 8}, told=lambda job, new: told.append(new))
+    assert job.wait(60).text == m.generate("Hello", 8).text == "".join(told)
+    late = engine.submit("Hello", {"max_new_tokens": 8})
+    engine.close(drain=60)
+    assert late.wait(0).text == job.wait(0).text
+    with pytest.raises(BusyError, match="ending"):
+        engine.submit("Hello")

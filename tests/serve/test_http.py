@@ -1,0 +1,277 @@
+"""The routes, over HTTP: equal to the library, and refusals by name."""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import json
+import struct
+import time
+import urllib.error
+import urllib.request
+
+import pytest
+from tokenizers import Tokenizer
+
+import clearhead as ch
+from clearhead.serve.engine import ServeEngine
+from clearhead.serve.limits import Limits
+from tests.serve import mixes
+from tests.serve.served import serving
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<a>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def writer(byte_tokenizer) -> ch.Model:
+    m = mixes.model("rope-gqa", byte_tokenizer)
+    m.settings["chat_template"] = TEMPLATE
+    return m
+
+
+@pytest.fixture(scope="module")
+def reader(byte_tokenizer) -> ch.Model:
+    return mixes.model("learned", byte_tokenizer, family="encoder", head="none")
+
+
+@pytest.fixture(scope="module")
+def judge(byte_tokenizer) -> ch.Model:
+    given = {"family": "encoder", "head": "classifier", "n_classes": 1}
+    return mixes.model("learned", byte_tokenizer, **given)
+
+
+@pytest.fixture(scope="module")
+def address(writer, reader, judge) -> str:
+    models = {"writer": writer, "reader": reader, "judge": judge}
+    with serving({name: ServeEngine(m, Limits(block=8)) for name, m in models.items()}) as at:
+        yield at
+
+
+def call(address: str, path: str, body: dict | None = None, **headers: str):
+    """Return status, headers and what was answered."""
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(address + path, data, {"Content-Type": "application/json", **headers})
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            text = answer.read().decode()
+            status, given = answer.status, answer.headers
+    except urllib.error.HTTPError as error:
+        text, status, given = error.read().decode(), error.code, error.headers
+    return status, given, json.loads(text) if text[:1] == "{" else text
+
+
+def test_a_completion_equals_generate(address, writer):
+    body = {
+        "model": "writer",
+        "prompt": "Hello",
+        "max_tokens": 9,
+        "temperature": 0.8,
+        "top_p": 0.9,
+        "seed": 5,
+    }
+    found = call(address, "/v1/completions", {**body, "n": 2})[2]
+    for number, choice in enumerate(found["choices"]):
+        alone = writer.generate("Hello", 9, temperature=0.8, top_p=0.9, seed=5 + number, num_beams=1)
+        assert (choice["text"], choice["index"]) == (alone.text, number)
+        assert choice["finish_reason"] == ("length" if alone.stop_reason == "length" else "stop")
+    read, made = len("Hello"), found["usage"]["completion_tokens"]
+    assert (found["usage"]["prompt_tokens"], found["usage"]["total_tokens"]) == (read, read + made)
+
+
+def test_echoed_log_probabilities_equal_scores(address, writer):
+    text = "To be or not"
+    body = {"model": "writer", "prompt": [text, "x y"], "max_tokens": 0, "echo": True, "logprobs": 2}
+    first, second = call(address, "/v1/completions", body)[2]["choices"]
+    assert (first["text"], second["text"]) == (text, "x y")
+    given, wanted = first["logprobs"], writer.score(text).logprobs
+    assert given["token_logprobs"][0] is None
+    pairs = zip(given["token_logprobs"][1:], wanted[1:], strict=True)
+    assert max(abs(a - b) for a, b in pairs) < 1e-4
+    assert given["text_offset"] == list(range(len(text)))
+    assert "".join(given["tokens"]) == text
+    for token, value, best in list(zip(given["tokens"], given["token_logprobs"], given["top_logprobs"]))[1:]:
+        assert best[token] == value
+
+
+def test_a_stream_is_the_same_text_in_pieces(address, writer):
+    body = {"model": "writer", "prompt": "Hello", "max_tokens": 9, "temperature": 0, "stream": True}
+    text = call(address, "/v1/completions", {**body, "stream_options": {"include_usage": True}})[2]
+    events = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+    assert events[-1] == "[DONE]"
+    *chunks, usage = [json.loads(event) for event in events[:-1]]
+    assert (
+        "".join(one["choices"][0]["text"] for one in chunks) == writer.generate("Hello", 9, num_beams=1).text
+    )
+    reasons = [one["choices"][0]["finish_reason"] for one in chunks]
+    assert reasons[:-1] == [None] * (len(chunks) - 1)
+    assert reasons[-1] in ("stop", "length")
+    assert usage["choices"] == []
+    assert usage["usage"]["prompt_tokens"] == 5
+
+
+def test_a_chat_reads_what_the_template_writes(address, writer):
+    messages = [{"role": "user", "content": "Hi"}]
+    body = {"model": "writer", "messages": messages, "max_tokens": 6, "temperature": 0}
+    found = call(address, "/v1/chat/completions", body)[2]
+    prompt = writer.tokenizer.encode("<user>Hi\n<a>").ids
+    assert found["choices"][0]["message"]["content"] == writer.generate(prompt, 6, num_beams=1).text
+    assert found["usage"]["prompt_tokens"] == len(prompt)
+
+
+@pytest.mark.parametrize("form", ["float", "base64"])
+def test_embeddings_equal_embed(address, reader, form):
+    texts = ["one", "two words"]
+    found = call(address, "/v1/embeddings", {"model": "reader", "input": texts, "encoding_format": form})[2]
+    rows = [one["embedding"] for one in found["data"]]
+    if form == "base64":
+        rows = [struct.unpack(f"<{len(base64.b64decode(row)) // 4}f", base64.b64decode(row)) for row in rows]
+    wanted = reader.embed(texts).tolist()
+    assert max(abs(a - b) for row, mine in zip(rows, wanted) for a, b in zip(row, mine, strict=True)) < 1e-5
+
+
+def test_reranking_orders_documents_by_the_model_of_pairs(address, judge):
+    texts = ["first", "second one", "third"]
+    body = {"model": "judge", "query": "which", "documents": texts}
+    scores = [one["score"] for one in call(address, "/v1/score", body)[2]["data"]]
+    wanted = [judge.classify(("which", text)).probability for text in texts]
+    assert max(abs(a - b) for a, b in zip(scores, wanted, strict=True)) < 1e-5
+    found = call(address, "/v1/rerank", {**body, "top_n": 2})[2]["results"]
+    assert [one["index"] for one in found] == sorted(range(3), key=lambda n: -scores[n])[:2]
+
+
+def test_tokens_there_and_back(address):
+    found = call(address, "/tokenize", {"model": "writer", "prompt": "Grüße"})[2]
+    assert found["count"] == 7
+    assert (
+        call(address, "/detokenize", {"model": "writer", "tokens": found["tokens"]})[2]["prompt"] == "Grüße"
+    )
+
+
+@pytest.mark.parametrize(
+    ("path", "change", "status", "named"),
+    [
+        ("/v1/completions", {"best_of": 3}, 400, '"best_of" is not a field'),
+        ("/v1/completions", {"n": 99}, 400, "n: "),
+        ("/v1/completions", {"prompt": ""}, 400, "prompt is empty"),
+        ("/v1/completions", {"prompt": [999]}, 400, "999"),
+        ("/v1/completions", {"max_tokens": 10**6}, 400, "does not fit"),
+        ("/v1/completions", {"model": "wirter"}, 404, 'did you mean "writer"'),
+        ("/v1/completions", {"model": "reader"}, 400, "it writes no text"),
+        ("/v1/completions", {"stream_options": {"include_usage": True}}, 400, "stream_options"),
+        ("/v1/chat/completions", {"messages": [], "prompt": None}, 400, "messages"),
+        ("/v1/nowhere", {}, 404, "Not Found"),
+    ],
+)
+def test_what_is_wrong_is_named(address, path, change, status, named):
+    found = call(address, path, {"model": "writer", "prompt": "x", **change})
+    assert found[0] == status
+    assert named in found[2]["error"]["message"]
+
+
+def test_json_mode_is_refused_by_name(address):
+    body = {"model": "writer", "messages": [{"role": "user", "content": "x"}]}
+    found = call(address, "/v1/chat/completions", {**body, "response_format": {"type": "json_object"}})
+    assert found[0] == 400
+    assert "response_format.type" in found[2]["error"]["message"]
+
+
+def test_a_template_cannot_leave_its_sandbox(address, writer):
+    writer.settings["chat_template"] = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
+    try:
+        body = {"model": "writer", "messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+        found = call(address, "/v1/chat/completions", body)
+    finally:
+        writer.settings["chat_template"] = TEMPLATE
+    assert found[0] == 400
+    assert "chat template" in found[2]["error"]["message"]
+
+
+def test_other_hosts_origins_and_large_bodies_are_refused(address):
+    assert call(address, "/v1/models", Host="evil.example")[0] == 403
+    assert call(address, "/v1/models", Origin="https://evil.example")[0] == 403
+    assert call(address, "/v1/models")[0] == 200
+    connection = http.client.HTTPConnection(address.removeprefix("http://"))
+    connection.putrequest("POST", "/v1/completions")
+    connection.putheader("Content-Length", "9000000")
+    connection.endheaders()
+    assert connection.getresponse().status == 413
+
+
+def test_keys_and_the_end_of_the_line(byte_tokenizer):
+    m = mixes.model("learned", byte_tokenizer)
+    engine = ServeEngine(m, Limits(waiting=1, running=1))
+    engine.start = lambda: None  # nothing moves
+    engine.moved -= 100
+    with serving({"m": engine}, keys=["secret"], drain=0) as at:
+        body = {"prompt": "x", "max_tokens": 5}
+        assert call(at, "/v1/completions", body)[0] == 401
+        assert call(at, "/v1/completions", body, Authorization="Bearer wrong")[0] == 401
+        assert call(at, "/health")[0] == 200
+        engine.submit("x")
+        status, headers, answer = call(at, "/v1/completions", body, Authorization="Bearer secret")
+        assert (status, headers["Retry-After"]) == (429, "1")
+        assert "1 requests" in answer["error"]["message"]
+        assert call(at, "/health")[0] == 503  # work waits and nothing moves
+        engine.waiting.clear()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_away_frees_its_blocks(stream, byte_tokenizer):
+    m = mixes.model("rope-gqa", byte_tokenizer)
+    m.special.clear()
+    engine = ServeEngine(m, Limits(block=8))
+    original, slowly = engine.step, lambda: (time.sleep(0.02), original())
+    engine.step = slowly
+    with serving({"m": engine}) as at:
+        host = at.removeprefix("http://")
+        connection = http.client.HTTPConnection(host)
+        body = {"prompt": "x", "max_tokens": 4000, "stream": stream, "temperature": 0}
+        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        until = time.monotonic() + 60
+        while not engine.running and time.monotonic() < until:
+            time.sleep(0.005)
+        connection.close()
+        while engine.busy and time.monotonic() < until:
+            time.sleep(0.005)
+        assert engine.pool.used == 0
+        reasons = dict(engine.figures.ended)
+        assert 'vllm:kv_cache_usage_perc{model_name="m"} 0.0' in call(at, "/metrics")[2]
+    assert reasons == {"cancelled": 1}
+
+
+def test_metrics_have_the_names_that_boards_know(address):
+    text = call(address, "/metrics")[2]
+    for name in ("num_requests_running", "prompt_tokens_total", "request_success_total"):
+        assert f"vllm:{name}{{model_name=" in text
+    assert 'vllm:time_to_first_token_seconds_bucket{le="+Inf"}' in text
+
+
+def test_the_ids_of_a_chat_equal_those_of_transformers(tmp_path):
+    """A template with special tokens, white space control, loop control and JSON."""
+    from tokenizers import AddedToken, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    from clearhead.serve.chat import chat_ids
+
+    tokenizer = Tokenizer(
+        models.WordLevel({"[UNK]": 0, "<s>": 1, "</s>": 2, "hi": 3, "user": 4, ":": 5}, "[UNK]")
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens([AddedToken("<s>", special=True), AddedToken("</s>", special=True)])
+    template = (
+        "{{ bos_token }}\n{%- for m in messages %}\n    {%- if loop.index > 2 %}{% break %}{% endif %}\n"
+        "{{ m.role }} : {{ m.content | trim }} {{ m | tojson }}{{ eos_token }}\n{%- endfor %}"
+    )
+    theirs = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+    m = ch.Model(
+        mixes.harness.build(), tokenizer, special={"bos": 1, "eos": 2}, settings={"chat_template": template}
+    )
+    messages = [{"role": "user", "content": f" hi {n} "} for n in range(3)]
+    wanted = theirs.apply_chat_template(
+        messages, chat_template=template, add_generation_prompt=True, tokenize=True, return_dict=False
+    )
+    assert chat_ids(m, messages, {}) == list(wanted)
+    assert wanted[0] == 1 != wanted[1]

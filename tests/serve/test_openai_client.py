@@ -1,0 +1,80 @@
+"""The `openai` client, as it is installed from the package index."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from clearhead.serve.engine import ServeEngine
+from tests.serve import mixes
+from tests.serve.served import serving
+from tests.serve.test_http import TEMPLATE
+
+openai = pytest.importorskip("openai", reason="needs the openai client: pip install 'clearhead[dev]'")
+MESSAGES = [{"role": "user", "content": "Hi"}]
+
+
+@pytest.fixture(scope="module")
+def served(byte_tokenizer):
+    writer = mixes.model("rope-gqa", byte_tokenizer)
+    writer.settings["chat_template"] = TEMPLATE
+    reader = mixes.model("learned", byte_tokenizer, family="encoder", head="none")
+    engines = {"writer": ServeEngine(writer), "reader": ServeEngine(reader)}
+    with serving(engines, keys=["k"]) as address:
+        yield address, writer, reader
+
+
+@pytest.fixture
+def client(served):
+    return openai.OpenAI(base_url=f"{served[0]}/v1", api_key="k", max_retries=0)
+
+
+def wanted(writer) -> str:
+    return writer.generate(writer.tokenizer.encode("<user>Hi\n<a>").ids, 12, num_beams=1).text
+
+
+def test_chat_whole_streamed_and_with_the_helper(client, served):
+    given = {"model": "writer", "messages": MESSAGES, "max_tokens": 12, "temperature": 0}
+    text = wanted(served[1])
+    whole = client.chat.completions.create(**given, logprobs=True, top_logprobs=2)
+    assert whole.choices[0].message.content == text
+    assert len(whole.choices[0].logprobs.content) == whole.usage.completion_tokens
+    chunks = list(
+        client.chat.completions.create(**given, stream=True, stream_options={"include_usage": True})
+    )
+    assert "".join(one.choices[0].delta.content or "" for one in chunks if one.choices) == text
+    assert chunks[-1].usage.total_tokens == whole.usage.total_tokens
+    with client.chat.completions.stream(**given, stop=text[-1:]) as stream:
+        final = stream.get_final_completion()  # which refuses a text that was cut at its length
+    assert final.choices[0].message.content == text[: text.index(text[-1])]
+    assert final.choices[0].finish_reason == "stop"
+
+
+def test_completions_models_and_embeddings(client, served):
+    made = client.completions.create(model="writer", prompt="Hello", max_tokens=5, temperature=0, logprobs=1)
+    assert made.choices[0].text == served[1].generate("Hello", 5, num_beams=1).text
+    assert [one.id for one in client.models.list()] == ["writer", "reader"]
+    found = client.embeddings.create(model="reader", input=["a", "b c"])  # asks for base64
+    want = served[2].embed(["a", "b c"]).tolist()
+    pairs = [(a, b) for row, mine in zip(found.data, want) for a, b in zip(row.embedding, mine, strict=True)]
+    assert max(abs(a - b) for a, b in pairs) < 1e-5
+
+
+def test_the_asynchronous_client(served):
+    async def ask() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=f"{served[0]}/v1", api_key="k", max_retries=0) as client:
+            given = {"model": "writer", "messages": MESSAGES, "max_tokens": 12, "temperature": 0}
+            made = await asyncio.gather(*(client.chat.completions.create(**given) for _ in range(4)))
+            return [one.choices[0].message.content for one in made]
+
+    assert asyncio.run(ask()) == [wanted(served[1])] * 4
+
+
+def test_errors_are_errors(client, served):
+    with pytest.raises(openai.BadRequestError, match="logit_bias"):
+        client.chat.completions.create(model="writer", messages=MESSAGES, logit_bias={"1": 2})
+    with pytest.raises(openai.NotFoundError, match="writer"):
+        client.chat.completions.create(model="other", messages=MESSAGES)
+    with pytest.raises(openai.AuthenticationError):
+        openai.OpenAI(base_url=f"{served[0]}/v1", api_key="no", max_retries=0).models.list()

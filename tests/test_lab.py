@@ -1,0 +1,176 @@
+"""Experiments: what is known beyond doubt comes out, and verdicts follow the numbers."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+
+import pytest
+import torch
+
+from clearhead.cli import main
+from clearhead.errors import ClearheadError
+from clearhead.lab import report
+from clearhead.lab.experiment import Claim, Conditions, Experiment, Picture, conduct, interval
+from clearhead.lab.pool import spread
+from clearhead.lab.run import find
+from clearhead.lab.table import EXPERIMENTS
+
+# What is beyond doubt shows with a small share of the steps: which arm has less, which has more, by how much.
+DIRECTIONS = [
+    ("positions", "none", "learned", "order", 0.08, 0.3),
+    ("families", "decoder", "encoder", "continue", 0.1, 0.2),
+    ("scale", "divided", "not divided", "sharpness", 0.01, 0.3),
+    ("residuals", "residuals and norms", "no residuals", "loss", 0.2, 0.1),
+    ("budget", "width 16", "width 128", "loss", 0.02, 0.1),
+    ("heads", "least important first", "most important first", "half", 0.15, 0.02),
+    ("kinds", "window of 16", "full", "reach", 0.01, 60),
+    ("induction", "1 layer", "2 layers", "accuracy", 0.3, 0.2),
+    ("tokenizers", "bytes", "BPE, 2,048 tokens", "bits a token", 0.01, 1.0),
+    ("tying", "tied", "untied", "parameters", 0.01, 100),
+    ("smoothing", "0.1", "none", "overconfidence", 0.1, 0.0),
+    ("experts", "balance loss 0.01", "no balance loss", "busiest", 0.08, 0.1),
+    ("distillation", "taught, begun from the teacher", "alone", "loss", 0.04, 0.02),
+]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.ledger("N1", "N2", "N4", "N6", "N8", "N9")
+@pytest.mark.parametrize(
+    ("name", "less", "more", "figure", "effort", "by"), DIRECTIONS, ids=[one[0] for one in DIRECTIONS]
+)
+def test_what_is_beyond_doubt_comes_out(name, less, more, figure, effort, by):
+    experiment, found = find(name), {}
+    for arm in (less, more):
+        torch.manual_seed(0)
+        found[arm] = experiment.run(experiment.arms[arm], Conditions(effort=effort))
+        check(experiment, found[arm])
+    assert found[more][figure] - found[less][figure] > by
+
+
+def check(experiment: Experiment, numbers) -> None:
+    """A trial has every figure and curve, and claims speak of arms and figures that there are."""
+    assert all(math.isfinite(numbers[figure]) for figure in experiment.figures)
+    assert all(numbers[picture.curve or picture.figure] is not None for picture in experiment.pictures)
+    for claim in experiment.claims:
+        assert claim.figure in experiment.figures
+        assert {claim.less, claim.more} <= experiment.arms.keys()
+
+
+@pytest.mark.ledger("N3", "N5", "N7", "N10")
+@pytest.mark.parametrize("name", [name for name in EXPERIMENTS if name not in {one[0] for one in DIRECTIONS}])
+def test_every_experiment_measures_its_figures(name):
+    experiment = find(name)
+    check(experiment, experiment.run(list(experiment.arms.values())[-1], Conditions(effort=0.01)))
+
+
+def made(values: dict[str, list[float]]) -> Experiment:
+    """An experiment that measures what it is told."""
+    return Experiment(
+        title="Made up",
+        question="Is it?",
+        arms={name: name for name in values},
+        run=lambda arm, setting: {"figure": values[arm][setting.seed], "curve": [[0, 1.0], [1, 2.0]]},
+        claims=(Claim("a is less than b.", "figure", "a", "b", 0.5),),
+        figures={"figure": "a number"},
+        pictures=(
+            Picture("curve", "Curve", "x", "y", curve="curve"),
+            Picture("bars", "Bars", "", "y", figure="figure"),
+        ),
+    )
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "verdict"),
+    [
+        ([1.0, 1.1, 0.9], [2.0, 2.1, 2.0], "supported"),
+        ([2.0, 2.1, 2.0], [1.0, 1.1, 0.9], "not supported"),
+        ([1.0, 1.1, 0.9], [1.4, 1.7, 1.3], "undecided"),
+        ([1.0, 1.1], [3.0, 3.1], "undecided"),
+    ],
+)
+def test_a_verdict_follows_the_interval_of_the_differences(a, b, verdict, tmp_path):
+    findings = conduct("made", made({"a": a, "b": b}), tmp_path, len(a))
+    assert findings.judged[0].verdict == verdict
+    path = report.write(findings, tmp_path, "clearhead lab made")
+    assert f"**{verdict.capitalize()}:** a is less than b." in path.read_text()
+    assert json.loads((tmp_path / "results.json").read_text())["verdicts"][0]["verdict"] == verdict
+    assert (tmp_path / "curve.png").exists() and (tmp_path / "bars.png").exists()
+
+
+def test_an_interval_is_students():
+    stats = pytest.importorskip("scipy.stats")
+    values = [1.0, 2.0, 4.0, 3.5]
+    wanted = stats.t.interval(0.95, 3, stats.tmean(values), stats.sem(values))
+    assert interval(values) == pytest.approx(wanted, abs=1e-3)
+
+
+def test_a_stopped_experiment_goes_on_where_it_was(tmp_path):
+    calls = []
+
+    def run(arm, setting):
+        calls.append((arm, setting.seed))
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return {"figure": 1.0}
+
+    experiment = Experiment("t", "q", {"a": 1, "b": 2}, run, (), {"figure": "f"})
+    with pytest.raises(KeyboardInterrupt):
+        conduct("t", experiment, tmp_path, 2)
+    conduct("t", experiment, tmp_path, 2)
+    assert calls == [(1, 0), (2, 0), (1, 1), (1, 1), (2, 1)]
+    with pytest.raises(ClearheadError, match="choose another --out"):
+        conduct("t", experiment, tmp_path, 2, Conditions(effort=2.0))
+
+
+def test_the_command_lists_refuses_runs_and_redraws(tmp_path, capsys):
+    main(["lab"])
+    listed = capsys.readouterr().out
+    assert all(name in listed for name in EXPERIMENTS)
+    for arguments, said in (
+        (["lab", "residual"], 'did you mean "residuals"'),
+        (["lab", "norms", "--budget", "0.001"], "minutes here, and --budget is 0.001"),
+    ):
+        with pytest.raises(SystemExit) as stop:
+            main(arguments)
+        assert stop.value.code == 2
+        assert said in capsys.readouterr().err
+    folder = tmp_path / "tying"
+    main(["lab", "tying", "--effort", "0.01", "--seeds", "1", "--out", str(folder), "--json"])
+    body = json.loads(capsys.readouterr().out)
+    assert body["verdicts"][0]["verdict"] == "undecided"
+    written = (folder / "report.md").read_text()
+    (folder / "report.md").unlink()
+    (folder / "loss.png").unlink()
+    main(["lab", "tying", "--redraw", "--out", str(folder)])
+    assert (folder / "report.md").read_text() == written
+    assert (folder / "loss.png").exists()
+    with pytest.raises(SystemExit):
+        main(["lab", "scale", "--redraw", "--out", str(folder)])
+    assert "is of tying" in capsys.readouterr().err
+
+
+def test_trials_of_other_processes_are_those_of_this_one(tmp_path):
+    brief, said = Conditions(effort=0.005), []
+    spread({"induction": tmp_path / "apart"}, 1, brief, 1, said.append)
+    apart = conduct("induction", find("induction"), tmp_path / "apart", 1, brief)
+    alone = conduct("induction", find("induction"), tmp_path / "alone", 1, brief)
+    assert len(said) == 3
+    for arm, (trial,) in alone.trials.items():
+        assert apart.trials[arm][0]["induction"] == pytest.approx(trial["induction"], abs=1e-5)
+
+
+def test_without_matplotlib_the_numbers_are_kept_and_drawn_later(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    folder = tmp_path / "tying"
+    main(["lab", "tying", "--effort", "0.01", "--seeds", "1", "--out", str(folder)])
+    assert "--redraw" in capsys.readouterr().err
+    assert (folder / "results.json").exists() and (folder / "report.md").exists()
