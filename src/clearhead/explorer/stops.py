@@ -46,9 +46,9 @@ def head_stops(
             step = there[-1]
             numbers = [None if value <= HIDDEN else value for value in row(step.name).tolist()]
             stops.append({"stop": title, "formula": step.formula, "why": step.why, "values": numbers})
-    values = kept[f"{found.part}.v_heads"].value
-    assert values is not None
-    shared = values.shape[1] * found.number // len(kept[f"{found.part}.pattern"].value[0])  # type: ignore[index]
+    weights, values = (kept[f"{found.part}.{step}"].value for step in ("pattern", "v_heads"))
+    assert weights is not None and values is not None
+    shared = values.shape[1] * found.number // weights.shape[1]  # the key/value head of its group
     lengths = values[0, shared].float().norm(dim=-1)
     mix = (row(f"{found.part}.pattern") * lengths).tolist()
     why = "Each value counts as much as its share; what is shown is the length of what each token gives."

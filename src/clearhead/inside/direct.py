@@ -44,7 +44,7 @@ class AddedPart:
 
 
 @dataclass(frozen=True)
-class Asked:
+class AskedLogit:
     """The logit that is asked about, perhaps less another one, and the forward pass that it was read from."""
 
     prepared: inputs.Prepared
@@ -66,7 +66,7 @@ class Asked:
         against: str | int | None,
         pair: str | None,
         *taps: str,
-    ) -> "Asked":
+    ) -> "AskedLogit":
         """Run the model, record what `parts_of` reads and `taps` besides; see `contributions`."""
         prepared = inputs.prepare(m, given, target, pair)
         choices = choices_of(prepared)
@@ -132,7 +132,7 @@ class Asked:
         return uncapped
 
 
-def parts_of(asked: Asked) -> tuple[list[AddedPart], LinearReadout]:
+def parts_of(asked: AskedLogit) -> tuple[list[AddedPart], LinearReadout]:
     """Return every vector that is added to the stream, in the order of the forward pass, and what reads it.
 
     The stream is added up again with frozen norms: the logit is linear in each vector that is added, so a
@@ -198,7 +198,7 @@ def parts_of(asked: Asked) -> tuple[list[AddedPart], LinearReadout]:
     return [AddedPart(terms, x.detach(), slope) for (terms, x), slope in zip(added, slopes)], read
 
 
-def terms_of(asked: Asked, parts: Iterable[AddedPart]) -> tuple[Term, ...]:
+def terms_of(asked: AskedLogit, parts: Iterable[AddedPart]) -> tuple[Term, ...]:
     """Return what each part adds, in the order of the forward pass; biases that add nothing are left out."""
     values = defaultdict[Term, float](float)
     for part in parts:
@@ -210,7 +210,7 @@ def terms_of(asked: Asked, parts: Iterable[AddedPart]) -> tuple[Term, ...]:
     return tuple(replace(term, value=value) for term, value in values.items() if value or term.kind != "bias")
 
 
-def _readout(asked: Asked) -> LinearReadout:
+def _readout(asked: AskedLogit) -> LinearReadout:
     """Return how the logit depends on the hidden states."""
     head = asked.prepared.model.head
     if asked.choices.kind == "place":

@@ -32,7 +32,7 @@ from clearhead.errors import refuse
 from clearhead.generate.exits import stop_at
 from clearhead.inside import inputs, names, results
 from clearhead.inside.choices import Choices, choices_of
-from clearhead.inside.direct import Asked, Term, parts_of, terms_of
+from clearhead.inside.direct import AskedLogit, Term, parts_of, terms_of
 from clearhead.model import dtypes
 from clearhead.model.transformer import Transformer, evaluating
 
@@ -186,7 +186,7 @@ def contributions(
         against: subtract the logit of this one.
         pair: the second text of a pair.
     """
-    asked = Asked.of(m, given, token, position, target, against, pair)
+    asked = AskedLogit.of(m, given, token, position, target, against, pair)
     terms = terms_of(asked, parts_of(asked)[0])
     return Contributions(
         columns=asked.choices.columns,

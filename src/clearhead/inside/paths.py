@@ -28,7 +28,7 @@ from torch import Tensor
 from clearhead.config import ModelConfig
 from clearhead.errors import refuse
 from clearhead.inside import inputs, names, results
-from clearhead.inside.direct import AddedPart, Asked, Term, parts_of, terms_of
+from clearhead.inside.direct import AddedPart, AskedLogit, Term, parts_of, terms_of
 from clearhead.inside.frozen import exact
 from clearhead.model.taps import Recording, record
 
@@ -100,7 +100,7 @@ def paths(
     config = inputs.as_model(m).config
     own = {str(one): one for one in _patterned(config) if one.kind != "encoder"}
     taps = [f"{one.part}.{tap}" for one in own.values() for tap in ("pattern", "v")]
-    asked = Asked.of(m, given, token, position, target, against, pair, *taps)
+    asked = AskedLogit.of(m, given, token, position, target, against, pair, *taps)
     parts, read = parts_of(asked)
     direct: dict[str, Tensor] = {}
     others: list[AddedPart] = []
