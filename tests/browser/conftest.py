@@ -46,7 +46,8 @@ class Watched:
         return self
 
     def look(self, section: str, ready: str) -> Any:
-        """Scroll to a section and wait for something in it."""
+        """Open a view, or scroll to what stays beside it, and wait for something in it."""
+        self.page.evaluate("id => clearhead.open(id)", section)
         self.page.evaluate("id => document.getElementById(id).scrollIntoView({behavior: 'instant'})", section)
         found = self.page.locator(f"#{section} {ready}")
         found.first.wait_for()

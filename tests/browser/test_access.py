@@ -6,6 +6,8 @@ from tests.browser.test_numbers import FAMILIES
 
 axe = pytest.importorskip("axe_playwright_python.sync_playwright")
 SECTIONS = {
+    "path": "[data-edge]",
+    "head": "[data-source]",
     "flow": "[data-group]",
     "attention": "canvas.heat",
     "lens": "td[data-value]",
@@ -28,15 +30,20 @@ def test_axe_finds_nothing_serious(watched, served, family):
         seen.read("speak of", *(["it"] if family == "encoder-decoder" else []))
     for section, ready in SECTIONS.items():
         seen.look(section, ready)
+    seen.look("flow", "[data-group]")
     seen.page.locator("#flow-lane .step").first.click()
     seen.page.locator("#flow-numbers td").first.wait_for()
     if family == "decoder":
-        seen.page.locator("#ablate [data-heads]").first.click()
+        seen.look("ablate", "[data-heads]").first.click()
         seen.page.locator("#ablate-table").wait_for()
-        seen.page.click("#compare-run")
+        seen.look("compare", "#compare-run").click()
         seen.page.locator("#compare-table").wait_for()
         seen.page.click("#tour")
         seen.page.locator(".tour").wait_for()
+    # All views at once, so that axe reads each of them.
+    seen.page.evaluate(
+        "() => { for (const one of document.querySelectorAll('section')) one.hidden = false; }"
+    )
     assert serious(seen) == []
     seen.page.evaluate("() => { document.getElementById('theme').click(); }")
     assert seen.page.evaluate("document.documentElement.dataset.theme") == "dark"

@@ -86,6 +86,7 @@ def test_inert_in_a_notebook(watched, tmp_path):
     seen, tried = offline(watched)
     seen.page.goto((tmp_path / "n.html").as_uri())
     frame = seen.page.frame_locator("iframe")
+    frame.locator("#sections a", has_text="Next token").click()
     frame.locator("#next-table tbody tr").first.wait_for()
     assert frame.locator("#input-tokens .chip > span").all_text_contents() == [
         visible(token) for token in HOSTILE

@@ -58,7 +58,7 @@ def same_heads(got, expected):
         assert one["name"] == other["name"]
         assert one["entropy"] == pytest.approx(other["entropy"], abs=1e-5)
     both = [unpacked(body.pop("pattern")) for body in (got, expected)]
-    assert np.abs(both[0] - both[1]).max() <= 1 / 255 + 1e-6
+    assert np.abs(both[0] - both[1]).max() <= 1e-5
     assert got == expected
 
 

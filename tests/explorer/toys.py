@@ -88,6 +88,8 @@ def toy(family: str) -> ch.Model:
             head="classifier",
             n_classes=3,
         )
+    if family == "vectors":
+        return _loaded(trained("bpe", "classify"), 8, family="encoder", head="none")
     assert family == "vit"
     image = {
         "input": "patches",

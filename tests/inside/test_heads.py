@@ -22,6 +22,7 @@ from clearhead.inside.heads import CLEAR, HeadRoles, head_roles
 from clearhead.inside.heads.alignments import Aligned, agreement, align, read_alignments
 from clearhead.inside.heads.syntax import DIRECTIONS, _fixed_distance, syntax
 from clearhead.inside.names import AttentionHead
+from clearhead.inside.paths import looks, paths
 from clearhead.model.attention import Attention
 from tests.harness import V, build, config
 from tests.hub.packages import packaged
@@ -280,6 +281,15 @@ def test_two_layers_learn_induction_and_one_does_not(
     best, base = found[2].scores["induction"].max(), found[2].baselines["induction"].max()
     assert best > 0.5 and base < 0.1
     assert found[1].scores["induction"].max() < 0.2 and not found[1].named("induction")
+    # The path of the repeated token, untold: an induction head brings what came next, from where a head of
+    # the first layer had put the token before.
+    ids = [3, 7, 1, 9, 4, 12] * 2 + [3, 7]
+    edge = paths(model, ids).strongest(1)[0]
+    assert edge.part in {str(head) for head in named}
+    assert (edge.reader, ids[edge.source], ids[edge.source - 1]) == (13, 1, 7)
+    into = [one for one in looks(model, ids, edge.part, 13, edge.source) if one.reader == edge.source]
+    best = max(into, key=lambda one: one.value)
+    assert (best.part[0], best.source) == ("0", edge.source - 1)
     main(["heads", str(tmp_path / "2"), "--json"])
     rows = json.loads(capsys.readouterr().out)["roles"]["heads"]
     assert [row["head"] for row in rows if row["role"] == "induction"] == [

@@ -189,10 +189,10 @@ def inside_routes(session: Session) -> APIRouter:
             return finite(run.ablate(heads, layers, feedforwards, str(asked.get("how", "zero")), position))
 
     @router.get("/export")
-    def export(run: str) -> HTMLResponse:
+    def export(run: str, state: str = "") -> HTMLResponse:
         found = session.run(run)
         with session.lock:
-            page = single_file(record_run(found, session.models[found.number].name))
+            page = single_file(record_run(found, session.models[found.number].name, state))
         return HTMLResponse(
             page,
             headers={

@@ -13,16 +13,18 @@ from typing import Any
 from clearhead.api import Model
 from clearhead.costs import cost
 from clearhead.errors import CheckpointError, ClearheadError, InputError, refuse
+from clearhead.explorer.described import model_view
 from clearhead.explorer.pack import finite
 from clearhead.explorer.pages import single_file
-from clearhead.explorer.views import PageRun, begin, model_view, view
+from clearhead.explorer.views import PageRun, begin, view
 from clearhead.hub.files import write_text
 from clearhead.inside import names
 from clearhead.model.transformer import Transformer
 
-PATTERN_BYTES = 5_000_000  # of all patterns together, before base64
+PATTERN_BYTES = 10_000_000  # of all patterns together, before base64
 SMALLEST_SIDE = 16  # cells of a pattern, however many there are
 LOGIT_BYTES = 3_000_000
+EXPLAINED = 12  # edges of the path whose reasons are recorded
 STEP_LAYERS = 2  # blocks whose numbers are recorded, step by step
 COST_LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096)
 
@@ -39,12 +41,12 @@ def record(
     return record_run(replace(begin(m, given, target, pair), roles=lambda: roles or {}), name)
 
 
-def record_run(run: PageRun, name: str) -> dict[str, Any]:
-    """Return a run with all its views, as the page reads them from a file."""
+def record_run(run: PageRun, name: str, state: str = "") -> dict[str, Any]:
+    """Return a run with all its views, as the page reads them from a file, and the selection it opens on."""
     m = run.m
     known = names.kinds_of(m.config)
     heads = sum(one.n_heads for one in known)
-    side = max(SMALLEST_SIDE, int((PATTERN_BYTES / max(heads, 1)) ** 0.5))
+    side = max(SMALLEST_SIDE, int((PATTERN_BYTES / 4 / max(heads, 1)) ** 0.5))
     small = replace(run, cells=min(run.cells, side * side), number=0)
     about = small.about("recorded")
     kinds = list(dict.fromkeys(one.kind for one, own in known.items() if own.patterned))
@@ -60,6 +62,12 @@ def record_run(run: PageRun, name: str) -> dict[str, Any]:
         for kind in kinds
         for body in small.attentions(kind)
     }
+    for edge in views.get(f"run/recorded/paths?position={about['position']}", {"edges": []})["edges"][
+        :EXPLAINED
+    ]:
+        looks = f"looks/{edge['part']}/{edge['reader']}/{edge['source']}"
+        for path in (looks, f"stops/{edge['part']}/{edge['reader']}"):
+            views[f"run/recorded/{path}"] = view(small, path)
     early = _early_steps(views["run/recorded/trace"]["steps"])
     views |= {f"run/recorded/step/{name}": finite(body) for name, body in small.steps(early).items()}
     limit = m.config.max_positions if m.config.bounded else max(COST_LENGTHS)
@@ -74,7 +82,7 @@ def record_run(run: PageRun, name: str) -> dict[str, Any]:
     says = "A recording: what was computed is here, nothing more is run."
     if cells > 1:
         says += f" Attention is shown in cells of {cells} tokens, so that the file stays small."
-    return {"run": about, "views": views, "says": says}
+    return {"run": about, "views": views, "says": says, "state": state}
 
 
 def _paths(run: PageRun, kinds: list[str], about: dict[str, Any]) -> list[str]:
@@ -85,7 +93,7 @@ def _paths(run: PageRun, kinds: list[str], about: dict[str, Any]) -> list[str]:
         fit = max(1, LOGIT_BYTES // (4 * run.choices.count))
         chosen = sorted({about["position"], *range(len(about["columns"]))[-fit:]})
         paths += [f"next?position={position}" for position in chosen[-fit:]]
-        paths.append(f"contributions?position={about['position']}")
+        paths += [f"{kind}?position={about['position']}" for kind in ("contributions", "paths")]
     return paths
 
 

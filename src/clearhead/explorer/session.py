@@ -17,7 +17,8 @@ import numpy as np
 
 from clearhead.api import Model
 from clearhead.errors import ClearheadError, InputError, refuse
-from clearhead.explorer.views import PageRun, begin, model_view
+from clearhead.explorer.described import model_view
+from clearhead.explorer.views import PageRun, begin
 from clearhead.hub.pixels import read_image
 from clearhead.inside.heads import MIXED, head_roles
 

@@ -1,7 +1,7 @@
 """What the page shows, as plain JSON: a view is a function of a run and its parameters, with a path.
 
-Served live, recorded into a file and shown in a notebook, they are the same bodies. Patterns are packed a
-byte a value, logits as they are.
+Served live, recorded into a file and shown in a notebook, they are the same bodies. Patterns and logits are
+packed as they are, the small pictures of heads a byte a value.
 
 Shapes: L layers, H heads, T queries, S keys, V choices.
 """
@@ -20,55 +20,27 @@ from torch import Tensor
 
 from clearhead.api import Model
 from clearhead.errors import InputError, nearest, refuse
+from clearhead.explorer.described import TASKS
 from clearhead.explorer.pack import finite, packed_bytes, packed_floats, packed_numbers, packed_picture
+from clearhead.explorer.stops import head_stops
 from clearhead.inside.attention import maps_of
 from clearhead.inside.attention_maps import LayerMap
 from clearhead.inside.choices import Choices, choices_of, find_column
 from clearhead.inside.inputs import InputTokens, Prepared, prepare
 from clearhead.inside.lens import contributions, lens
-from clearhead.inside.names import kinds_of, unpatterned
 from clearhead.inside.parts.ablate import effect
+from clearhead.inside.paths import looks, paths
+from clearhead.inside.results import plain
 from clearhead.inside.trace import trace
 from clearhead.inside.trace.steps import TraceStep
 from clearhead.tokens.labels import decoded
 from clearhead.tokens.stages import stages
 
-TASKS = {"lm": "next", "mlm": "fill", "classifier": "classify", "tagger": "tag", "span": "span"}
 CELLS = 512 * 512  # of one head's pattern while the page is live
 THUMBNAIL = 32  # cells a side
 CORNER = 64  # values a side that are shown of a step's result
 LISTED = 200  # choices that are sent with their names
-
-
-def model_view(m: Model, name: str, example: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return what the model is, and what the page begins with."""
-    config, main = m.config, m.config.main
-    encoder = config.encoder if config.decoder is not None else None
-    return {
-        **{"name": name, "ready": True, "failed": False, "says": "", "example": example},
-        "family": config.family,
-        "head": config.head,
-        "task": TASKS.get(config.head or "", "embed"),
-        "input": (encoder or main).input,
-        "parameters": sum(parameter.numel() for parameter in m.model.parameters()),
-        "layers": main.n_layers,
-        "encoder_layers": encoder.n_layers if encoder is not None else 0,
-        "d_model": config.d_model,
-        "n_heads": main.n_heads,
-        "n_kv_heads": main.n_kv_heads,
-        "vocab_size": config.vocab_size,
-        "max_length": m.max_length,
-        "image_size": list(config.image_size) if config.image_size else None,
-        "n_channels": config.n_channels,
-        "labels": list(m.labels),
-        "tokenizer": m.tokenizer is not None,
-        "mask": m.tokenizer.id_to_token(m.special["mask"]) if m.tokenizer and "mask" in m.special else None,
-        "attentions": [
-            {"kind": one.kind, "layer": one.layer, "heads": one.n_heads, "pattern": kind.patterned}
-            for one, kind in kinds_of(config).items()
-        ],
-        "unpatterned": unpatterned(config),
-    }
+EDGES = 300  # of a path, the largest ones
 
 
 def tokens_view(m: Model, tokens: InputTokens | None) -> dict[str, Any] | None:
@@ -181,7 +153,7 @@ class PageRun:
             "rows": list(found.queries.labels),
             "columns": list(found.keys.labels),
             "aggregated": found.aggregated,
-            "pattern": packed_bytes(found.pattern),
+            "pattern": packed_floats(found.pattern),
         }
 
     def thumbnails(self, kind: str) -> dict[str, Any]:
@@ -207,7 +179,7 @@ class PageRun:
         """Return what each place is made of after the last layer, if attention alone moved information."""
         rolled = maps_of(self.prepared, [kind], None, self.cells).rollout(kind)
         labels = list(rolled.tokens.labels)
-        return {"rows": labels, "columns": labels, "pattern": packed_bytes(rolled.last)}
+        return {"rows": labels, "columns": labels, "pattern": packed_floats(rolled.last)}
 
     def lens(self) -> dict[str, Any]:
         """Return what the model would say if it stopped after each layer, at each position."""
@@ -279,6 +251,26 @@ class PageRun:
         """Return what each head, feed-forward and embedding adds to one choice's logit."""
         return contributions(self.m, self.given, token, position, self.target, pair=self.pair).to_dict()
 
+    def paths(self, position: int, token: int | None, against: int | None) -> dict[str, Any]:
+        """Return what heads carried to one choice's logit, by source token: the largest edges, and sums."""
+        found = paths(self.m, self.given, token, position, self.target, against, self.pair)
+        return {
+            **{
+                name: plain(getattr(found, name)) for name in ("column", "choice", "against", "rows", "terms")
+            },
+            "edges": [plain(edge) for edge in found.strongest(EDGES)],
+            "sources": found.sources.tolist(),
+            **{name: getattr(found, name) for name in ("rest", "total", "logit")},
+        }
+
+    def looks(self, head: str, reader: int, source: int) -> dict[str, Any]:
+        """Return what made a head look from one token at another."""
+        return {"edges": plain(looks(self.m, self.given, head, reader, source, self.target, self.pair))}
+
+    def stops(self, head: str, reader: int) -> dict[str, Any]:
+        """Return one head at one reader, stop by stop."""
+        return head_stops(self.m, self.given, self.target, self.pair, head, reader)
+
     def extended(self, token: int) -> PageRun:
         """Return the run with one token more."""
         refuse(self.m.config.head != "lm", "only a model that writes can go on: this one reads")
@@ -315,6 +307,9 @@ VIEWS: dict[str, tuple[Callable[..., Any], tuple[Callable[[str], Any], ...], dic
     "lens": (PageRun.lens, (), {}),
     "next": (PageRun.next, (), {"position": "-1"}),
     "contributions": (PageRun.contributions, (), {"position": "-1", "token": None}),
+    "paths": (PageRun.paths, (), {"position": "-1", "token": None, "against": None}),
+    "stops": (PageRun.stops, (str, whole), {}),
+    "looks": (PageRun.looks, (str, whole, whole), {}),
 }
 
 

@@ -20,26 +20,21 @@ width, R rows (tokens) that the head reads, N choices (the vocabulary, or the cl
 Only K of the N choices are kept, layer by layer.
 """
 
-import copy
 import math
-from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 
 import torch
 import torch.nn.functional as nnf
-from torch import Tensor, nn
+from torch import Tensor
 
 from clearhead.errors import refuse
 from clearhead.generate.exits import stop_at
 from clearhead.inside import inputs, names, results
-from clearhead.inside.choices import Choices, choices_of, find_column
-from clearhead.inside.frozen import exact, freeze, read_back, read_span
-from clearhead.model import dtypes, masks
-from clearhead.model.attention import Attention
-from clearhead.model.heads import LanguageHead
-from clearhead.model.taps import Recording
-from clearhead.model.transformer import Output, Transformer, evaluating
+from clearhead.inside.choices import Choices, choices_of
+from clearhead.inside.direct import AskedLogit, Term, parts_of, terms_of
+from clearhead.model import dtypes
+from clearhead.model.transformer import Transformer, evaluating
 
 ROWS = 64  # columns whose probabilities over all choices are held at a time
 
@@ -147,17 +142,6 @@ def _measure(top: int, scores: Tensor, last: Tensor, chosen: Tensor, true: Tenso
 
 
 @dataclass(frozen=True)
-class Term:
-    """One part and what it adds."""
-
-    name: str  # "3.2" for a head, "feedforward 3", "token embedding", ...
-    kind: str  # self or cross: a head; feedforward, embedding, bias
-    value: float = 0.0
-    layer: int | None = None
-    head: int | None = None
-
-
-@dataclass(frozen=True)
 class Contributions(results.Result):
     """A logit as a sum."""
 
@@ -202,138 +186,15 @@ def contributions(
         against: subtract the logit of this one.
         pair: the second text of a pair.
     """
-    prepared = inputs.prepare(m, given, target, pair)
-    choices = choices_of(prepared)
-    column = find_column(position, choices.columns)
-    routed = ("blocks.*.router", "blocks.*.passed") if prepared.model.config.depth_capacity != 1 else ()
-    output, seen = prepared.record(
-        "blocks.*.z", "blocks.*.attention.out", "blocks.*.feedforward.out", *routed
-    )
-    best = int(choices.scores(output.required_logits)[0, column].argmax())
-    choice = best if token is None else choices.find(token)
-    other = None if against is None else choices.find(against)
-    refuse(
-        other == choice,
-        f'"{choices.name(choice)}" against itself is always 0: choose another to compare it with',
-    )
-
-    def difference(scores: Tensor) -> float:
-        return float(scores[choice]) - (0.0 if other is None else float(scores[other]))
-
-    logit, capped = difference(choices.scores(output.required_logits)[0, column]), None
-    head = prepared.model.head
-    if isinstance(head, LanguageHead) and head.softcap is not None:
-        uncapped = copy.copy(head)
-        uncapped.softcap = None
-        with torch.no_grad():
-            scores = uncapped(output.hidden[:, column : column + 1], None)[0, 0]
-        logit, capped = difference(scores), logit
-    terms = tuple(_terms(prepared, choices, output, seen, column, choice, other))
+    asked = AskedLogit.of(m, given, token, position, target, against, pair)
+    terms = terms_of(asked, parts_of(asked)[0])
     return Contributions(
-        columns=choices.columns,
-        column=column,
-        choice=choices.name(choice),
-        against=None if other is None else choices.name(other),
+        columns=asked.choices.columns,
+        column=asked.column,
+        choice=asked.name,
+        against=asked.against,
         terms=terms,
-        logit=logit,
-        capped=capped,
+        logit=asked.logit,
+        capped=asked.capped,
         total=math.fsum(term.value for term in terms),
     )
-
-
-def _terms(
-    prepared: inputs.Prepared,
-    choices: Choices,
-    output: Output,
-    seen: Recording,
-    column: int,
-    choice: int,
-    other: int | None,
-) -> list[Term]:
-    """Return every term in the order of the forward pass; biases that add nothing are left out.
-
-    The stream is added up again with frozen norms: the logit is linear in each vector that is added, so a
-    term is that vector times the logit's gradient with respect to it.
-    """
-    stack, head = prepared.model.main, prepared.model.head
-    if choices.kind == "place":
-        read = read_span(head, column, choice, other)
-    else:
-        read = read_back(head, exact(output.hidden[0]), column, choice, other)
-    added: list[tuple[tuple[Term, ...], Tensor]] = []  # a vector may be of several terms: the heads of its z
-
-    def add(vector: Tensor, *terms: Term) -> Tensor:
-        added.append((terms, vector.clone().requires_grad_()))
-        return added[-1][1]
-
-    def normed(norm: nn.Module | None, x: Tensor, name: str, layer: int | None = None) -> Tensor:
-        frozen = freeze(norm, x.detach())
-        if isinstance(frozen.bias, Tensor):
-            frozen = replace(frozen, bias=add(frozen.bias, Term(name, "bias", layer=layer)))
-        return frozen.forward(x)
-
-    def attended(layer: int, part: str, attention: nn.Module) -> Tensor:
-        kind = "self" if part == "attention" else "cross"
-        if not isinstance(attention, Attention):  # its heads are gated before they are joined
-            given = exact(seen[f"blocks.{layer}.{part}.out"][0])[read.rows]
-            return add(given, Term(f"{part} {layer}", kind, layer=layer))
-        heads = names.AttentionName(kind, layer, attention.n_heads).heads
-        terms = [Term(str(head), kind, layer=layer, head=head.number) for head in heads]
-        z = add(exact(seen[f"blocks.{layer}.{part}.z"][0][:, read.rows]), *terms)  # H R E
-        weight = exact(attention.out.weight).view(-1, attention.n_heads, attention.d_value)  # D H E
-        y = torch.einsum("hre,dhe->rd", z, weight)
-        if attention.out.bias is None:
-            return y
-        return y + add(exact(attention.out.bias), Term(f"{part} bias {layer}", "bias", layer=layer))
-
-    with torch.enable_grad():
-        vectors = {name: exact(y[0])[read.rows] for name, y in _embeddings(prepared).items()}  # R D
-        x = torch.stack([add(y, Term(name, "embedding")) for name, y in vectors.items()]).sum(0)
-        x = normed(stack.embedding.norm, x, "embedding bias")
-        project = stack.embedding.project
-        if project is not None:
-            x = x @ exact(project.weight).T
-            if project.bias is not None:
-                x = x + add(exact(project.bias), Term("embedding bias", "bias"))
-        for layer, block in enumerate(stack.layers()):
-            for part, attention, residual in (
-                ("attention", block.attention, block.attention_residual),
-                ("cross", block.cross, block.cross_residual),
-                ("feedforward", None, block.feedforward_residual),
-            ):
-                if residual is not None:
-                    if attention is None:
-                        given = exact(seen[f"blocks.{layer}.feedforward.out"][0])[read.rows]
-                        y = add(given, Term(f"feedforward {layer}", "feedforward", layer=layer))
-                    else:
-                        y = attended(layer, part, attention)
-                    bias = f"{part} norm bias {layer}"
-                    y = residual.scale * normed(residual.inside, y, bias, layer)
-                    if block.router is not None:  # it lets so much of the layer through, or nothing
-                        router, passed = (seen[f"blocks.{layer}.{one}"][0] for one in ("router", "passed"))
-                        y = y * exact(router * passed)[read.rows, None]
-                    x = normed(residual.after, x + y, bias, layer)
-        logit = (normed(stack.norm, x, "final norm bias") * read.directions).sum()
-    values = defaultdict[Term, float](float)
-    for (terms, vector), slope in zip(added, torch.autograd.grad(logit, [vector for _, vector in added])):
-        for term, value in zip(terms, (slope * vector.detach()).reshape(len(terms), -1).sum(1).tolist()):
-            values[term] += value
-    values |= {Term("head transform", "bias"): read.transform, Term("head bias", "bias"): read.bias}
-    return [replace(term, value=value) for term, value in values.items() if value or term.kind != "bias"]
-
-
-def _embeddings(prepared: inputs.Prepared) -> dict[str, Tensor]:
-    """Return what the tables add, [1, T, D] each: the input itself, segments, positions."""
-    stack = prepared.model.main
-    with torch.no_grad():
-        front = stack.embedding.front(prepared.main)
-        found = {"patch embedding" if prepared.main.is_floating_point() else "token embedding": front}
-        if stack.embedding.types is not None:
-            first = torch.zeros(front.shape[:2], dtype=torch.long, device=front.device)
-            found["segment embedding"] = stack.embedding.types(
-                first if prepared.types is None else prepared.types
-            )
-        where = stack.positions.embed(
-            masks.tokens_from(1, front.shape[1], front.device).positions, stack.dtype
-        )
-    return found if where is None else found | {"position embedding": where}

@@ -2,6 +2,7 @@
 
 import { el, figure, percent, replace } from "./dom.js";
 import { whileWorking } from "./near.js";
+import { columnOf } from "./selection.js";
 
 const ABLATE_KINDS = { self: "self-attention", encoder: "encoder", cross: "cross-attention" };
 
@@ -28,6 +29,7 @@ export const ablateSection = {
   id: "ablate",
   title: "Ablate",
   hint: "Switch parts of the model off: what does it say without them?",
+  applies: (model, live) => live && ["next", "fill", "classify", "tag"].includes(model.task),
 
   mount(root, app) {
     const off = { heads: new Set(), layers: new Set(), feedforwards: new Set() };
@@ -35,7 +37,7 @@ export const ablateSection = {
     const problem = el("p", { role: "alert", class: "problem" });
     const answer = el("div", { id: "ablate-answer", "aria-live": "polite" });
     const how = el("select", { id: "ablate-how", onchange: () => later() }, el("option", { value: "zero" }, "set to zero"), el("option", { value: "mean" }, "set to their mean over this text"));
-    const reset = el("button", { type: "button", id: "ablate-reset", onclick: () => { for (const set of Object.values(off)) set.clear(); showGrid(); later(); } }, "All on");
+    const reset = el("button", { type: "button", id: "ablate-reset", onclick: () => app.store.set("off", "") }, "All on");
     replace(root, el("div", { class: "row toolbar" }, el("div", {}, el("label", { for: "ablate-how" }, "What is off is"), how), reset), problem, grid, answer);
     let waiting = 0;
     let asked = 0;
@@ -45,8 +47,7 @@ export const ablateSection = {
       button.addEventListener("click", () => {
         if (off[set].has(name)) off[set].delete(name);
         else off[set].add(name);
-        button.setAttribute("aria-pressed", String(off[set].has(name)));
-        later();
+        app.store.set("off", written());
       });
       return button;
     }
@@ -66,6 +67,19 @@ export const ablateSection = {
       replace(grid, el("table", { class: "parts" }, el("thead", {}, head), el("tbody", {}, rows)));
     }
 
+    /** What is off, as the selection has it: heads by their names, the others with their kind before them. */
+    const written = () => [...off.heads, ...[...off.layers].map((name) => `layer:${name}`), ...[...off.feedforwards].map((name) => `feedforward:${name}`)].join(",");
+
+    function follow(text) {
+      for (const set of Object.values(off)) set.clear();
+      for (const name of (text || "").split(",").filter(Boolean)) {
+        const [kind, rest] = name.includes(":") ? name.split(":") : ["head", name];
+        off[`${kind}s`]?.add(rest);
+      }
+      for (const button of grid.querySelectorAll(".part")) for (const set of Object.keys(off)) if (set in button.dataset) button.setAttribute("aria-pressed", String(off[set].has(button.dataset[set])));
+      later();
+    }
+
     function later() {
       clearTimeout(waiting);
       waiting = setTimeout(() => whileWorking(answer, ask()), 120);
@@ -79,15 +93,15 @@ export const ablateSection = {
       const feedforwards = [...off.feedforwards];
       if (!run || !(heads.length + layers.length + feedforwards.length)) return replace(answer, el("p", { class: "soft" }, "Everything is on."));
       const mine = ++asked;
-      const position = app.store.get("position") ?? run.position;
+      const position = columnOf(run, app.store.get("position"));
       try {
         const made = await app.source.post(`run/${run.run}/ablate`, { heads, layers, feedforwards, how: how.value, position });
         if (mine !== asked || app.store.get("run") !== run) return null;
         const widest = Math.max(...made.rows.map((entry) => Math.max(entry.before, entry.after)), 1e-12);
         return replace(
           answer,
-          el("p", {}, `Off: ${made.ablated.join(", ")}. The distribution moves by `, el("strong", { id: "ablate-kl", "data-value": made.kl }, `${figure(made.kl)} bits`), " (KL divergence)."),
-          el("div", { class: "wide" }, el("table", { id: "ablate-table" }, el("thead", {}, el("tr", {}, ["choice", "before", "after", "change"].map((name, place) => el("th", { class: place ? "number" : null }, name)), el("th", {}, el("span", { class: "hidden-words" }, "bars")))), el("tbody", {}, made.rows.map((entry) => ablateRow(entry, widest))))),
+          el("p", {}, `Off: ${made.ablated.join(", ")}, read at “${run.columns[position]}”. The distribution moves by `, el("strong", { id: "ablate-kl", "data-value": made.kl }, `${figure(made.kl)} bits`), " (KL divergence)."),
+          el("div", { class: "wide", tabindex: "0", role: "group", "aria-label": "Before and after" }, el("table", { id: "ablate-table" }, el("thead", {}, el("tr", {}, ["choice", "before", "after", "change"].map((name, place) => el("th", { class: place ? "number" : null }, name)), el("th", {}, el("span", { class: "hidden-words" }, "bars")))), el("tbody", {}, made.rows.map((entry) => ablateRow(entry, widest))))),
         );
       } catch (error) {
         problem.textContent = error.message;
@@ -100,12 +114,9 @@ export const ablateSection = {
       showGrid();
     });
     app.store.on("run", (run) => {
-      const works = run && ["next", "fill", "classify", "tag"].includes(run.task);
-      grid.hidden = !works;
-      if (!works) return replace(answer, el("p", { class: "soft" }, "This model chooses nothing that could change."));
-      if (!app.source.live) return replace(answer, el("p", { class: "soft" }, "Switching parts off needs the model itself: open it with clearhead explore."));
-      return whileWorking(answer, ask());
+      if (run && app.source.live && run.task !== "embed") follow(app.store.get("off"));
     });
-    app.store.on("position", () => later());
+    app.store.listen("off", follow);
+    app.store.listen("position", () => later());
   },
 };

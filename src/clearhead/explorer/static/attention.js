@@ -3,7 +3,7 @@
 import { el, figure, replace } from "./dom.js";
 import { enlarged } from "./enlarged.js";
 import { paintAt } from "./heatmap.js";
-import { whenNear } from "./near.js";
+import { whenNear, whileWorking } from "./near.js";
 import { unpack } from "./source.js";
 
 const ATTENTION_KINDS = { self: "Self-attention", encoder: "Encoder", cross: "Cross-attention" };
@@ -12,7 +12,8 @@ const ATTENTION_FRAME = 6; // milliseconds of one frame that painting thumbnails
 export const attentionSection = {
   id: "attention",
   title: "Attention",
-  hint: "Each square is a head: a row looks, a column is looked at. Choose one to enlarge it; then a token, to see where it looks.",
+  hint: "Each square is a head: layers down, heads across. Choose one to enlarge it; in it a row looks, a column is looked at.",
+  applies: (model) => model.attentions.length > 0,
 
   mount(root, app) {
     const tabs = el("div", { class: "row", role: "tablist", "aria-label": "Kind of attention" });
@@ -23,14 +24,15 @@ export const attentionSection = {
     const grid = el("div", { class: "wide", id: "attention-grid" });
     const large = el("div", { id: "attention-large" });
     replace(root, el("div", { class: "row toolbar" }, tabs, rollout), problem, el("div", { class: "panes" }, el("div", { class: "pane-grid" }, roleList, grid, note), large));
-    let kind = "self";
+    let kind = null;
     let small = null;
     let thumbs = [];
     let chosen = null;
     let role = null;
     let painting = 0;
     let sheetAddress = "";
-    let redraw = () => {};
+    let panel = null;
+    let followRow = () => {};
 
     function kindsOf(model) {
       return [...new Set(model.attentions.map((entry) => entry.kind))];
@@ -38,9 +40,9 @@ export const attentionSection = {
 
     function showTabs() {
       const kinds = kindsOf(app.store.get("model"));
-      if (!kinds.includes(kind)) kind = kinds[0];
+      if (!kinds.includes(kind)) kind = kinds.includes("cross") ? "cross" : kinds[0];
       const others = kinds.map((name) =>
-        el("button", { type: "button", role: "tab", id: `attention-tab-${name}`, "aria-selected": String(name === kind), "aria-controls": "attention-grid", tabindex: name === kind ? "0" : "-1", onclick: () => { kind = name; showTabs(); load(app.store.get("run")); }, onkeydown: (event) => moveTab(event, kinds) }, ATTENTION_KINDS[name]),
+        el("button", { type: "button", role: "tab", id: `attention-tab-${name}`, "aria-selected": String(name === kind), "aria-controls": "attention-grid", tabindex: name === kind ? "0" : "-1", onclick: () => goTo(name), onkeydown: (event) => moveTab(event, kinds) }, ATTENTION_KINDS[name]),
       );
       replace(tabs, kinds.length > 1 ? others : null);
       tabs.hidden = kinds.length < 2;
@@ -51,10 +53,16 @@ export const attentionSection = {
       const by = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
       if (!by) return;
       event.preventDefault();
-      kind = kinds[(kinds.indexOf(kind) + by + kinds.length) % kinds.length];
-      showTabs();
+      goTo(kinds[(kinds.indexOf(kind) + by + kinds.length) % kinds.length]);
       tabs.querySelector('[aria-selected="true"]').focus();
-      load(app.store.get("run"));
+    }
+
+    /** Show another kind of attention; the head that was pinned is of the kind before. */
+    function goTo(name) {
+      kind = name;
+      if (headOf(app.store.get("head"))?.kind !== kind) app.store.values.head = null;
+      showTabs();
+      return whileWorking(large, load(app.store.get("run")));
     }
 
     const headName = (layer, number) => `${kind === "self" ? "" : `${kind}.`}${layer}.${number}`;
@@ -73,7 +81,7 @@ export const attentionSection = {
           const thumb = el("span", { class: "thumb", "aria-hidden": "true", style: { "background-size": `${100 * heads}% ${100 * small.layers.length}%`, "background-position": `${part(number, heads)} ${part(row, small.layers.length)}` } });
           const name = headName(layer, number);
           const words = el("span", { class: "role" });
-          const button = el("button", { type: "button", class: "head", "data-head": name, "data-entropy": small.entropy[row][number], tabindex: "-1", "aria-pressed": String(name === chosen), onclick: () => open(layer, number) }, thumb, words);
+          const button = el("button", { type: "button", class: "head", "data-head": name, "data-entropy": small.entropy[row][number], tabindex: "-1", "aria-pressed": String(name === chosen), onclick: () => pinHead(name, layer, number) }, thumb, words);
           const start = (row * heads + number) * size;
           thumbs.push({ name, button, words, left: number * width, top: row * height, matrix: values.subarray(start, start + size), height, width, entropy: small.entropy[row][number] });
           return el("td", {}, button);
@@ -81,7 +89,7 @@ export const attentionSection = {
         return el("tr", {}, el("th", { scope: "row" }, layer), buttons);
       });
       const most = Math.max(...small.heads);
-      replace(grid, el("table", { class: `heads${most > 16 ? " tiny" : most > 8 ? " many" : ""}`, onkeydown: moveHead }, el("tbody", {}, cells)));
+      replace(grid, el("table", { class: `heads${most > 16 ? " tiny" : most > 8 ? " many" : ""}`, onkeydown: moveHead }, el("thead", {}, el("tr", {}, el("th", { scope: "col" }, el("span", { class: "hidden-words" }, "layer")), Array.from({ length: most }, (_, number) => el("th", { scope: "col" }, number)))), el("tbody", {}, cells)));
       const first = grid.querySelector('[aria-pressed="true"]') || grid.querySelector(".head");
       if (first) first.tabIndex = 0;
       const scale = small.aggregated > 1 ? [`Each cell of a small picture stands for ${small.aggregated} tokens.`] : [];
@@ -139,12 +147,25 @@ export const attentionSection = {
       for (const { name, button } of thumbs) button.classList.toggle("dim", role !== null && roleOf(name) !== role);
     }
 
+    /** Choose a head for the whole page. */
+    function pinHead(name, layer, number) {
+      if (app.store.get("head") === name) open(layer, number);
+      else app.store.set("head", name);
+    }
+
+    /** A head by its name, where this model has it: {kind, layer, number}. */
+    function headOf(name) {
+      const [, own, layer, number] = (name || "").match(/^(?:(encoder|cross)\.)?(\d+)\.(\d+)$/) || [];
+      const found = app.store.get("model").attentions.find((entry) => entry.kind === (own || "self") && entry.layer === Number(layer) && entry.pattern !== false && Number(number) < entry.heads);
+      return found ? { kind: found.kind, layer: found.layer, number: Number(number) } : null;
+    }
+
     function moveHead(event) {
       const step = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] }[event.key];
       const cell = event.target.closest("td");
       if (!step || !cell) return;
       event.preventDefault();
-      const row = cell.parentElement.parentElement.children[cell.parentElement.rowIndex + step[0]];
+      const row = cell.parentElement.parentElement.children[cell.parentElement.sectionRowIndex + step[0]];
       const next = row && row.children[cell.cellIndex + step[1]];
       const button = next && next.querySelector(".head");
       if (!button) return;
@@ -160,6 +181,14 @@ export const attentionSection = {
       problem.textContent = "";
     }
 
+    /** Put a matrix beside the grid; its rows are tokens of the selection, but for an encoder's before a decoder. */
+    function show(found, run, aggregated) {
+      const own = kind !== "encoder";
+      const place = () => Math.min(Math.floor(app.store.get("position") / aggregated), found.rows.length - 1);
+      panel = enlarged(large, found, run, own ? place() : 0, (row) => { if (own && row >= 0) app.store.set("position", row * aggregated); });
+      followRow = () => { if (own) panel.choose(place()); };
+    }
+
     async function open(layer, number) {
       const run = app.store.get("run");
       const name = headName(layer, number);
@@ -172,7 +201,7 @@ export const attentionSection = {
         const head = body.heads[number];
         const does = roleOf(head.name) || head.role;
         const words = `Entropy ${figure(head.entropy)} bits: ${head.entropy < 1 ? "it looks at one or two places" : `as if it looked at ${figure(2 ** head.entropy, 2)} places alike`}.${body.aggregated > 1 ? ` Each cell stands for ${body.aggregated} tokens.` : ""}`;
-        redraw = enlarged(large, { name: head.name, title: `Head ${head.name}${does ? `: ${does}` : ""}`, words, matrix: values.subarray(number * size, (number + 1) * size), rows: body.rows, columns: body.columns, scale: "attention weight" }, run);
+        show({ name: head.name, title: `Head ${head.name}${does ? `: ${does}` : ""}`, words, matrix: values.subarray(number * size, (number + 1) * size), rows: body.rows, columns: body.columns, scale: "attention weight" }, run, body.aggregated);
       } catch (error) {
         problem.textContent = error.message;
       }
@@ -186,7 +215,7 @@ export const attentionSection = {
         const body = await app.source.get(`run/${run.run}/rollout/${kind}`);
         if (app.store.get("run") !== run || chosen !== "rollout") return;
         const words = "All layers as one: what each place is made of after the last layer, if attention and the stream around it were all that moves anything. A rough guide, not what the model computes.";
-        redraw = enlarged(large, { name: "rollout", title: "Rollout", words, matrix: unpack(body.pattern).values, rows: body.rows, columns: body.columns, scale: "share" }, run);
+        show({ name: "rollout", title: "Rollout", words, matrix: unpack(body.pattern).values, rows: body.rows, columns: body.columns, scale: "share" }, run, 1);
       } catch (error) {
         problem.textContent = error.message;
       }
@@ -200,9 +229,10 @@ export const attentionSection = {
         if (app.store.get("run") !== run || found.kind !== kind) return;
         small = found;
         const rolled = chosen === "rollout" && kind !== "cross";
-        const before = chosen && chosen.match(/(\d+)\.(\d+)$/);
-        const row = before && chosen.startsWith(headName(before[1], 0).slice(0, -1)) ? small.layers.indexOf(Number(before[1])) : -1;
-        const [layer, number] = row >= 0 && Number(before[2]) < small.heads[row] ? [small.layers[row], Number(before[2])] : [small.layers[0], 0];
+        const pinned = headOf(app.store.get("head"));
+        if (pinned && pinned.kind !== kind) return await goTo(pinned.kind);
+        const [layer, number] = pinned ? [pinned.layer, pinned.number] : [small.layers[0], 0];
+        app.store.values.head = headName(layer, number);
         chosen = rolled ? "rollout" : headName(layer, number);
         drawGrid();
         await (rolled ? showRollout() : open(layer, number));
@@ -217,7 +247,19 @@ export const attentionSection = {
 
     app.store.on("model", () => showTabs());
     app.store.on("roles", () => showRoles());
-    app.store.on("theme", () => { paintThumbs(); redraw(); });
-    whenNear(root, app, load);
+    app.store.on("theme", () => { paintThumbs(); if (panel) panel.redraw(); });
+    app.store.listen("position", () => followRow());
+    app.store.listen("head", (name) => {
+      const found = headOf(name);
+      if (!found || !small) return;
+      if (found.kind === kind) open(found.layer, found.number);
+      else goTo(found.kind);
+    });
+    whenNear(root, app, (run) => {
+      const pinned = headOf(app.store.get("head"));
+      if (pinned) kind = pinned.kind;
+      showTabs();
+      return load(run);
+    });
   },
 };

@@ -34,14 +34,23 @@ export function signedColour(share) {
 
 const TABLES = {};
 
+function colourTable(name, colour) {
+  const key = `${name} ${theme()}`;
+  if (!TABLES[key]) {
+    TABLES[key] = new Uint8Array(768);
+    for (let i = 0; i < 256; i++) TABLES[key].set(colour(i / 255), 3 * i);
+  }
+  return TABLES[key];
+}
+
 /** 256 colours of amounts, for pixels: a flat Uint8Array of r, g, b; made once for each theme. */
 export function amountTable() {
-  const now = theme();
-  if (!TABLES[now]) {
-    TABLES[now] = new Uint8Array(768);
-    for (let i = 0; i < 256; i++) TABLES[now].set(amountColour(i / 255), 3 * i);
-  }
-  return TABLES[now];
+  return colourTable("amount", amountColour);
+}
+
+/** The same of numbers of both signs: nothing in the middle. */
+export function signedTable() {
+  return colourTable("signed", (share) => signedColour(2 * share - 1));
 }
 
 /** Black or white, whichever reads better on a colour: at this luminance both have a contrast of 4.58, elsewhere the better has more. */

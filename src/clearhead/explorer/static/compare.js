@@ -4,12 +4,14 @@ import { el, figure, percent, replace } from "./dom.js";
 import { paint } from "./heatmap.js";
 import { inputFile } from "./input.js";
 import { distributionOf } from "./sampling.js";
+import { columnOf } from "./selection.js";
 import { unpack } from "./source.js";
 
 export const compareSection = {
   id: "compare",
   title: "Compare",
   hint: "A second input, or a second model (clearhead explore DIR --compare OTHER), beside the first.",
+  applies: (model, live) => live,
 
   mount(root, app) {
     const text = el("textarea", { id: "compare-text", rows: 1, spellcheck: "false" });
@@ -24,6 +26,7 @@ export const compareSection = {
     const imageBox = el("div", { class: "grow" }, el("label", { for: "compare-image" }, "Second image; none: the same"), image);
     const controls = el("div", { class: "row toolbar" }, textBox, imageBox, whichBox, el("div", {}, el("label", { for: "compare-head" }, "Head"), head), go);
     replace(root, controls, problem, shown);
+    let other = null; // the second run
 
     async function send() {
       problem.textContent = "";
@@ -37,16 +40,20 @@ export const compareSection = {
       else if (first.text) body.text = first.text;
       else body.ids = first.ids;
       try {
-        app.store.set("second", await app.source.post("run", body));
+        other = await app.source.post("run", body);
+        app.store.set("second", body.text || null);
         await show();
       } catch (error) {
         problem.textContent = error.message;
       }
     }
 
+    /** Where each side is read: the first at the selected token, the second where it is asked by itself, or there too where it is as long. */
+    const placeOf = (run) => columnOf(run, run === other && run.tokens.labels.length !== app.store.get("run").tokens.labels.length ? run.position : app.store.get("position"));
+
     async function nextOf(run) {
       if (run.task === "embed") return null;
-      const body = await app.source.get(`run/${run.run}/next?position=${run.position}`);
+      const body = await app.source.get(`run/${run.run}/next?position=${placeOf(run)}`);
       const { probabilities, order } = distributionOf(unpack(body.logits).values, {});
       const names = new Map(body.top.map((id, place) => [id, body.labels[place]]));
       return { probabilities, order, names, label: body.label };
@@ -66,12 +73,12 @@ export const compareSection = {
 
     function side(title, run, canvas) {
       const chips = run.tokens.labels.slice(0, 200).map((label) => el("li", { class: "chip" }, el("span", { dir: "auto" }, label)));
-      return el("div", { class: "grow side" }, el("h3", {}, title), el("p", { class: "soft" }, `${run.tokens.labels.length} tokens`), el("ul", { class: "chips" }, chips), canvas);
+      return el("div", { class: "grow side" }, el("h3", {}, title), el("p", { class: "soft" }, `${run.tokens.labels.length} tokens${run.columns.length ? `, read at “${run.columns[placeOf(run)]}”` : ""}`), el("ul", { class: "chips" }, chips), canvas);
     }
 
     async function show() {
-      const pair = [app.store.get("run"), app.store.get("second")];
-      if (!pair[1]) return;
+      const pair = [app.store.get("run"), other];
+      if (!pair[0] || !pair[1]) return;
       problem.textContent = "";
       try {
         const [one, other] = await Promise.all(pair.map(nextOf));
@@ -84,7 +91,7 @@ export const compareSection = {
           const divergence = one.probabilities.reduce((sum, p, i) => (p > 0 ? sum + p * Math.log2(p / Math.max(other.probabilities[i], 1e-300)) : sum), 0);
           table = el(
             "div",
-            { class: "wide" },
+            { class: "wide", tabindex: "0", role: "group", "aria-label": "A beside B" },
             el("p", {}, "KL divergence of B from A: ", el("strong", { id: "compare-kl", "data-value": divergence }, `${figure(divergence)} bits`)),
             el("table", { id: "compare-table" }, el("thead", {}, el("tr", {}, ["choice", "A", "B", "difference"].map((name, place) => el("th", { class: place ? "number" : null }, name)))), el("tbody", {}, ids.map((id) => el("tr", { "data-id": id }, el("th", { scope: "row", class: "mono token", dir: "auto" }, one.names.get(id) || other.names.get(id) || `id ${id}`), el("td", { class: "number", "data-value": one.probabilities[id] }, percent(one.probabilities[id])), el("td", { class: "number", "data-value": other.probabilities[id] }, percent(other.probabilities[id])), el("td", { class: "number" }, `${other.probabilities[id] < one.probabilities[id] ? "−" : "+"}${percent(Math.abs(other.probabilities[id] - one.probabilities[id]))}`))))),
           );
@@ -100,12 +107,12 @@ export const compareSection = {
       whichBox.hidden = !model.other;
       textBox.hidden = model.input === "patches";
       imageBox.hidden = model.input !== "patches";
-      app.store.set("second", null);
+      other = null;
       controls.hidden = !app.source.live;
       head.value = model.attentions && model.attentions[0].kind === "encoder" ? "encoder.0.0" : "0.0";
-      replace(shown, app.source.live ? null : el("p", { class: "soft" }, "Comparing needs the model itself: open it with clearhead explore."));
+      replace(shown);
     });
-    app.store.on("run", () => show());
+    for (const key of ["run", "position"]) app.store.listen(key, () => show());
     app.store.on("theme", () => show());
   },
 };

@@ -36,15 +36,29 @@ function attentionLines(matrix, rows, columns, chosen) {
   );
 }
 
-/** Put one matrix into a node, large: a heat map, where the chosen row looks, lines from token to token. Returns how to draw it again. */
-export function enlarged(node, { name, title, words, matrix, rows, columns, scale }, run, from) {
+const ENLARGED_SCALES = { one: "0 to 1", most: "0 to the largest", log: "0.0001 to 1, logarithmic" };
+
+/** Weights as shares of a scale between 0 and 1. */
+function onScale(matrix, scale) {
+  if (scale === "one") return matrix;
+  const most = scale === "most" ? matrix.reduce((best, weight) => Math.max(best, weight), 1e-12) : 1;
+  return matrix.map((weight) => (scale === "most" ? weight / most : 1 + Math.log10(Math.max(weight, 1e-4)) / 4));
+}
+
+/**
+ * Put one matrix into a node, large: a heat map, where the chosen row looks, lines from token to token. Pointing previews a row, choosing
+ * one calls `onPin(row)`. Returns {redraw, choose(row)}.
+ */
+export function enlarged(node, { name, title, words, matrix, rows, columns, scale }, run, from, onPin, looks = { scale: "one", zoom: 1 }) {
   const chips = el("ul", { class: "chips looks", "aria-label": "Tokens; darker ones are looked at more" });
-  const lines = el("div", { class: "wide" });
+  const lines = el("div", { class: "wide", tabindex: "0", role: "group", "aria-label": "Lines from token to token" });
   const image = run.picture && columns.length === run.tokens.labels.length ? patchImage(run.picture, columns, "Where on the image the chosen place looks") : null;
   const few = rows.length <= 48 && columns.length <= 64;
   const some = columns.length > ATTENTION_CHIPS;
+  const heading = el("span", { id: "attention-row", class: "mono", dir: "auto" });
   let picture = null;
   let row = -1;
+  let pinned = from;
   let waiting = 0;
 
   /** The columns with most weight, in the order of the text. */
@@ -67,41 +81,61 @@ export function enlarged(node, { name, title, words, matrix, rows, columns, scal
       chip.lastChild.textContent = weights ? percent(weights[column]) : "";
     });
     if (image) image.draw(weights, place);
+    heading.textContent = place >= 0 ? rows[place] : "all tokens";
+    if (few) replace(lines, (picture = attentionLines(matrix, rows, columns, place)));
+  }
+
+  /** Keep a row: the chips, the lines, the heading and the list all speak of it. */
+  function choose(place) {
+    pinned = place;
+    query.value = String(place);
+    if (place !== row) look(place);
   }
 
   const hover = (at) => {
-    if (at === row || at < 0) return;
+    const shown = at < 0 ? pinned : at;
+    if (shown === row) return;
     cancelAnimationFrame(waiting);
-    waiting = requestAnimationFrame(() => look(at));
+    waiting = requestAnimationFrame(() => look(shown));
   };
-  const room = Math.max(220, Math.min(760, (node.clientWidth || 760) * (node.clientWidth > 700 ? 0.55 : 1) - 110));
+  const pin = (place) => {
+    choose(place);
+    onPin(place);
+  };
+  const room = looks.zoom * Math.max(220, Math.min(760, (node.clientWidth || 760) * (node.clientWidth > 700 ? 0.55 : 1) - 110));
   const map = heatmap({
     values: matrix,
+    painted: onScale(matrix, looks.scale),
     rows,
     columns,
     room,
     name: `${title}: rows look at columns. Arrow keys move from cell to cell.`,
     onCell: hover,
+    onPin: pin,
     describe: (at, column, weight) => `${rows[at]} looks at ${columns[column]}: ${weight.toFixed(3)}`,
   });
   replace(chips, columns.slice(0, some ? ATTENTION_MOST : ATTENTION_CHIPS).map((label, column) => el("li", { class: "chip", "data-token": column }, tokenText(label), el("small", {}, ""))));
-  const drawLines = (place) => { if (few) replace(lines, (picture = attentionLines(matrix, rows, columns, place))); };
-  const query = el("select", { id: "attention-query", onchange: () => { look(Number(query.value)); drawLines(row); } }, el("option", { value: -1 }, "all tokens"), rows.map((label, place) => el("option", { value: place }, `${place}  ${label}`)));
-  if (image) image.canvas.addEventListener("click", (event) => { const place = image.at(event); if (place >= 0) { look(place); drawLines(row); query.value = String(row); } });
+  const query = el("select", { id: "attention-query", onchange: () => pin(Number(query.value)) }, el("option", { value: -1 }, "all tokens"), rows.map((label, place) => el("option", { value: place }, `${place}  ${label}`)));
+  if (image) image.canvas.addEventListener("click", (event) => { const place = image.at(event); if (place >= 0) pin(place); });
+  const again = (change) => enlarged(node, { name, title, words, matrix, rows, columns, scale }, run, pinned, onPin, Object.assign(looks, change));
+  const redraw = (change) => Object.assign(handle, again(change));
+  const scales = el("select", { id: "attention-scale", onchange: () => redraw({ scale: scales.value }) }, Object.entries(ENLARGED_SCALES).map(([value, text]) => el("option", { value, selected: value === looks.scale }, text)));
+  const zoom = el("select", { id: "attention-zoom", onchange: () => redraw({ zoom: Number(zoom.value) }) }, [1, 2, 4].map((value) => el("option", { value, selected: value === looks.zoom }, `× ${value}`)));
+  const highest = looks.scale === "most" ? Number(matrix.reduce((best, weight) => Math.max(best, weight), 0).toPrecision(3)) : 1;
+  const handle = { redraw: () => redraw({}), choose };
   const file = name === "rollout" ? "rollout" : `head-${name}`;
   replace(
     node,
     el("h3", { id: "attention-head", "data-head": name }, title),
     el("p", { class: "soft" }, words),
+    el("div", { class: "row toolbar" }, el("div", {}, el("label", { for: "attention-query" }, "Where does this token look?"), query), el("div", {}, el("label", { for: "attention-scale" }, "Scale"), scales), el("div", {}, el("label", { for: "attention-zoom" }, "Zoom"), zoom)),
     el(
       "div",
       { class: "row" },
-      el("div", { class: "map-pane" }, map.root, scaleBar(scale), saveMapButtons(() => ({ canvas: map.canvas, rows, columns, title, scale }), file)),
-      el("div", { class: "grow" }, el("label", { for: "attention-query" }, "Where does this token look?"), query, image ? el("div", {}, image.canvas, el("p", { class: "soft" }, "Warmer patches are looked at more; choose a patch to see where it looks.")) : null, some ? el("p", { class: "soft" }, `The ${ATTENTION_MOST} tokens that it looks at most, in the order of the text:`) : null, chips, few ? el("details", { open: true }, el("summary", {}, "From token to token"), lines, saveButtons(() => picture, `${file}-lines`)) : null),
+      el("div", { class: "map-pane" }, map.root, scaleBar(looks.scale === "log" ? `${scale}, logarithmic` : scale, looks.scale === "log" ? 1e-4 : 0, highest), saveMapButtons(() => ({ canvas: map.canvas, rows, columns, title, scale }), file)),
+      el("div", { class: "grow" }, el("h4", {}, "Where ", heading, " looks"), image ? el("div", {}, image.canvas, el("p", { class: "soft" }, "Warmer patches are looked at more; choose a patch to see where it looks.")) : null, some ? el("p", { class: "soft" }, `The ${ATTENTION_MOST} tokens that it looks at most, in the order of the text:`) : null, chips, few ? el("details", { open: true }, el("summary", {}, "From token to token"), lines, saveButtons(() => picture, `${file}-lines`)) : null),
     ),
   );
-  drawLines(-1);
-  look(from ?? (image ? 0 : Math.min(run.position, rows.length - 1)));
-  query.value = String(row);
-  return () => enlarged(node, { name, title, words, matrix, rows, columns, scale }, run, row);
+  choose(from);
+  return handle;
 }

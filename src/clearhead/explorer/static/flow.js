@@ -1,7 +1,7 @@
 // The flow: the forward pass from left to right, stack by stack, block by block, down to single steps and their numbers.
 
 import { bytes, el, figure, replace } from "./dom.js";
-import { heatmap } from "./heatmap.js";
+import { heatmap, scaleBar } from "./heatmap.js";
 import { whenNear } from "./near.js";
 import { unpack } from "./source.js";
 
@@ -86,7 +86,7 @@ export const flowSection = {
       const toggle = () => { if (isOpen) open.delete(group.name); else open.add(group.name); draw(group.name); };
       const head = el("button", { type: "button", class: "group-head", "data-group": group.name, "aria-expanded": String(isOpen), onclick: toggle }, el("strong", {}, flowTitle(group.name)), el("small", {}, about), more);
       const stream = kind === "block" && isOpen ? el("span", { class: "stream-name", "aria-hidden": "true" }, "residual stream ", el("span", { class: "mono" }, steps.at(-1).shape.join(" × "))) : null;
-      const box = el("div", { class: `group ${kind}${isOpen ? " open" : ""}` }, head, stream, isOpen ? el("div", { class: "inner" }, kind === "stack" ? group.children.map(oneBox) : kind === "block" ? group.children.map(oneBox) : boxes(group.children)) : null);
+      const box = el("div", { class: `group ${kind}${isOpen ? " open" : ""}` }, head, stream, isOpen ? el("div", { class: "inner" }, kind === "stack" ? folded(group) : kind === "block" ? group.children.map(oneBox) : boxes(group.children)) : null);
       return kind.startsWith("sublayer") ? branch(group, box, steps) : box;
     }
 
@@ -98,10 +98,38 @@ export const flowSection = {
       return el("div", { class: `branch${add ? " adds" : ""}${after ? " normed" : ""}${flowKind(group.name) === "sublayer cross" ? " crossing" : ""}` }, box, add ? node(add, "+") : null, after ? node(after, "norm") : null);
     }
 
+    /** The parts of a stack; of many blocks the first one, and all others, which are built alike, in one box that opens. */
+    function folded(group) {
+      const blocks = group.children.filter((child) => child.children && flowKind(child.name) === "block").slice(1);
+      if (blocks.length < 2) return group.children.map(oneBox);
+      const key = `fold ${group.name}`;
+      const isOpen = open.has(key);
+      const numbers = blocks.map((block) => block.name.split(".").at(-1));
+      const toggle = () => { if (isOpen) open.delete(key); else open.add(key); draw(key); };
+      const total = (name) => blocks.reduce((sum, block) => sum + block[name], 0);
+      const head = el("button", { type: "button", class: "group-head", "data-group": key, "aria-expanded": String(isOpen), onclick: toggle }, el("strong", {}, `blocks ${numbers[0]} to ${numbers.at(-1)}`), el("small", {}, `${blocks.length} blocks built alike · ${figure(total("parameters"))} parameters · ${((100 * total("flops")) / (view.totals.flops || 1)).toFixed(1)} % of FLOPs`));
+      const fold = el("div", { class: "group fold" }, head);
+      return group.children.flatMap((child) => (blocks.includes(child) ? [child === blocks[0] ? fold : null, isOpen ? oneBox(child) : null] : [oneBox(child)]));
+    }
+
+    /** Queries, keys and values side by side: none of them is made from another. */
+    function fork(steps) {
+      const seen = { q: 0, k: 0, v: 0 };
+      return el("div", { class: "fork" }, steps.map(({ step }) => {
+        const lane = step.name.split(".").at(-1)[0];
+        const box = stepBox(step);
+        box.style.setProperty("grid-row", String(1 + "qkv".indexOf(lane)));
+        box.style.setProperty("grid-column", String(++seen[lane]));
+        return box;
+      }));
+    }
+
     const oneBox = (child) => (child.step ? stepBox(child.step) : groupBox(child));
 
     function boxes(children) {
-      return children.map((child, place) => [place ? el("span", { class: "arrow", "aria-hidden": "true" }, "→") : null, oneBox(child)]);
+      const lanes = children.filter((child) => child.step && /\.[qkv](_\w+)?$/.test(child.step.name));
+      const shown = lanes.length > 1 ? children.filter((child) => child === lanes[0] || !lanes.includes(child)) : children;
+      return shown.map((child, place) => [place ? el("span", { class: "arrow", "aria-hidden": "true" }, "→") : null, lanes.length > 1 && child === lanes[0] ? fork(lanes) : oneBox(child)]);
     }
 
     function rowBox(children, place, rows) {
@@ -166,20 +194,24 @@ export const flowSection = {
       const finite = Array.from(values);
       const low = Math.min(...finite);
       const high = Math.max(...finite);
+      const signed = low < 0 && high > 0;
+      const most = Math.max(-low, high);
+      const range = signed ? { low: -most, high: most } : { low, high: high > low ? high : low + 1 };
+      const legend = scaleBar("value", Number(range.low.toPrecision(3)), Number(range.high.toPrecision(3)), signed);
       const axes = body.axes.length > 1 ? body.axes : ["", body.axes[0] || ""];
-      const map = heatmap({ values, rows: labelsOf(axes[0], rows, run, body), columns: labelsOf(axes[1], columns, run, body), low, high: high > low ? high : low + 1, cell: columns > 32 ? 12 : 18, name: `Numbers of ${body.title}`, describe: (row, column, value) => `[${row}, ${column}] = ${value.toPrecision(6)}` });
+      const map = heatmap({ values, rows: labelsOf(axes[0], rows, run, body), columns: labelsOf(axes[1], columns, run, body), ...range, signed, cell: columns > 32 ? 12 : 18, name: `Numbers of ${body.title}`, describe: (row, column, value) => `[${row}, ${column}] = ${value.toPrecision(6)}` });
       const cells = Array.from({ length: Math.min(rows, 6) }, (_, row) => el("tr", {}, Array.from({ length: Math.min(columns, 8) }, (_, column) => el("td", { class: "number", "data-value": values[row * columns + column] }, figure(values[row * columns + column])))));
       const others = body.symbols.split(" ").slice(0, -2);
       const first = body.shape.length > 2 && others.length ? `, for the first of ${others.join(", ")}` : "";
       const corner = body.shape.slice(-2).some((count, axis) => count > shape.slice(-2)[axis]) ? `; the corner of ${rows} × ${columns}` : "";
-      replace(node, el("p", { class: "soft" }, `${axes.filter(Boolean).join(" × ")}${first}: ${figure(low)} to ${figure(high)}${corner}`), map.root, el("div", { class: "wide" }, el("table", { class: "corner-numbers" }, el("tbody", {}, cells))));
+      replace(node, el("p", { class: "soft" }, `${axes.filter(Boolean).join(" × ")}${first}: ${figure(low)} to ${figure(high)}${corner}`), map.root, legend, el("div", { class: "wide" }, el("table", { class: "corner-numbers" }, el("tbody", {}, cells))));
     }
 
     /** Open a step by its name, with the groups around it: the tour asks for it. */
     function showStep(name) {
       const step = view && view.steps.find((one) => one.name === name);
       if (!step) return;
-      for (const group of step.path) open.add(group);
+      for (const group of step.path) open.add(group).add(`fold ${group}`);
       draw();
       openStep(step);
       const box = [...lane.querySelectorAll("[data-step]")].find((one) => one.dataset.step === name);

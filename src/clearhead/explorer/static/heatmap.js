@@ -1,21 +1,21 @@
 // Heat maps: pixels on a canvas, labels as text, one cell chosen by mouse, touch or arrow keys.
 
-import { amountTable } from "./colour.js";
+import { amountTable, signedTable } from "./colour.js";
 import { el } from "./dom.js";
 
 const HEAT_LABELS = 64; // labels of an axis that are elements
 
 /** Pixels of a matrix [rows, columns] of numbers between low and high, one pixel a cell; the browser enlarges them without smoothing. */
-export function paint(canvas, values, rows, columns, low = 0, high = 1) {
+export function paint(canvas, values, rows, columns, low = 0, high = 1, signed = false) {
   canvas.width = columns;
   canvas.height = rows;
-  paintAt(canvas.getContext("2d"), 0, 0, values, rows, columns, low, high);
+  paintAt(canvas.getContext("2d"), 0, 0, values, rows, columns, low, high, signed);
 }
 
 /** The same at a place of a larger canvas. */
-export function paintAt(context, left, top, values, rows, columns, low, high) {
+export function paintAt(context, left, top, values, rows, columns, low, high, signed = false) {
   const image = context.createImageData(columns, rows);
-  const table = amountTable();
+  const table = signed ? signedTable() : amountTable();
   const scale = 255 / (high - low || 1);
   for (let i = 0; i < rows * columns; i++) {
     const shade = 3 * Math.max(0, Math.min(255, Math.round((values[i] - low) * scale)));
@@ -28,9 +28,9 @@ export function paintAt(context, left, top, values, rows, columns, low, high) {
 }
 
 /** The scale beside a heat map: what the darkest and the lightest stand for. */
-export function scaleBar(name, low = 0, high = 1) {
+export function scaleBar(name, low = 0, high = 1, signed = false) {
   const canvas = el("canvas", { class: "scale", "aria-hidden": "true" });
-  paint(canvas, Float32Array.from({ length: 64 }, (_, i) => low + ((high - low) * i) / 63), 1, 64, low, high);
+  paint(canvas, Float32Array.from({ length: 64 }, (_, i) => low + ((high - low) * i) / 63), 1, 64, low, high, signed);
   return el("p", { class: "scale-bar soft" }, `${name}: ${low} `, canvas, ` ${high}`);
 }
 
@@ -60,10 +60,11 @@ function paintLabels(canvas, labels, side, every, across) {
 }
 
 /**
- * A heat map with labels on both sides. `onCell(row, column)` hears of the cell under the pointer or chosen by arrow keys, (-1, -1) when none is;
+ * A heat map with labels on both sides. `onCell(row, column)` hears of the cell under the pointer or chosen by arrow keys, (-1, -1) when none is, `onPin(row)` of a click and Enter;
+ * `painted` are the values that give the colours, where they differ;
  * `describe(row, column)` is what a reader without sight hears; `room` is how many pixels wide the cells may be. Returns {root, repaint, choose, canvas}.
  */
-export function heatmap({ values, rows, columns, low = 0, high = 1, name, onCell = () => {}, describe, cell, room = 760 }) {
+export function heatmap({ values, rows, columns, low = 0, high = 1, name, onCell = () => {}, describe, cell, room = 760, painted = values, onPin = () => {}, signed = false }) {
   const height = rows.length;
   const width = columns.length;
   const least = width > 256 ? 3 : width > 128 ? 4 : 6;
@@ -104,14 +105,16 @@ export function heatmap({ values, rows, columns, low = 0, high = 1, name, onCell
     if (row >= 0 && row < height && column >= 0 && column < width && (row !== at[0] || column !== at[1])) choose(row, column);
   });
   canvas.addEventListener("pointerleave", () => onCell(-1, -1));
+  canvas.addEventListener("click", () => { if (at[0] >= 0) onPin(at[0]); });
   canvas.addEventListener("keydown", (event) => {
+    if (event.key === "Enter" && at[0] >= 0) onPin(at[0]);
     const step = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] }[event.key];
     if (!step) return;
     event.preventDefault();
     choose(Math.min(Math.max(at[0] + step[0], 0), height - 1), Math.min(Math.max(at[1] + step[1], 0), width - 1));
   });
   const repaint = () => {
-    paint(canvas, values, height, width, low, high);
+    paint(canvas, painted, height, width, low, high, signed);
     drawn.forEach((labels, axis) => labels && paintLabels(labels, axis ? columns : rows, side, every, Boolean(axis)));
   };
   repaint();

@@ -1,7 +1,9 @@
 // Input: what somebody types, as the tokens that the model reads, and how they were made.
 
+import { css, inkOn, signedColour } from "./colour.js";
 import { el, figure, replace, tokenText } from "./dom.js";
 import { patchImage } from "./image.js";
+import { askedOf, openRun } from "./selection.js";
 
 const INPUT_CHIPS = 600; // shown at first; more on demand
 
@@ -58,7 +60,7 @@ export const inputSection = {
   hint: "Type something. The model reads tokens, each a number.",
 
   mount(root, app) {
-    const text = el("textarea", { id: "input-text", rows: 3, spellcheck: "false" });
+    const text = el("textarea", { id: "input-text", rows: 2, spellcheck: "false" });
     const target = el("textarea", { id: "input-target", rows: 2, spellcheck: "false", placeholder: "empty: the model writes its own" });
     const pair = el("textarea", { id: "input-pair", rows: 2, spellcheck: "false" });
     const image = el("input", { type: "file", id: "input-image", accept: "image/*", onchange: () => pick(image.files[0]) });
@@ -72,6 +74,7 @@ export const inputSection = {
     const tokens = el("ul", { class: "chips", id: "input-tokens", "aria-label": "Tokens" });
     const source = el("ul", { class: "chips", id: "input-source", "aria-label": "Tokens of the source" });
     const about = el("p", { class: "soft", id: "input-about" });
+    const tinted = el("p", { class: "soft", id: "input-tinted", hidden: true });
     const marked = el("p", { class: "marked mono", id: "input-marked", dir: "auto" });
     const made = el("div", { id: "input-stages", "aria-live": "polite" });
     const boxes = {
@@ -81,8 +84,10 @@ export const inputSection = {
       image: el("div", { class: "grow drop" }, el("label", { for: "input-image" }, "An image: choose one, or drop it here"), image, preview),
     };
     const sourceBox = el("div", { hidden: true }, el("h3", {}, "The encoder reads"), source);
-    const tokensTitle = el("h3", {}, "Tokens");
-    replace(root, el("div", { class: "row" }, Object.values(boxes)), el("div", { class: "row toolbar run-row" }, go, keys, mask, maskWords), problem, sourceBox, tokensTitle, about, el("div", { class: "row" }, seen, el("div", { class: "grow" }, tokens, marked, made)));
+    const tokensTitle = el("h3", { class: "small" }, "Tokens");
+    replace(root, el("div", { class: "row" }, Object.values(boxes)), el("div", { class: "row toolbar run-row" }, go, keys, mask, maskWords), problem, sourceBox, el("div", { class: "row tokens-head" }, tokensTitle, about), seen, tokens, tinted, el("details", { id: "input-how" }, el("summary", {}, "How a token came about"), marked, made));
+    for (const key of ["run", "position", "target", "foil", "theme"]) app.store.listen(key, tint);
+    app.store.listen("position", markChosen);
     let picture = null;
     let shownImage = null;
     let stages = null;
@@ -128,7 +133,10 @@ export const inputSection = {
       const end = read.spans.reduce((last, span) => Math.max(last, span[1]), 0);
       const letters = Array.from(read.text.trimEnd()).length;
       const cut = end && read.labels.length >= model.max_length && end < letters ? ` The model reads at most ${model.max_length.toLocaleString("en")} tokens: what comes after character ${end.toLocaleString("en")} of ${letters.toLocaleString("en")} is left out.` : "";
-      return `${figure(count)} ${count === 1 ? "token" : "tokens"}${cut ? `.${cut}` : ""}`;
+      const unknown = model.unknown ? read.labels.filter((label, place) => label === model.unknown && !read.special[place]).length : 0;
+      const strange = unknown ? ` ${unknown === 1 ? "One of them is" : `${unknown} of them are`} ${model.unknown}: the tokenizer does not know what stands there.` : "";
+      const bare = model.tokenizer ? "" : " This model has no tokenizer: it reads token ids.";
+      return `${figure(count)} ${count === 1 ? "token" : "tokens"}${cut || strange || bare ? `.${cut}${strange}${bare}` : ""}`;
     }
 
     async function pick(file) {
@@ -166,7 +174,7 @@ export const inputSection = {
         app.say("The model reads…");
         const run = await app.source.post("run", body);
         app.say("");
-        app.store.set("run", run);
+        openRun(app, run);
       } catch (error) {
         app.say("");
         problem.textContent = error.message;
@@ -184,17 +192,38 @@ export const inputSection = {
       if (shownImage) shownImage.draw(null, place);
       if (quietly) return;
       for (const chip of root.querySelectorAll(".chip")) chip.setAttribute("aria-pressed", String(chip.closest("ul").id === (side === "source" ? "input-source" : "input-tokens") && Number(chip.dataset.token) === place));
-      if (side !== "source") {
-        app.store.set("token", place);
-        if (run.columns.length === run.tokens.labels.length) app.store.set("position", place);
+      if (side !== "source") app.store.set("position", place);
+    }
+
+    /** Tint the tokens by what they gave to the pinned answer, through heads: blue for it, red against it. */
+    async function tint() {
+      const run = app.store.get("run");
+      tinted.hidden = true;
+      if (!run || run.task === "embed") return;
+      const asked = askedOf(app, run);
+      const found = await app.source.get(`run/${run.run}/paths?${asked}`).catch(() => null);
+      if (app.store.get("run") !== run || askedOf(app, run) !== asked) return;
+      const most = found ? Math.max(...found.sources.map(Math.abs), 1e-9) : 1;
+      for (const chip of tokens.querySelectorAll(".chip")) {
+        const value = found ? found.sources[Number(chip.dataset.token)] : null;
+        const colour = value === null ? null : signedColour((0.85 * value) / most);
+        chip.style.background = colour ? css(colour) : "";
+        chip.style.color = colour ? inkOn(colour) : "";
+        if (value !== null) { chip.dataset.gave = String(value); chip.title = `gave ${figure(value)} logits to ${found.choice}`; }
       }
+      tinted.hidden = !found;
+      if (found) replace(tinted, "Tinted by what heads brought from each token to ", el("span", { class: "mono", dir: "auto" }, found.choice), found.against === null ? null : [" rather than ", el("span", { class: "mono", dir: "auto" }, found.against)], ": blue for it, red against it.");
+    }
+
+    function markChosen() {
+      for (const chip of tokens.querySelectorAll(".chip")) chip.setAttribute("aria-pressed", String(Number(chip.dataset.token) === app.store.get("position")));
     }
 
     function showTokens(run) {
       sourceBox.hidden = !run.source;
       tokensTitle.textContent = run.source ? "The decoder reads" : "Tokens";
       if (run.source) replace(source, inputChips(run.source, -1, (place, quietly) => choose("source", place, quietly), all.source, () => { all.source = true; showTokens(run); }));
-      const chosen = run.columns.length === run.tokens.labels.length ? run.position : -1;
+      const chosen = app.store.get("position");
       replace(tokens, inputChips(run.tokens, chosen, (place, quietly) => choose("tokens", place, quietly), all.tokens, () => { all.tokens = true; showTokens(run); }));
       const count = run.tokens.labels.length;
       about.textContent = countWords(run);
@@ -209,7 +238,7 @@ export const inputSection = {
       boxes.pair.hidden = model.family !== "encoder" || model.input === "patches";
       boxes.text.firstChild.textContent = model.tokenizer ? (both ? "What the encoder reads" : "Text") : "Token ids";
       const fills = model.task === "fill" && Boolean(model.mask);
-      mask.hidden = maskWords.hidden = !fills;
+      mask.hidden = maskWords.hidden = !fills || !app.source.live;
       mask.disabled = !app.source.live;
       mask.textContent = `Insert ${model.mask}`;
       maskWords.textContent = `where the model is to fill something in`;
@@ -218,6 +247,9 @@ export const inputSection = {
       root.parentElement.querySelector(".hint").textContent = model.input === "patches" ? "Choose an image. The model reads it in patches, row by row." : "Type something. The model reads tokens, each a number.";
       go.disabled = !app.source.live;
       for (const box of [text, target, pair, image]) box.disabled = !app.source.live;
+      go.hidden = !app.source.live;
+      keys.hidden = keys.hidden || !app.source.live;
+      boxes.image.hidden = boxes.image.hidden || !app.source.live;
       const begin = model.example || {};
       target.value = begin.target || "";
       pair.value = begin.pair || "";

@@ -5,6 +5,7 @@ import { el, figure, percent, replace, svg, tokenText } from "./dom.js";
 import { scaleBar } from "./heatmap.js";
 import { whenNear, whileWorking } from "./near.js";
 import { saveButtons } from "./picture.js";
+import { columnOf } from "./selection.js";
 import { unpackLens } from "./source.js";
 
 const LENS_SHOWS = { p: "probability of the best choice", final: "probability of the final choice", entropy: "entropy in bits" };
@@ -30,6 +31,7 @@ function lensChart(values, layers, name) {
 export const lensSection = {
   id: "lens",
   title: "Residual and lens",
+  applies: (model) => model.task !== "embed",
   hint: "What the model would say if it stopped after each layer, at each position: the last norm and the head on every layer's state. The last layer, at the bottom, is what it says.",
 
   mount(root, app) {
@@ -44,10 +46,18 @@ export const lensSection = {
     let view = null;
     let first = 0;
     let chosen = [0, 0];
+    let partsWait = false; // until somebody looks
 
     function value(layer, column) {
       if (shows.value === "entropy") return view.entropy[layer][column];
       return shows.value === "final" ? view.final[layer][column] : view.top(layer, column)[0].p;
+    }
+
+    /** Pin a cell: its layer, and its token where the columns are tokens. */
+    function pinCell(layer, column, focus) {
+      choose(layer, column, focus);
+      app.store.set("layer", layer);
+      if (columnOf(app.store.get("run"), column) === column) app.store.set("position", column);
     }
 
     function choose(layer, column, focus) {
@@ -74,7 +84,8 @@ export const lensSection = {
           el("figure", { class: "grow" }, lensChart(view.final.map((row) => row[column]), view.layers, `probability of ${view.chosen[column]}`), el("figcaption", { class: "soft" }, "Probability of the final choice, ", el("span", { class: "mono" }, view.chosen[column]), `, by layer; entropy here ${figure(view.entropy[layer][column])} bits`)),
         ),
       );
-      whileWorking(parts, showParts(column));
+      if (root.offsetParent) whileWorking(parts, showParts(column));
+      else partsWait = true;
     }
 
     function keys(event) {
@@ -83,7 +94,7 @@ export const lensSection = {
       event.preventDefault();
       const layer = Math.min(Math.max(chosen[0] + step[0], 0), view.layers.length - 1);
       const column = Math.min(Math.max(chosen[1] + step[1], first), Math.min(first + LENS_WIDE, view.columns.length) - 1);
-      choose(layer, column, true);
+      pinCell(layer, column, true);
     }
 
     function cell(layer, column, most) {
@@ -101,7 +112,7 @@ export const lensSection = {
           "data-id": best.id,
           title: `${best.label}: ${percent(best.p)}`,
           style: { background: css(colour), color: inkOn(colour) },
-          onclick: () => choose(layer, column, false),
+          onclick: () => pinCell(layer, column, false),
         },
         tokenText(best.label, "mono token", 9),
       );
@@ -126,6 +137,7 @@ export const lensSection = {
     async function showParts(column) {
       const run = app.store.get("run");
       const here = run;
+      partsWait = false;
       try {
         const body = await app.source.get(`run/${run.run}/contributions?position=${column}`);
         if (app.store.get("run") !== here || chosen[1] !== column) return;
@@ -173,19 +185,13 @@ export const lensSection = {
 
     whenNear(root, app, async (run) => {
       problem.textContent = "";
-      if (run.task === "embed") {
-        replace(grid, el("p", { class: "soft" }, "This model gives vectors and chooses nothing: there is nothing to read at its layers."));
-        replace(detail);
-        replace(parts);
-        view = null;
-        return;
-      }
+      if (run.task === "embed") return;
       try {
         const found = await app.source.get(`run/${run.run}/lens`);
         if (app.store.get("run") !== run) return;
         view = unpackLens(found);
         first = Math.max(0, view.columns.length - LENS_WIDE);
-        chosen = [view.layers.length - 1, Math.min(run.position, view.columns.length - 1)];
+        chosen = [Math.min(app.store.get("layer") ?? Infinity, view.layers.length - 1), columnOf(run, app.store.get("position"))];
         draw();
       } catch (error) {
         view = null;
@@ -194,5 +200,19 @@ export const lensSection = {
       }
     });
     app.store.on("theme", () => draw());
+    app.store.listen("view", () => {
+      if (view && partsWait && root.offsetParent) whileWorking(parts, showParts(chosen[1]));
+    });
+    for (const key of ["position", "layer"]) {
+      app.store.listen(key, () => {
+        const run = app.store.get("run");
+        if (!view || !run || !grid.firstChild) return;
+        const [layer, column] = [Math.min(app.store.get("layer") ?? Infinity, view.layers.length - 1), columnOf(run, app.store.get("position"))];
+        if (layer === chosen[0] && column === chosen[1]) return;
+        chosen = [layer, column];
+        if (column < first || column >= first + LENS_WIDE) first = Math.max(0, Math.min(column - LENS_WIDE / 2, view.columns.length - LENS_WIDE));
+        draw();
+      });
+    }
   },
 };

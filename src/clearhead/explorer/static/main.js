@@ -1,27 +1,36 @@
 // The page: finds its source, mounts the sections, and carries what they share.
 
 import { ablateSection } from "./ablate.js";
+import { answerSection } from "./answer.js";
 import { attentionSection } from "./attention.js";
 import { compareSection } from "./compare.js";
 import { costSection } from "./cost.js";
 import { el, replace } from "./dom.js";
 import { flowSection } from "./flow.js";
+import { headSection } from "./head.js";
 import { inputSection } from "./input.js";
 import { lensSection } from "./lens.js";
 import { nextSection } from "./next.js";
+import { pathSection } from "./path.js";
+import { followSelection, openRun, readSelection, writeSelection } from "./selection.js";
 import { LiveSource, RecordedSource } from "./source.js";
 import { Store } from "./store.js";
 import { startTour } from "./tour.js";
 
-const SECTIONS = [inputSection, flowSection, attentionSection, lensSection, nextSection, ablateSection, compareSection, costSection];
+const STAYS = [inputSection, answerSection]; // at the left, in place
+const VIEWS = [pathSection, attentionSection, headSection, lensSection, nextSection, ablateSection, compareSection, flowSection, costSection]; // at the right, one at a time
 
 const byId = (id) => document.getElementById(id);
 
 function makeApp(source) {
-  const store = new Store({ model: null, run: null, second: null, position: null, token: null, roles: {}, theme: null, example: false, failed: false });
+  const store = new Store({ model: null, run: null, selected: null, view: null, second: null, position: null, layer: null, head: null, target: null, foil: null, off: "", roles: {}, theme: null, example: false, failed: false });
   return {
     source,
     store,
+    /** Show one of the views at the right. */
+    open(id) {
+      if (VIEWS.some((section) => section.id === id)) store.set("view", id);
+    },
     /** A line under the header: what the page is doing. */
     say(text) {
       const status = byId("status");
@@ -52,26 +61,35 @@ function makeApp(source) {
   };
 }
 
+function mountSection(section, app) {
+  const body = el("div", { class: "body" });
+  const root = el("section", { id: section.id, "aria-labelledby": `${section.id}-title` }, el("h2", { id: `${section.id}-title` }, section.title), el("p", { class: "hint" }, section.hint), body);
+  section.mount(body, app);
+  return root;
+}
+
 function mountSections(app) {
-  const links = [];
-  for (const section of SECTIONS) {
-    const body = el("div", { class: "body" });
-    const root = el("section", { id: section.id, "aria-labelledby": `${section.id}-title` }, el("h2", { id: `${section.id}-title` }, section.title), el("p", { class: "hint" }, section.hint), body);
-    byId("main").append(root);
-    links.push(el("a", { href: `#${section.id}` }, section.title));
-    section.mount(body, app);
-  }
+  const links = VIEWS.map((section) => el("a", { href: `#view=${section.id}`, "data-view": section.id, onclick: (event) => { event.preventDefault(); app.open(section.id); } }, section.title));
   replace(byId("sections"), links);
-  const seen = new IntersectionObserver(
-    (entries) => {
-      for (const entry of entries) {
-        const link = links.find((one) => one.getAttribute("href") === `#${entry.target.id}`);
-        if (link && entry.isIntersecting) for (const one of links) one.toggleAttribute("data-here", one === link);
-      }
-    },
-    { rootMargin: "-30% 0px -60% 0px" },
-  );
-  for (const root of document.querySelectorAll("main > section")) seen.observe(root);
+  const views = el("div", { id: "views" }, byId("sections"));
+  const stays = el("div", { id: "stays" });
+  byId("main").append(stays, views);
+  for (const section of STAYS) stays.append(mountSection(section, app));
+  for (const section of VIEWS) views.append(mountSection(section, app));
+  const applies = (section) => !section.applies || !app.store.get("model") || section.applies(app.store.get("model"), app.source.live);
+  const show = () => {
+    const there = VIEWS.filter(applies);
+    const chosen = there.find((section) => section.id === app.store.get("view")) || there[0];
+    VIEWS.forEach((section, place) => {
+      byId(section.id).hidden = section !== chosen;
+      links[place].hidden = !there.includes(section);
+      if (section === chosen) links[place].setAttribute("aria-current", "true");
+      else links[place].removeAttribute("aria-current");
+    });
+    byId("answer").hidden = !applies(answerSection);
+  };
+  for (const key of ["model", "view"]) app.store.listen(key, show);
+  show();
 }
 
 function mountTools(app) {
@@ -79,6 +97,7 @@ function mountTools(app) {
   const tour = el("button", { type: "button", id: "tour", onclick: () => startTour(app) }, "Guided tour");
   const save = el("a", { id: "export", class: "button", href: "#", download: "" }, "Save this page");
   app.store.on("run", (run) => save.setAttribute("href", run && app.source.live ? `/inside/export?run=${encodeURIComponent(run.run)}` : "#"));
+  save.addEventListener("click", () => save.setAttribute("href", `/inside/export?run=${encodeURIComponent(app.store.get("run").run)}&state=${encodeURIComponent(writeSelection(app))}`));
   replace(byId("tools"), tour, dark, app.source.live ? save : null);
   const kept = localTheme();
   if (kept) applyTheme(app, kept);
@@ -142,7 +161,7 @@ async function startLive(app) {
       const live = app.source;
       app.source = new RecordedSource(shown);
       app.store.set("model", shown.views.model);
-      app.store.set("run", shown.run);
+      openRun(app, shown.run);
       app.live = live;
     }
   }
@@ -158,10 +177,23 @@ async function startLive(app) {
   app.store.set("run", null);
   app.store.set("model", model);
   followRoles(app);
-  if (model.example) {
-    const run = await app.busy("The model reads its first text…", () => app.source.post("run", model.example));
-    if (run) app.store.set("run", run);
+  const stated = readSelection(location.hash);
+  const named = statedInput(stated);
+  const begin = named || model.example;
+  if (begin) {
+    const run = await app.busy("The model reads its first text…", () => app.source.post("run", begin));
+    if (run) {
+      if (stated.view) app.open(stated.view);
+      openRun(app, run, named || !stated.text ? stated : {});
+    }
   }
+}
+
+/** What the address asks the model to read; null where it names nothing. */
+function statedInput({ text, ids, written, pair }) {
+  if (text === null && ids === null) return null;
+  const more = { ...(written ? { target: written } : {}), ...(pair ? { pair } : {}) };
+  return text === null ? { ids: ids.split(" ").map(Number), ...more } : { text, ...more };
 }
 
 async function followRoles(app) {
@@ -180,7 +212,9 @@ async function startRecorded(app, record) {
   showModel(model);
   app.store.set("model", model);
   app.store.set("roles", (record.views.roles || {}).roles || {});
-  app.store.set("run", record.run);
+  const stated = readSelection(location.hash || record.state || "");
+  if (stated.view) app.open(stated.view);
+  openRun(app, record.run, stated);
   app.say(record.says || "A recording: what was computed is here, nothing more is run.");
 }
 
@@ -199,8 +233,10 @@ async function start() {
   const stored = byId("record");
   const record = stored ? JSON.parse(stored.textContent) : null;
   const app = makeApp(record ? new RecordedSource(record) : new LiveSource());
+  window.clearhead = app;
   mountTools(app);
   mountSections(app);
+  followSelection(app);
   keepLinksHere();
   if (!record) followLoading(app);
   try {
@@ -209,7 +245,6 @@ async function start() {
     app.fail(error);
     app.store.set("failed", true);
   }
-  window.clearhead = app;
 }
 
 start();

@@ -4,6 +4,7 @@
 import { el, percent, replace } from "./dom.js";
 import { whileWorking } from "./near.js";
 import { diceFrom, distributionOf, drawFrom } from "./sampling.js";
+import { columnOf, openRun } from "./selection.js";
 import { unpack } from "./source.js";
 
 const NEXT_ROWS = 20;
@@ -43,6 +44,7 @@ export const nextSection = {
   id: "next",
   title: "Next token",
   hint: "The scores of the last layer, as probabilities, and how one of them is chosen.",
+  applies: (model) => model.task !== "embed",
 
   mount(root, app) {
     const words = el("p", {});
@@ -73,7 +75,7 @@ export const nextSection = {
     const writing = el("div", { class: "row toolbar writing" }, sample, greedy, back, el("div", {}, el("label", { for: "next-seed" }, "Seed"), seed));
     const table = el(
       "div",
-      { class: "wide" },
+      { class: "wide", tabindex: "0", role: "group", "aria-label": "Choices" },
       el("table", { id: "next-table" }, el("thead", {}, el("tr", {}, el("th", {}, "choice"), el("th", { class: "number" }, "probability"), el("th", { class: "number" }, "without sliders"), el("th", {}, el("span", { class: "hidden-words" }, "bar")), el("th", {}, el("span", { class: "hidden-words" }, "remarks")))), body),
     );
     const finding = el("div", {}, el("label", { for: "next-find" }, "Find a token"), find);
@@ -82,7 +84,7 @@ export const nextSection = {
 
     function title(name) {
       document.getElementById("next-title").textContent = name;
-      document.querySelector('nav a[href="#next"]').textContent = name;
+      document.querySelector('nav a[data-view="next"]').textContent = name;
     }
 
     function nameOf(choice) {
@@ -116,12 +118,12 @@ export const nextSection = {
       const longer = await app.busy(`The model reads on after ${label}…`, () => app.source.post(`run/${run.run}/extend`, { token: choice }));
       if (!longer) return;
       written.push({ run, label, p, choice, after: longer.run });
-      app.store.set("run", longer);
+      openRun(app, longer);
     }
 
     function goBack() {
       const last = written.pop();
-      if (last) app.store.set("run", last.run);
+      if (last) openRun(app, last.run);
     }
 
     function showHistory() {
@@ -133,7 +135,7 @@ export const nextSection = {
       problem.textContent = "";
       try {
         const found = await app.source.get(`run/${run.run}/next?position=${position}`);
-        if (app.store.get("run") !== run) return;
+        if (app.store.get("run") !== run || columnOf(run, app.store.get("position")) !== position) return;
         view = found;
         logits = unpack(found.logits).values;
         plain = distributionOf(logits, {});
@@ -148,7 +150,7 @@ export const nextSection = {
 
     function showWhere(run) {
       if (run.columns.length < 2) return replace(where);
-      const chosen = app.store.get("position") ?? run.position;
+      const chosen = columnOf(run, app.store.get("position"));
       const shown = where.querySelector("select");
       if (shown && where.dataset.run === run.run) {
         shown.value = chosen; // the same element: whoever moves through it by keys stays in it
@@ -174,15 +176,14 @@ export const nextSection = {
       sliders.topK.input.max = Math.min(200, app.store.get("model").vocab_size || run.columns.length);
       showHistory();
       if (reads) return;
-      app.store.values.position = run.position;
       showWhere(run);
-      whileWorking(root, load(run, run.position));
+      whileWorking(root, load(run, columnOf(run, app.store.get("position"))));
     });
     app.store.on("position", (position) => {
       const run = app.store.get("run");
-      if (run && run.task !== "embed" && position >= 0 && position < run.columns.length) {
+      if (run && run.task !== "embed") {
         showWhere(run);
-        whileWorking(root, load(run, position));
+        whileWorking(root, load(run, columnOf(run, position)));
       }
     });
   },

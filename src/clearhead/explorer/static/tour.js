@@ -2,6 +2,7 @@
 
 import { el, figure, percent, replace } from "./dom.js";
 import { distributionOf } from "./sampling.js";
+import { columnOf } from "./selection.js";
 import { unpack, unpackLens } from "./source.js";
 
 const quoted = (text) => `“${text.length > 40 ? `${text.slice(0, 39)}…` : text}”`;
@@ -11,22 +12,30 @@ async function tourSteps(app) {
   const run = app.store.get("run");
   const model = app.store.get("model");
   const read = run.source || run.tokens;
+  const position = columnOf(run, app.store.get("position"));
   const middle = Math.min(Math.floor(read.labels.length / 2), read.labels.length - 1);
   const image = model.input === "patches";
   const trace = await app.source.get(`run/${run.run}/trace`);
   const find = (end) => trace.steps.find((step) => step.name.endsWith(end));
   const blocks = model.layers + (model.encoder_layers || 0);
   const steps = [];
-  const add = (section, title, words, step) => steps.push({ section, title, words, step: step ? step.name : null });
+  const add = (section, title, words, step, pins = {}) => steps.push({ section, title, words, step: step ? step.name : null, pins });
 
   if (image) add("input", "Pieces", `The image was cut into ${read.special.filter((mark) => !mark).length} patches. The model reads them as a row${read.special.some(Boolean) ? `, after a mark called ${quoted(read.labels[0])}` : ""}: to it, a patch is what a word is to a model of text.`);
   else add("input", "Pieces", `Your text became ${read.labels.length} tokens, and these are all that the model reads. Number ${middle}, counted from 0, is ${quoted(read.labels[middle])}${read.ids.length ? `; to the model it is the number ${read.ids[middle]}` : ""}.`);
   const embed = find("front.tokens") || find("front.project");
   if (embed) add("flow", "Vectors", `Each ${image ? "patch" : "token"} becomes a vector of ${embed.shape.at(-1)} numbers${embed.peek.first.length ? `. The first one begins with ${embed.peek.first.slice(0, 3).map((value) => figure(value)).join(", ")}` : ""}. ${image ? "They are made from its pixels" : "They were learned in training: what the token means before its neighbours are known"}.`, embed);
+  const placed = find("embedding.placed") || find("q_rotated") || find("biased");
+  if (placed) add("flow", "Positions", `By itself a vector does not say where its ${image ? "patch" : "token"} stands. ${placed.name.endsWith("placed") ? "A second vector is added to it, one for each position" : placed.name.endsWith("q_rotated") ? "Queries and keys are turned by an angle that grows with the position" : "Scores fall or rise with the distance"}: so order counts.`, placed);
   const adds = find("_residual.add");
   add("flow", "A stream through blocks", `The vectors flow through ${blocks} ${blocks === 1 ? "block" : "blocks"}. Each block reads the stream and adds to it, at every plus on the thick line. It takes ${trace.steps.length} steps and ${figure(trace.totals.flops)} multiplications and additions in all.`, adds);
   const scores = find("attention.scores");
   if (scores) add("flow", "Queries meet keys", `In a block, each ${image ? "patch" : "token"} asks a question, its query, and offers an answer, its key. Their products are the scores, ${scores.shape.join(" × ")} numbers here: how well each query fits each key.`, scores);
+
+  const softmax = find("attention.pattern");
+  if (softmax) add("flow", "Softmax", `Softmax turns each row of scores into shares that sum to 1${softmax.peek.max === null ? "" : `; the largest one here is ${percent(softmax.peek.max)}`}. A token that may not be seen gets none.`, softmax);
+  const mixed = find("attention.z");
+  if (mixed) add("flow", "Values are mixed", `Each ${image ? "patch" : "token"} also has a value. A head's result is the sum of all values, each times its share: ${mixed.shape.at(-1)} numbers for each head.`, mixed);
 
   const kind = model.attentions[0].kind;
   const last = model.attentions.filter((entry) => entry.kind === kind && entry.pattern !== false).at(-1);
@@ -38,28 +47,28 @@ async function tourSteps(app) {
     const best = weights.indexOf(Math.max(...weights));
     const role = (app.store.get("roles") || {})[attention.heads[0].name];
     const mostly = attention.aggregated > 1 ? `Around ${quoted(attention.rows[row])}, most attention goes to the tokens around ${quoted(attention.columns[best])}.` : `In head ${attention.heads[0].name}, ${quoted(attention.rows[row])} gives ${percent(weights[best])} of its attention to ${best === row && kind !== "cross" ? "itself" : quoted(attention.columns[best])}.`;
-    add("attention", "Where it looks", `${mostly}${role ? ` The role of this head: ${role}.` : ""} Every small square is such a head; choose one to see it large.`);
+    add("attention", "Where it looks", `${mostly}${role ? ` The role of this head: ${role}.` : ""} Every small square is such a head; choose one to see it large.`, null, { head: attention.heads[0].name, ...(kind === "encoder" && model.layers ? {} : { position: row * attention.aggregated }) });
   }
   const cross = model.attentions.find((entry) => entry.kind === "cross");
-  if (cross) add("attention", "Two stacks", `The decoder looks at what the encoder has read, through cross-attention: ${run.source.labels.length} tokens there, ${run.tokens.labels.length} here. The tab “Cross-attention” shows it.`);
+  if (cross) add("attention", "Two stacks", `The decoder looks at what the encoder has read, through cross-attention: ${run.source.labels.length} tokens there, ${run.tokens.labels.length} here.`, null, { head: `cross.${cross.layer}.0` });
   const wide = find("feedforward.up") || find("feedforward.gate");
   const within = trace.steps.filter((step) => step.name.includes("feedforward")).reduce((sum, step) => sum + step.parameters, 0);
   if (wide) add("flow", "Each by itself", `Then every ${image ? "patch" : "token"} by itself is widened to ${wide.shape.at(-1)} numbers, bent, and narrowed again. These feed-forward parts hold ${percent(within / trace.totals.parameters)} of the parameters.`, wide);
   if (run.task !== "embed") {
     const lens = await app.source.get(`run/${run.run}/lens`).then(unpackLens, () => null);
     if (lens) {
-      const column = Math.min(run.position, lens.columns.length - 1);
+      const column = Math.min(position, lens.columns.length - 1);
       const early = lens.top(0, column)[0];
       const end = lens.top(lens.layers.length - 1, column)[0];
       add("lens", "Making up its mind", `The lens asks the model for its answer after every layer. Before the first block it would say ${quoted(early.label)}, with ${percent(early.p)}; after the last one it says ${quoted(end.label)}, with ${percent(end.p)}.`);
     }
-    const next = await app.source.get(`run/${run.run}/next?position=${run.position}`);
+    const next = await app.source.get(`run/${run.run}/next?position=${position}`);
     const { probabilities, order } = distributionOf(unpack(next.logits).values, {});
     const second = order.length > 1 ? `, then ${quoted(next.labels[1])} with ${percent(probabilities[order[1]])}` : "";
     const more = { next: " Move the sliders to see how one of them is drawn, and append it.", fill: ` This is for the place of ${quoted(next.label)}; choose another above the table.`, tag: ` This is for ${quoted(next.label)}; choose another above the table.` }[run.task] || "";
     add("next", run.task === "next" ? "The next token" : "The answer", `The last scores become probabilities: ${quoted(next.labels[0])} has ${percent(probabilities[order[0]])}${second}.${more}`);
     if (app.source.live && run.task !== "span") add("ablate", "What if a part were missing?", "Switch a head off and see how these probabilities move. Many heads can go and little changes; some cannot.");
-  } else add("next", "Vectors, not words", `This model makes no choice: its answer is the vectors themselves, ${model.d_model} numbers each. Where it was trained for that, texts that mean alike get vectors that lie close together.`);
+  } else add("input", "Vectors, not words", `This model makes no choice: its answer is the vectors themselves, ${model.d_model} numbers each. Where it was trained for that, texts that mean alike get vectors that lie close together.`);
   add("cost", "What it takes", `All this needed ${figure(trace.totals.flops)} FLOPs for ${run.source ? `${run.source.labels.length} tokens read and ${run.tokens.labels.length} written` : `${run.tokens.labels.length} ${image ? "patches and marks" : "tokens"}`}. Twice as many cost more than twice as much, because each looks at ${model.family === "decoder" ? "all before it" : "all others"}.`);
   add("input", "Your turn", app.source.live ? `${image ? "Choose another image" : "Change the text and run it again"}: every section follows.` : "This was a recording. Open a model with clearhead explore to type your own.");
   return steps;
@@ -84,7 +93,7 @@ export async function startTour(app) {
     card.remove();
     document.removeEventListener("keydown", onKey);
     app.store.set("step", null);
-    for (const section of document.querySelectorAll("main > section")) section.classList.remove("toured");
+    for (const section of document.querySelectorAll("main section")) section.classList.remove("toured");
     if (before instanceof HTMLElement) before.focus();
   }
 
@@ -96,9 +105,12 @@ export async function startTour(app) {
     replace(place, `${at + 1} of ${steps.length}`);
     back.disabled = at === 0;
     replace(next, at + 1 < steps.length ? "Next" : "Done");
-    for (const section of document.querySelectorAll("main > section")) section.classList.toggle("toured", section.id === step.section);
-    document.getElementById(step.section).scrollIntoView({ block: "start" });
+    for (const section of document.querySelectorAll("main section")) section.classList.toggle("toured", section.id === step.section);
+    if (step.section !== "input") app.open(step.section);
+    for (const [key, value] of Object.entries(step.pins)) app.store.set(key, value);
+    document.getElementById(step.section).before(card); // above what it explains, never over it
     app.store.set("step", step.step);
+    card.scrollIntoView({ block: "start" });
     title.focus({ preventScroll: true });
   }
 
@@ -109,7 +121,6 @@ export async function startTour(app) {
   }
 
   document.addEventListener("keydown", onKey);
-  document.body.append(card);
   go(0);
   return null;
 }

@@ -1,0 +1,196 @@
+// The path: from which tokens the answer came, through which heads. Tokens across, layers up; an arc is what one head carried.
+
+import { css, signedColour } from "./colour.js";
+import { el, figure, replace, svg } from "./dom.js";
+import { whenNear, whileWorking } from "./near.js";
+import { saveButtons } from "./picture.js";
+import { askedOf } from "./selection.js";
+import { unpackLens } from "./source.js";
+
+const PATH_COLUMN = 46; // pixels of a column at least; where not all fit, those that matter get one
+const PATH_EDGES = 60; // at most, however low the threshold
+const PATH_LISTED = 12;
+const PATH_WHY = 3; // edges that are followed one step further back by themselves
+
+/** Of an edge's head: {kind, layer}. */
+function pathPlace(part) {
+  const [, kind, layer] = part.match(/^(?:(encoder|cross)\.)?(\d+)\.\d+$/) || [];
+  return layer === undefined ? null : { kind: kind || "self", layer: Number(layer) };
+}
+
+/** Which tokens get a column: [{side, place, label}], the encoder's before the decoder's. */
+function pathColumns(run, edges, reader, room) {
+  const all = [...(run.source ? run.source.labels.map((label, place) => ({ side: "source", place, label })) : []), ...run.tokens.labels.map((label, place) => ({ side: "main", place, label }))];
+  const fit = Math.max(8, Math.floor((room - 100) / PATH_COLUMN));
+  if (all.length <= fit) return all;
+  const wanted = new Set([`main ${reader}`]);
+  for (const edge of edges) {
+    if (wanted.size + 1 >= fit) break;
+    wanted.add(`${edge.from} ${edge.source}`).add(`${edge.to} ${edge.reader}`);
+  }
+  return all.filter((one) => wanted.has(`${one.side} ${one.place}`));
+}
+
+/** The sides that an edge begins and ends on: cross-attention leads from the encoder's tokens to the decoder's. */
+function pathSides(edge) {
+  const { kind } = pathPlace(edge.part) || { kind: edge.part.startsWith("feedforward encoder") || edge.part.startsWith("encoder") ? "encoder" : "self" };
+  return { ...edge, from: kind === "self" ? "main" : "source", to: kind === "encoder" ? "source" : "main" };
+}
+
+/** The picture: lens cells as the grid, arcs for heads, circles for feed-forwards and embeddings. */
+function pathPicture({ columns, layers, cell, edges, pulses, most, chosen, answer, reader, room }) {
+  const [left, top] = [84, 40];
+  const wide = Math.max(PATH_COLUMN, Math.min(110, (room - left - 16) / columns.length));
+  const high = Math.max(46, Math.min(130, 380 / layers.length));
+  const width = left + wide * columns.length + 16;
+  const height = top + high * layers.length + 34;
+  const at = (side, place) => columns.findIndex((one) => one.side === side && one.place === place);
+  const x = (column) => left + wide * (column + 0.5);
+  const y = (layer) => top + high * (layers.length - 1 - layer) + high / 2;
+  const short = (text, count = Math.floor(wide / 8)) => (text.length > count ? `${text.slice(0, count - 1)}…` : text);
+  const there = edges.map((edge, number) => ({ ...edge, number, one: at(edge.from, edge.source), two: at(edge.to, edge.reader), level: pathPlace(edge.part).layer })).filter((edge) => edge.one >= 0 && edge.two >= 0);
+  const arc = (edge) => {
+    const [x1, y1, x2, y2] = [x(edge.one), y(edge.level) - 11, x(edge.two), y(edge.level + 1) + 11];
+    return `M${x1},${y1} C${x1},${y1 - high * 0.55} ${x2},${y2 + high * 0.55} ${x2},${y2}`;
+  };
+  const share = (value) => Math.min(1, Math.abs(value) / (most || 1));
+  const column = at("main", reader);
+  return svg(
+    "svg",
+    { viewBox: `0 0 ${width} ${height}`, class: "path-picture", role: "img", width, height, "aria-label": `Arcs from the tokens that ${answer} came from, through heads; the table lists them` },
+    layers.map((name, layer) => [svg("line", { class: "axis", x1: left - 4, x2: width - 8, y1: y(layer), y2: y(layer) }), svg("text", { x: left - 12, y: y(layer) + 4, "text-anchor": "end", class: "path-layer" }, name)]),
+    columns.map((one, place) => layers.map((_, layer) => svg("text", { x: x(place), y: y(layer) + 4, "text-anchor": "middle", class: `path-cell mono${one.side === "main" && one.place === reader ? " path-here" : ""}` }, one.side === "main" ? short(cell(layer, one.place)) : ""))),
+    there.map((edge) => svg("path", { d: arc(edge), class: `path-edge${edge.why ? " path-why" : ""}${edge.number === chosen ? " path-chosen" : ""}`, "data-part": edge.part, stroke: edge.why ? null : css(signedColour(edge.value < 0 ? -0.9 : 0.9)), "stroke-width": 1 + 9 * (edge.why ? 0.12 : share(edge.value)), "stroke-opacity": edge.number === chosen ? 1 : 0.8 }, svg("title", {}, edge.words))),
+    there.filter((edge) => !edge.why && share(edge.value) > 0.25).map((edge) => svg("text", { x: (x(edge.one) + x(edge.two)) / 2, y: (y(edge.level) + y(edge.level + 1)) / 2 + 4, "text-anchor": "middle", class: "path-name" }, edge.part)),
+    pulses.map(({ layer, value, words }) => svg("circle", { cx: x(column) + wide / 2 - 8, cy: y(layer), r: 2 + 7 * Math.sqrt(share(value)), fill: css(signedColour(value < 0 ? -0.9 : 0.9)), "fill-opacity": 0.85 }, svg("title", {}, words))),
+    columns.map((one, place) => svg("text", { x: x(place), y: height - 12, "text-anchor": "middle", class: "mono path-token" }, short(one.label))),
+    svg("rect", { x: Math.max(4, Math.min(x(column) - 60, width - 128)), y: 6, width: 120, height: 26, rx: 6, class: "path-answer" }),
+    svg("text", { x: Math.max(64, Math.min(x(column), width - 68)), y: 24, "text-anchor": "middle", class: "path-answer-text" }, short(answer, 16)),
+  );
+}
+
+export const pathSection = {
+  id: "path",
+  title: "Path",
+  hint: "Where the pinned answer came from. Tokens across, layers up. An arc is what one head carried from a token, its width is in logits: blue speaks for the answer, red against it. A circle is a feed-forward or the token itself. Dashed: what made a head look there.",
+  applies: (model) => model.task !== "embed" && model.attentions.some((entry) => entry.pattern !== false),
+
+  mount(root, app) {
+    const problem = el("p", { role: "alert", class: "problem" });
+    const sum = el("p", { id: "path-sum" });
+    const least = el("input", { type: "range", id: "path-least", min: 0, max: 60, step: 1, value: 12, oninput: () => draw() });
+    const shown = el("output", { for: "path-least", class: "mono" });
+    const picture = el("div", { class: "wide", id: "path-picture", tabindex: "0", role: "group", "aria-label": "The path" });
+    const left = el("p", { class: "soft", id: "path-left" });
+    const table = el("div", { class: "wide", id: "path-table" });
+    const why = el("div", { id: "path-why", "aria-live": "polite" });
+    let drawing = null;
+    let body = null;
+    let lens = null;
+    let reasons = new Map(); // by edge: what made its head look there
+    let chosen = -1;
+    replace(root, problem, sum, el("div", { class: "row toolbar" }, el("div", { class: "slider" }, el("label", { for: "path-least" }, "Show what carried at least ", shown, " of the strongest"), least)), picture, left, table, why, saveButtons(() => drawing, "path"));
+
+    const named = (side, place) => { const run = app.store.get("run"); return ((side === "source" ? run.source : run.tokens).labels[place]) ?? String(place); };
+    const keyOf = (edge) => `${edge.part}/${edge.reader}/${edge.source}`;
+    const words = (edge) => `head ${edge.part}: ${figure(edge.value)} ${edge.why ? "log-odds" : "logits"}, from “${named(edge.from, edge.source)}” (${edge.source}) to “${named(edge.to, edge.reader)}” (${edge.reader})`;
+
+    function visible() {
+      const most = Math.abs(body.edges[0]?.value ?? 0);
+      return body.edges.filter((edge) => Math.abs(edge.value) >= (Number(least.value) / 100) * most).slice(0, PATH_EDGES);
+    }
+
+    function draw() {
+      if (!body) return;
+      shown.textContent = `${least.value} %`;
+      const run = app.store.get("run");
+      const direct = visible();
+      const steps = direct.slice(0, PATH_LISTED).flatMap((edge) => (reasons.get(keyOf(edge)) || []).filter((one) => one.value > 0 && pathPlace(one.part) && one.reader !== one.source).slice(0, 2).map((one) => ({ ...pathSides(one), why: true })));
+      const edges = [...direct, ...steps].map((edge) => ({ ...edge, words: words(edge) }));
+      const reader = run.columns.length === run.tokens.labels.length ? body.column : body.rows[0];
+      const layers = lens ? lens.layers : ["embedding", ...Array.from({ length: app.store.get("model").layers }, (_, layer) => `block ${layer}`)];
+      const column = (place) => (lens && lens.columns.length === run.tokens.labels.length ? place : place === reader ? 0 : -1);
+      const cell = (layer, place) => (lens && column(place) >= 0 ? lens.top(layer, column(place))[0].label : "");
+      const level = (term) => (term.kind === "feedforward" ? term.layer + 1 : term.name.includes("embedding") ? 0 : -1);
+      const most = Math.abs(body.edges[0]?.value ?? 1);
+      const pulses = body.terms.filter((term) => level(term) >= 0 && Math.abs(term.value) >= (Number(least.value) / 100) * most).map((term) => ({ layer: level(term), value: term.value, words: `${term.name}: ${figure(term.value)} logits` }));
+      const room = picture.clientWidth || 860;
+      const columns = pathColumns(run, edges, reader, room);
+      const all = run.tokens.labels.length + (run.source ? run.source.labels.length : 0);
+      left.textContent = columns.length < all ? `${columns.length} of ${all} tokens are drawn: those that gave most.` : "";
+      drawing = pathPicture({ columns, layers, cell, edges, pulses, most, chosen, answer: body.choice, reader, room });
+      replace(picture, drawing);
+      replace(table, edges.length ? tableOf(direct) : el("p", { class: "soft" }, "No head carried anything: the answer is made at its own token."));
+    }
+
+    function tableOf(direct) {
+      const rows = direct.slice(0, PATH_LISTED).map((edge, number) => {
+        const pressed = number === chosen;
+        return el(
+          "tr",
+          { "data-edge": keyOf(edge), class: pressed ? "path-row" : null },
+          el("th", { scope: "row", class: "mono" }, edge.part, (app.store.get("roles") || {})[edge.part] ? el("span", { class: "soft" }, ` ${app.store.get("roles")[edge.part]}`) : null),
+          el("td", { class: "mono token", dir: "auto" }, named(edge.from, edge.source), el("span", { class: "soft" }, ` ${edge.source}`)),
+          el("td", { class: "mono token", dir: "auto" }, named(edge.to, edge.reader), el("span", { class: "soft" }, ` ${edge.reader}`)),
+          el("td", { class: "number", "data-value": edge.value }, figure(edge.value)),
+          el("td", { class: "path-acts" }, el("button", { type: "button", "aria-pressed": String(pressed), "aria-label": `Why head ${edge.part} looks there`, onclick: () => explain(edge, number) }, "Why?"), el("button", { type: "button", "aria-label": `Open head ${edge.part}`, onclick: () => openHead(edge, "attention") }, "Open"), el("button", { type: "button", "aria-label": `Inside head ${edge.part}`, onclick: () => openHead(edge, "head") }, "Inside"), app.source.live ? el("button", { type: "button", "aria-label": `Switch head ${edge.part} off`, onclick: () => { app.store.set("off", edge.part); app.open("ablate"); } }, "Off") : null),
+        );
+      });
+      return el("table", {}, el("thead", {}, el("tr", {}, ["head", "from", "read at"].map((name) => el("th", {}, name)), el("th", { class: "number" }, "logits"), el("th", {}, el("span", { class: "hidden-words" }, "what to do")))), el("tbody", {}, rows));
+    }
+
+    function openHead(edge, view) {
+      app.store.set("head", edge.part);
+      if (edge.to === "main") app.store.set("position", edge.reader);
+      app.open(view);
+    }
+
+    async function reasonsOf(run, edge) {
+      const key = keyOf(edge);
+      if (!reasons.has(key)) reasons.set(key, (await app.source.get(`run/${run.run}/looks/${key}`)).edges);
+      return reasons.get(key);
+    }
+
+    async function explain(edge, number) {
+      chosen = number;
+      const run = app.store.get("run");
+      try {
+        const found = (await reasonsOf(run, edge)).slice(0, 6);
+        const said = (one) => { const side = pathSides(one); const where = one.reader === one.source ? ["at ", named(side.to, one.reader)] : ["brought ", named(side.from, one.source), " to ", named(side.to, one.reader)]; return el("li", { "data-part": one.part }, el("span", { class: "mono" }, pathPlace(one.part) ? `head ${one.part}` : one.part), ` ${where[0]}`, el("span", { class: "mono" }, where[1]), where[2] || null, where[3] ? el("span", { class: "mono" }, where[3]) : null, ` (${where.length > 2 ? `${one.source} to ${one.reader}` : one.reader}): `, el("span", { class: "mono", "data-value": one.value }, `${one.value < 0 ? "" : "+"}${figure(one.value)}`)); };
+        replace(why, el("h3", {}, `Why head ${edge.part} looks from “${named(edge.to, edge.reader)}” at “${named(edge.from, edge.source)}”`), el("p", { class: "soft" }, "What earlier parts add to the log-odds of looking there, by gradient × activation: first order, not a sum."), found.length ? el("ol", {}, found.map(said)) : el("p", { class: "soft" }, "Nothing comes before it but the tokens themselves."));
+      } catch (error) {
+        replace(why, el("p", { class: "soft" }, error.message));
+      }
+      draw();
+    }
+
+    async function load(run) {
+      problem.textContent = "";
+      if (!run || run.task === "embed") return;
+      const asked = askedOf(app, run);
+      const stale = () => app.store.get("run") !== run || askedOf(app, run) !== asked;
+      try {
+        const [found, grid] = await Promise.all([app.source.get(`run/${run.run}/paths?${asked}`), app.source.get(`run/${run.run}/lens`).then(unpackLens, () => null)]);
+        if (stale()) return;
+        [body, lens, reasons, chosen] = [{ ...found, edges: found.edges.map(pathSides) }, grid, new Map(), -1];
+        const carried = found.total - found.rest;
+        replace(sum, "The logit of ", el("strong", { class: "mono", dir: "auto" }, found.choice), found.against === null ? null : [" less that of ", el("strong", { class: "mono", dir: "auto" }, found.against)], " is ", el("strong", { class: "mono", id: "path-logit", "data-value": found.logit }, figure(found.logit, 5)), ": heads carried ", el("span", { class: "mono", "data-value": carried }, figure(carried, 5)), ", everything else added ", el("span", { class: "mono", "data-value": found.rest }, figure(found.rest, 5)), "; together ", el("span", { class: "mono", id: "path-total", "data-value": found.total }, figure(found.total, 5)), ".");
+        replace(why);
+        draw();
+        await Promise.all(body.edges.slice(0, PATH_WHY).map((edge) => reasonsOf(run, edge).catch(() => null)));
+        if (!stale()) draw();
+      } catch (error) {
+        if (stale()) return;
+        body = null;
+        for (const node of [sum, picture, table, why]) replace(node);
+        problem.textContent = error.message;
+      }
+    }
+
+    whenNear(root, app, load);
+    for (const key of ["position", "target", "foil"]) app.store.listen(key, () => { if (root.offsetParent) whileWorking(root, load(app.store.get("run"))); });
+    app.store.listen("view", () => { if (body && root.offsetParent && app.store.get("run")) whileWorking(root, load(app.store.get("run"))); });
+    app.store.listen("theme", () => draw());
+    app.store.listen("roles", () => draw());
+  },
+};

@@ -1,0 +1,215 @@
+"""Which tokens an answer came from: what every head carried from each source token to the readout.
+
+    found = paths(m, "The cat sat on the", against=" floor")
+    found.direct["3"]                     # [H, R, S] of layer 3: what each head brings, by source
+    found.sources, found.rest             # [T] by source token; what came by no head
+    found.strongest(5)                    # edges, the largest first
+    looks(m, "The cat sat on the", "3.1", reader=4, source=1)   # what made head 3.1 look there
+
+A head's output at a reader is its pattern times its values. With every norm held at its actual size the logit
+is linear in that output, so pattern x value x output, read on the logit, is one number for each source token.
+These numbers and the terms of no head add up to the logit; see `lens.contributions`.
+
+Why a head looks where it looks is in its scores: the log-odds of one weight are its score less those of all
+other keys. `looks` takes them back to what earlier heads carried by gradient x activation, which is first
+order and does not add up exactly.
+
+Shapes: H heads, T readers, S sources, R readers that the head of the model reads, E head width.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from clearhead.config import ModelConfig
+from clearhead.errors import refuse
+from clearhead.inside import inputs, names, results
+from clearhead.inside.direct import AddedPart, AskedLogit, Term, parts_of, terms_of
+from clearhead.inside.frozen import exact
+from clearhead.model.taps import Recording, record
+
+
+@dataclass(frozen=True)
+class Edge:
+    """What one part carried from one token to another; a feed-forward and an embedding stay at theirs."""
+
+    part: str  # a head: "3.2", "cross.1.0", "encoder.0.1"; or "feedforward 3", "embedding"
+    reader: int
+    source: int
+    value: float
+
+
+@dataclass(frozen=True)
+class Paths(results.Result):
+    """A logit, taken apart by source token."""
+
+    columns: tuple[str, ...]
+    column: int  # where it is read
+    choice: str
+    against: str | None
+    tokens: tuple[str, ...]  # T
+    rows: tuple[int, ...]  # R readers that the head of the model reads
+    direct: dict[str, Tensor]  # [H, R, S] by attention: "3", "cross.3"
+    terms: tuple[
+        Term, ...
+    ]  # what no head carried: embeddings, feed-forwards, biases, layers without a pattern
+    logit: float
+
+    @cached_property
+    def sources(self) -> Tensor:
+        """What came from each token of the stack that feeds the head, by its own heads: [T]."""
+        own = [table.sum((0, 1)) for name, table in self.direct.items() if "." not in name]
+        return torch.stack(own).sum(0) if own else torch.zeros(len(self.tokens))
+
+    @property
+    def rest(self) -> float:
+        """What came by no head."""
+        return math.fsum(term.value for term in self.terms)
+
+    @property
+    def total(self) -> float:
+        """The sum of everything: `logit`, except for rounding."""
+        return math.fsum((self.rest, *(float(table.sum()) for table in self.direct.values())))
+
+    def strongest(self, count: int) -> list[Edge]:
+        """Return the largest edges of heads, of either sign."""
+        return _largest(
+            (
+                Edge(f"{name}.{head}", self.rows[row], source, value)
+                for name, table in self.direct.items()
+                for head, row, source, value in _cells(table, count)
+            ),
+            count,
+        )
+
+
+def paths(
+    m: inputs.AnyModel,
+    given: inputs.Given,
+    token: str | int | None = None,
+    position: int = -1,
+    target: inputs.Target = None,
+    against: str | int | None = None,
+    pair: str | None = None,
+) -> Paths:
+    """Return what each head carried from each token, for one logit; the arguments are `contributions`'."""
+    config = inputs.as_model(m).config
+    own = {str(one): one for one in _patterned(config) if one.kind != "encoder"}
+    taps = [f"{one.part}.{tap}" for one in own.values() for tap in ("pattern", "v")]
+    asked = AskedLogit.of(m, given, token, position, target, against, pair, *taps)
+    parts, read = parts_of(asked)
+    direct: dict[str, Tensor] = {}
+    others: list[AddedPart] = []
+    for part in parts:
+        name = part.terms[0].name.rpartition(".")[0]
+        if part.terms[0].head is None or name not in own:
+            others.append(part)
+            continue
+        direct[name] = _carried(asked.seen, own[name], part.slope, read.rows)
+    return Paths(
+        columns=asked.choices.columns,
+        column=asked.column,
+        choice=asked.name,
+        against=asked.against,
+        tokens=asked.prepared.tokens.labels,
+        rows=tuple(read.rows.tolist()),
+        direct=direct,
+        terms=terms_of(asked, others),
+        logit=asked.logit,
+    )
+
+
+def looks(
+    m: inputs.AnyModel,
+    given: inputs.Given,
+    head: str,
+    reader: int,
+    source: int,
+    target: inputs.Target = None,
+    pair: str | None = None,
+    count: int = 20,
+) -> list[Edge]:
+    """Return what made a head look from one token at another: the parts before it that moved its log-odds.
+
+    An edge's value is the slope of the log-odds of the weight, times what the part carried. The arguments
+    are `prepare`'s, and a head by its name with its reader and source by their places; `count` is how many
+    edges are kept, the largest first.
+    """
+    prepared = inputs.prepare(m, given, target, pair)
+    config = prepared.m.config
+    (found,) = names.find_heads(config, [head])
+    known = _patterned(config)
+    refuse(
+        found.part not in {one.part for one in known}, f"head {head} has no attention pattern to look into"
+    )
+    stacks = {spec.prefix: spec for spec in config.stacks}
+    others = [
+        f"{prefix}{tap}"
+        for prefix, spec in stacks.items()
+        for tap in ("embedding", *(f"blocks.{layer}.feedforward.out" for layer in range(spec.n_layers)))
+    ]
+    taps = [f"{one.part}.{tap}" for one in known for tap in ("z", "pattern", "v")]
+    with (
+        torch.enable_grad(),
+        record(prepared.model, f"{found.part}.scores", *taps, *others, detach=False) as seen,
+    ):
+        prepared.run()
+        scores = seen[f"{found.part}.scores"][0, found.number]
+        _check_place(reader, len(scores), "reader")
+        _check_place(source, scores.shape[1], "source")
+        rest = scores[reader].index_fill(0, torch.tensor([source], device=scores.device), -math.inf)
+        odds = scores[reader, source] - rest.logsumexp(0)
+        wanted = [name for name in seen if name.endswith((".z", "embedding", "feedforward.out"))]
+        slopes = torch.autograd.grad(odds, [seen[name] for name in wanted], allow_unused=True)
+    slope = {name: exact(x[0]) for name, x in zip(wanted, slopes) if x is not None}
+    edges = [
+        Edge(f"{one}.{number}", row, place, value)
+        for one in known
+        if f"{one.part}.z" in slope
+        for number, row, place, value in _cells(_carried(seen, one, slope[f"{one.part}.z"]), count)
+    ]
+    for name in others:
+        if name in slope:
+            part = name.replace("blocks.", "").replace(".feedforward.out", "")
+            part = name if name.endswith("embedding") else f"feedforward {part}"
+            values = (exact(seen[name][0]) * slope[name]).sum(-1).tolist()
+            edges += [Edge(part, place, place, value) for place, value in enumerate(values)]
+    return _largest((edge for edge in edges if edge.value), count)
+
+
+def _patterned(config: ModelConfig) -> list[names.AttentionName]:
+    """Return every attention with heads and a pattern; none is not refused."""
+    return [one for one, kind in names.kinds_of(config).items() if kind.patterned and one.n_heads]
+
+
+def _check_place(place: int, count: int, what: str) -> None:
+    refuse(not 0 <= place < count, f"there is no {what} {place}: tokens go from 0 to {count - 1}")
+
+
+def _cells(table: Tensor, count: int) -> list[tuple[int, int, int, float]]:
+    """Return the largest cells of a table of either sign: three indices and the value."""
+    best = table.abs().flatten().topk(min(count, table.numel())).indices
+    places = (x.tolist() for x in torch.unravel_index(best, table.shape))
+    return list(zip(*places, table.flatten()[best].tolist()))
+
+
+def _largest(edges: Iterable[Edge], count: int) -> list[Edge]:
+    return sorted(edges, key=lambda edge: -abs(edge.value))[:count]
+
+
+def _carried(seen: Recording, one: names.AttentionName, slope: Tensor, rows: Tensor | None = None) -> Tensor:
+    """Return pattern x value x slope, slopes [H, R, E] -> [H, R, S].
+
+    A gate behind the values scales what every source gave.
+    """
+    z, pattern, v = (exact(seen[f"{one.part}.{tap}"][0]) for tap in ("z", "pattern", "v"))
+    v = v.repeat_interleave(len(pattern) // len(v), 0)  # H S E
+    if rows is not None:
+        pattern, z = pattern[:, rows], z[:, rows]
+    mixed = pattern @ v
+    gate = torch.where(mixed == 0, 0.0, z / torch.where(mixed == 0, 1.0, mixed))
+    return pattern * ((slope * gate) @ v.transpose(1, 2))
