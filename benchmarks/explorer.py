@@ -94,7 +94,7 @@ def answered(browser: Browser, url: str) -> dict[str, float]:
     page.keyboard.press("Tab")
     page.evaluate(FRAMES, 0.05)  # two frames were drawn after it
     found = {"interactive_s": round(time.perf_counter() - answers[0], 3)}
-    page.evaluate("() => document.getElementById('attention').scrollIntoView({behavior: 'instant'})")
+    page.evaluate("() => clearhead.open('attention')")
     page.locator("#attention canvas.heat").wait_for(timeout=300_000)
     until(page, "() => !document.querySelector('#attention [aria-busy]')", 300)
     box = page.locator("#attention canvas.heat").bounding_box()

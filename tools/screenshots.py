@@ -22,7 +22,7 @@ from clearhead.explorer.app import make_app
 from clearhead.explorer.session import Opened, Session
 
 IMAGES = Path(__file__).parent.parent / "docs" / "images"
-SECTIONS = ("input", "flow", "attention", "lens", "next", "ablate", "compare", "cost")
+SECTIONS = ("input", "answer", "flow", "attention", "head", "lens", "next", "ablate", "compare", "cost")
 LARGEST = 250_000  # bytes of a picture
 VIEW = {"width": 1280, "height": 1900}
 OTHER = "Return the value of the"
@@ -65,8 +65,8 @@ def serve(opened: Opened) -> str:
 
 
 def show(page: Any, section: str) -> None:
-    """Scroll to a section and do there what a reader would."""
-    page.evaluate("name => document.getElementById(name).scrollIntoView({behavior: 'instant'})", section)
+    """Open a view and do there what a reader would."""
+    page.evaluate("name => clearhead.open(name)", section)
     page.wait_for_timeout(1500)
     if section == "input":
         page.locator("#input-tokens .chip").nth(7).click()
