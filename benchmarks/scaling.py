@@ -87,7 +87,7 @@ def main() -> None:
         )
     weights, tokens = beyond.weights(256), points[-1].tokens
     before = predict(points, weights, tokens)
-    print(before.law)
+    print(before.law, before.by_size, f"the law of both: {before.law.loss(weights, tokens):.4f}", sep="\n")
     print(
         f"predicted at N {weights:,}, D {tokens:,}: {before.loss:.4f} ({before.low:.4f} to {before.high:.4f})"
     )
@@ -104,6 +104,8 @@ def main() -> None:
             "seconds": round(took),
             "points": [asdict(one) for one in points],
             "law": asdict(before.law),
+            "by_size": None if before.by_size is None else asdict(before.by_size),
+            "by_law": before.law.loss(weights, tokens),
             "predicted": {"loss": before.loss, "low": before.low, "high": before.high},
             "trained": asdict(trained),
             "error": error,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 from clearhead.cli import main
 from clearhead.errors import ClearheadError
-from clearhead.lab.scaling import CHINCHILLA, DELTA, Law, Point, Rung, fit, predict, train_rung
+from clearhead.lab.scaling import CHINCHILLA, DELTA, Law, Point, Rung, fit, fit_sizes, predict, train_rung
 
 TRUE = Law(1.2, 8.0, 40.0, 0.3, 0.33)
 POINTS = [
@@ -56,9 +57,22 @@ def test_the_fit_is_the_least_robust_cost():
     assert cost <= min(one.cost for one in tried) * (1 + 1e-4)
 
 
+def test_one_amount_of_text_predicts_sizes_whatever_text_does():
+    """Short runs whose losses are of another form bend the law of both, and leave that of sizes alone."""
+    bent = [
+        replace(p, loss=p.loss * (1 + 1e11 / p.tokens / p.weights)) if p.tokens < 1.4e7 else p for p in POINTS
+    ]
+    wanted, found = TRUE.loss(4e6, 14.8e6), predict(bent, 4e6, 14.8e6)
+    assert found.loss == pytest.approx(wanted, rel=1e-5)
+    assert abs(found.law.loss(4e6, 14.8e6) / wanted - 1) > 0.01
+    assert found.by_size is not None and found.by_size.alpha == pytest.approx(0.3, rel=2e-3)
+    with pytest.raises(ClearheadError, match="three sizes or more"):
+        fit_sizes(POINTS)
+
+
 def test_an_outlier_hardly_moves_the_prediction():
-    wanted = TRUE.loss(4e6, 14.8e6)
-    found = predict(noisy(1.3), 4e6, 14.8e6, times=10)
+    wanted = TRUE.loss(4e6, 12e6)
+    found = predict(noisy(1.3), 4e6, 12e6, times=10)
     assert found.loss == pytest.approx(wanted, rel=0.02)
     assert found.low <= found.loss <= found.high
 

@@ -98,12 +98,33 @@ def fit(points: Sequence[Point], refinements: int = REFINEMENTS) -> Law:
     )
     wrong = next((one for one in points if not min(one.weights, one.tokens, one.loss) > 0), None)
     refuse(wrong is not None, f"{wrong} is not of numbers above 0")
-    columns = np.array([[one.weights, one.tokens, one.loss] for one in points])
-    low, high = np.full(2, math.log(LEAST)), np.full(2, math.log(MOST))
-    best: tuple[float, Floats, Floats] = (math.inf, np.zeros(3), np.zeros(2))
+    numbers, exponents = _least(
+        np.array([[one.weights, one.tokens, one.loss] for one in points]), refinements
+    )
+    return Law(*map(float, numbers), *map(float, exponents))
+
+
+def fit_sizes(points: Sequence[Point]) -> Law:
+    """Fit a law of size alone to points of one amount of text, whose part is then in the floor."""
+    refuse(
+        len({one.tokens for one in points}) != 1 or len({one.weights for one in points}) < 3,
+        "a law of size has three numbers: give three sizes or more, trained on one amount of text",
+    )
+    (floor, a), (alpha,) = _least(np.array([[one.weights, one.loss] for one in points]), REFINEMENTS)
+    return Law(float(floor), float(a), 0.0, float(alpha), 1.0)
+
+
+def _least(columns: Floats, refinements: int) -> tuple[Floats, Floats]:
+    """Return the floor and the factors [1 + I], and the exponents [I], of the least cost.
+
+    `columns` [P, I + 1] are what the loss falls with, and the loss.
+    """
+    inputs = columns.shape[1] - 1
+    low, high = np.full(inputs, math.log(LEAST)), np.full(inputs, math.log(MOST))
+    best: tuple[float, Floats, Floats] = (math.inf, np.zeros(inputs + 1), np.zeros(inputs))
     for _ in range(refinements):
-        sides = [np.linspace(low[axis], high[axis], ACROSS) for axis in range(2)]
-        grid = np.exp(np.stack(np.meshgrid(*sides, indexing="ij"), -1).reshape(-1, 2))  # G 2
+        sides = [np.linspace(low[axis], high[axis], ACROSS) for axis in range(inputs)]
+        grid = np.exp(np.stack(np.meshgrid(*sides, indexing="ij"), -1).reshape(-1, inputs))  # G I
         costs, numbers = _solved(columns, grid)
         at = int(costs.argmin())
         if costs[at] < best[0]:
@@ -112,25 +133,25 @@ def fit(points: Sequence[Point], refinements: int = REFINEMENTS) -> Law:
             raise InputError("the losses do not fall with size and text, so no law fits them: train longer")
         step = (high - low) / (ACROSS - 1)
         low, high = np.log(best[2]) - 2 * step, np.log(best[2]) + 2 * step
-    return Law(*map(float, best[1]), *map(float, best[2]))
+    return best[1], best[2]
 
 
 def _solved(columns: Floats, grid: Floats) -> tuple[Floats, Floats]:
-    """Return the cost of each pair of exponents [G], infinite with a negative term, and E, A, B [G, 3]."""
-    weights, tokens, losses = columns.T  # P each
-    middle = np.exp([np.log(weights).mean(), np.log(tokens).mean()])  # so that all terms are of one size
-    terms = [(weights / middle[0])[None] ** -grid[:, :1], (tokens / middle[1])[None] ** -grid[:, 1:]]
-    design = np.stack([np.ones_like(terms[0]), *terms], -1) / losses[None, :, None]  # G P 3, relative
+    """Return the cost of each set of exponents [G], infinite with a negative term, and their numbers."""
+    inputs, losses = columns[:, :-1], columns[:, -1]  # P I, P
+    middle = np.exp(np.log(inputs).mean(0))  # I, so that all terms are of one size
+    terms = (inputs / middle)[None] ** -grid[:, None]  # G P I
+    design = np.concatenate([np.ones_like(terms[..., :1]), terms], -1) / losses[None, :, None]  # relative
     trust = np.ones(design.shape[:2])  # G P
     for _ in range(REWEIGHTINGS):
-        trusted = (design * trust[..., None]).swapaxes(1, 2)  # G 3 P
-        left = trusted @ design + 1e-12 * np.eye(3)
+        trusted = (design * trust[..., None]).swapaxes(1, 2)  # G 1+I P
+        left = trusted @ design + 1e-12 * np.eye(design.shape[-1])
         numbers = np.linalg.solve(left, trusted.sum(-1, keepdims=True))[..., 0]
         errors = np.abs((design @ numbers[..., None])[..., 0] - 1)
         trust = np.minimum(1, DELTA / np.maximum(errors, 1e-15))
     costs = np.where(errors < DELTA, errors**2 / 2, DELTA * (errors - DELTA / 2)).sum(1)
     costs = np.where((numbers < 0).any(1), np.inf, costs)
-    return costs, numbers * np.stack([np.ones(len(grid)), *(middle**grid).T], -1)
+    return costs, numbers * np.concatenate([np.ones((len(grid), 1)), middle**grid], -1)
 
 
 def bootstrap(points: Sequence[Point], times: int = 100, seed: int = 0) -> list[Law]:
@@ -263,13 +284,22 @@ class Foretold:
 
     law: Law
     loss: float
-    low: float  # 95 % by drawing the points again
+    low: float  # 95 % by drawing the points again; by one amount of text, without each of its points in turn
     high: float
+    by_size: Law | None = None  # of the amount of text that was asked for, which `loss` is by
 
 
 def predict(points: Sequence[Point], weights: float, tokens: float, times: int = 100) -> Foretold:
-    """Fit a law and predict the loss of a size beyond the ladder."""
-    law = fit(points)
+    """Fit a law and predict the loss of a size beyond the ladder.
+
+    Where the ladder has this very amount of text for four sizes or more, these alone predict: what the text
+    does is then in their losses, and need not be of the form of the law.
+    """
+    law, same = fit(points), [one for one in points if one.tokens == tokens]
+    if len({one.weights for one in same}) >= 4:
+        by_size = fit_sizes(same)
+        without = [fit_sizes([*same[:at], *same[at + 1 :]]).loss(weights, tokens) for at in range(len(same))]
+        return Foretold(law, by_size.loss(weights, tokens), min(without), max(without), by_size)
     drawn = [one.loss(weights, tokens) for one in bootstrap(points, times)]
     return Foretold(law, law.loss(weights, tokens), *between(drawn or [math.nan]))
 
