@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from clearhead.lab.climbing import LARGER, RUNGS, embedded
 from clearhead.lab.curves import draw_budgets, draw_law
 from clearhead.lab.scaling import climb, ladder, predict
 from clearhead.plot.canvas import save as save_picture
@@ -31,29 +32,11 @@ LARGE = ladder(
     tokens=(1_850_000, 3_700_000, 7_400_000, 14_800_000),
     beyond=(6, 240),
 )
-SMALL = ladder(
-    sizes=((1, 16), (1, 32), (2, 32), (2, 48)),
-    tokens=(120_000, 240_000, 480_000, 900_000),
-    beyond=(3, 80),
-    rows=4,
-    length=64,
-)
 
 
 def read(path: Path) -> torch.Tensor:
     """Return the bytes of a file."""
     return torch.from_numpy(np.frombuffer(gzip.decompress(path.read_bytes()), np.uint8).copy())
-
-
-def embedded() -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the bytes of the corpus that comes with clearhead, and of its last tenth."""
-    from clearhead.data.corpora import CORPORA
-
-    documents = CORPORA["stdlib-docs"].load()
-    text = "\n".join("".join(pieces) for pieces in documents()).encode()[:1_100_000]
-    ids = torch.from_numpy(np.frombuffer(text, np.uint8).copy())
-    cut = len(ids) * 9 // 10
-    return ids[:cut], ids[cut:]
 
 
 def main() -> None:
@@ -71,7 +54,7 @@ def main() -> None:
     if not given.small and given.data is None:
         parser.error("name the folder of the text, or --small")
     device = "cpu" if given.small else given.device
-    rungs, beyond = SMALL if given.small else LARGE
+    rungs, beyond = (RUNGS, LARGER) if given.small else LARGE
     if given.small:
         text, unseen = embedded()
     else:

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 
 from clearhead.errors import InputError, refuse
+from clearhead.plot.canvas import Figure
 
 Verdict = Literal["supported", "not supported", "undecided"]
 Numbers = dict[str, Any]  # of a trial: figures by name, and curves as lists of [x, y]
@@ -59,6 +60,14 @@ class Claim:
             verdict = "not supported"
         return Judged(self, verdict, statistics.fmean(found), low, high, len(found))
 
+    def said(self, judged: "Judged") -> str:
+        """Say the numbers that decided it."""
+        numbers = f"{self.figure}: {self.more} minus {self.less} is {judged.difference:.4g}"
+        if judged.seeds < FEWEST:
+            seeds = "seed" if judged.seeds == 1 else "seeds"
+            return f"{numbers} with {judged.seeds} {seeds}: too few to decide"
+        return f"{numbers} ({judged.low:.4g} to {judged.high:.4g}, 95 % by Student's t, {judged.seeds} seeds)"
+
 
 @dataclass(frozen=True)
 class Judged:
@@ -73,11 +82,7 @@ class Judged:
 
     def sentence(self) -> str:
         """Say what was found, in one sentence."""
-        claim = self.claim
-        numbers = f"{claim.figure}: {claim.more} minus {claim.less} is {self.difference:.4g}"
-        if self.seeds < FEWEST:
-            return f"{numbers} with {self.seeds} {'seed' if self.seeds == 1 else 'seeds'}: too few to decide"
-        return f"{numbers} ({self.low:.4g} to {self.high:.4g}, 95 % by Student's t, {self.seeds} seeds)"
+        return self.claim.said(self)
 
 
 @dataclass(frozen=True)
@@ -91,6 +96,7 @@ class Picture:
     curve: str = ""  # the curve of each trial; empty: bars of `figure`
     figure: str = ""
     logarithmic: bool = False
+    made: "Callable[[Findings], Figure] | None" = None  # draws it in another way
 
 
 @dataclass(frozen=True)

@@ -29,5 +29,6 @@ EXPERIMENTS = {
     "tying": Listed("shapes:TYING", "one table for reading and writing"),
     "smoothing": Listed("shapes:SMOOTHING", "what label smoothing does to confidence"),
     "experts": Listed("shapes:EXPERTS", "whether experts share the work by themselves"),
+    "scaling": Listed("climbing:EXPERIMENT", "a ladder of small models that foretells a larger one"),
     "distillation": Listed("distilling:EXPERIMENT", "a small model that learns from a larger one"),
 }
