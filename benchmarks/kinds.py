@@ -104,7 +104,7 @@ def share(point: dict[str, float], best: dict[str, float]) -> float:
 
 
 def write() -> None:
-    """Write what the record of a GPU says into docs/attention.md."""
+    """Write what the record of a GPU says into docs/attention.md, and draw its picture again."""
     record = json.loads((RESULTS / "kinds_cuda.json").read_text())["results"][0]
     rows, best = record["rows"], record.get("rates")
     longest = max(max(map(int, row["points"])) for row in rows)
@@ -136,6 +136,10 @@ def write() -> None:
             f"{best['flops'] / 1e12:.0f} TFLOP/s, and writing and reading once what is kept for the backward "
             f"pass, at the rate of a copy, {best['bytes'] / 1e12:.1f} TB/s."
         )
+    numbered = [
+        {**row, "points": {int(length): point for length, point in row["points"].items()}} for row in rows
+    ]
+    draw(numbered, record["device"], SLOPE_FROM["cuda"])
     page = RESULTS.parents[1] / "docs" / "attention.md"
     head = "![Time of a training step of one layer against the number of tokens](images/kinds_cuda.png)\n"
     before, _, rest = page.read_text().partition(head)
