@@ -12,6 +12,7 @@ import clearhead as ch
 from clearhead.parallel.experts import split_experts
 from clearhead.parallel.shards import copies_of
 from clearhead.training.events import read_log
+from tests.once import once
 from tests.parallel import forking, meshes
 
 pytestmark = pytest.mark.ledger("I3")
@@ -53,8 +54,12 @@ def sizes(mesh: dict[str, int]) -> dict[str, int]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of all runs, which the workers of a test run share."""
+    return once(tmp_path_factory, "meshes", train_all)
+
+
+def train_all(folder: Path) -> None:
     """Train every case in one process, and in two; those that end in one are yet to be ended."""
-    folder = tmp_path_factory.mktemp("meshes")
     data = {family: meshes.write_data(family, folder / family) for family in meshes.FAMILIES}
     jobs = []
     for family, mesh, steps in CASES:
@@ -76,7 +81,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if not alone.exists():
             meshes.perform(meshes.job(family, data[family], alone, settings=WHOLE))
     forking.perform(2, folder / "log", meshes.perform_all, jobs)
-    return folder
 
 
 def name_of(family: str, mesh: dict[str, int]) -> str:

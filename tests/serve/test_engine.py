@@ -194,7 +194,7 @@ def test_log_probabilities_of_the_prompt_equal_scores(byte_tokenizer):
 def test_requests_that_read_take_turns_with_those_that_write(byte_tokenizer):
     """Vectors of texts of unequal length have the same bits alone and in company."""
     m = mixes.model("learned", byte_tokenizer, family="encoder", head="none", n_types=2)
-    engine = ServeEngine(m)
+    engine = ServeEngine(m, Limits(exact=True))
     texts = ["a", "two words", "a longer text than the others " * 2]
 
     def embed(bundle, every):

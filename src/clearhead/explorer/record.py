@@ -67,7 +67,8 @@ def record_run(run: PageRun, name: str, state: str = "") -> dict[str, Any]:
     ]:
         looks = f"looks/{edge['part']}/{edge['reader']}/{edge['source']}"
         for path in (looks, f"stops/{edge['part']}/{edge['reader']}"):
-            views[f"run/recorded/{path}"] = view(small, path)
+            with suppress(ClearheadError):
+                views[f"run/recorded/{path}"] = view(small, path)
     early = _early_steps(views["run/recorded/trace"]["steps"])
     views |= {f"run/recorded/step/{name}": finite(body) for name, body in small.steps(early).items()}
     limit = m.config.max_positions if m.config.bounded else max(COST_LENGTHS)

@@ -30,7 +30,7 @@ from clearhead.errors import refuse
 from clearhead.inside import inputs, names, results
 from clearhead.inside.direct import AddedPart, AskedLogit, Term, parts_of, terms_of
 from clearhead.inside.frozen import exact
-from clearhead.model.taps import Recording, record
+from clearhead.model.taps import Recording, record, tap_names
 
 
 @dataclass(frozen=True)
@@ -145,6 +145,11 @@ def looks(
     known = _patterned(config)
     refuse(
         found.part not in {one.part for one in known}, f"head {head} has no attention pattern to look into"
+    )
+    refuse(
+        f"{found.part}.scores" not in tap_names(config),
+        f"head {head} has no scores, by which it would look at one token and not at another: its shares come "
+        "from features",
     )
     stacks = {spec.prefix: spec for spec in config.stacks}
     others = [
