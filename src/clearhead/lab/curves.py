@@ -34,8 +34,11 @@ def draw_law(points: Sequence[Point], found: Foretold, trained: Point | None = N
             color="black",
             fmt="_",
             capsize=4,
-            label="predicted, 95 %",
+            label="predicted",
         )
+        if found.by_size is not None:
+            alone = [found.by_size.loss(size, trained.tokens) for size in places]
+            axes.plot(places, alone, color="black", linewidth=1, linestyle="--", label="by size alone")
         axes.scatter([trained.weights], [trained.loss], marker="*", color="black", s=60, label="trained")
     axes.set_xscale("log")
     axes.legend(fontsize=8)
