@@ -206,8 +206,8 @@ def test_requests_that_read_take_turns_with_those_that_write(byte_tokenizer):
     engine.step()
     together, more = (one.wait(0) for one in both)
     assert harness.worst(torch.as_tensor(together), m.embed(texts)) < 1e-5
-    assert torch.equal(more, alone.wait(0))
-    assert torch.equal(more[0], together[1])
+    for one, other in ((more, alone.wait(0)), (more[0], together[1])):
+        assert torch.equal(one, other) if engine.exact else harness.worst(one, other) < 1e-6
 
 
 def test_a_reading_at_fault_leaves_the_others_alone(byte_tokenizer):

@@ -243,6 +243,7 @@ def test_a_client_that_goes_away_frees_its_blocks(stream, byte_tokenizer):
 
 
 def test_metrics_have_the_names_that_boards_know(address):
+    assert call(address, "/v1/completions", {"prompt": "a", "max_tokens": 1, "temperature": 0})[0] == 200
     text = call(address, "/metrics")[2]
     for name in ("num_requests_running", "prompt_tokens_total", "request_success_total"):
         assert f"vllm:{name}{{model_name=" in text

@@ -2,13 +2,14 @@
 
 Linear layers, norms and heads work on all tokens of the row at once. Attention works on each piece by itself,
 through the model's own formula, so that a piece meets the same kernels with the same shapes whoever else is
-in the row. Where rows are to be exact, a single row goes through packed weights as a few rows do: on a CPU
-these give each row the same bits whatever their number (`rows_agree` asks the machine).
+in the row. Where rows are to be exact, any number of them goes through packed weights as a few rows do: on a
+CPU these give each row the same bits whatever their number (`rows_agree` asks the machine).
 
 Shapes: B batch, T tokens of all pieces, D model, H heads, K key/value heads, E head width.
 """
 
 import functools
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, cast
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from clearhead.config.kinds import Kind
-from clearhead.fast.parts import PACKED_ROWS, PackedLinear, like
+from clearhead.fast.parts import PackedLinear, like
 from clearhead.fast.prepare import prepared
 from clearhead.model import masks
 from clearhead.model.attention import Attention
@@ -191,7 +192,7 @@ def _joined(first: Any, kind: Any) -> Any:
 def ragged(model: Transformer, exact: bool = False) -> Transformer:
     """Return the fast copy of a model, which reads rows of pieces; `prepared` says how long it is valid.
 
-    `exact`: a single row takes packed weights too.
+    `exact`: any number of rows takes packed weights.
     """
 
     def part_of(part: nn.Module) -> nn.Module:
@@ -200,7 +201,7 @@ def ragged(model: Transformer, exact: bool = False) -> Transformer:
                 joined: nn.Module = like(part, _joined(kind, cast(Any, type(part))))
                 return joined
         if exact and isinstance(part, PackedLinear):
-            part.packed_rows = range(1, PACKED_ROWS.stop)
+            part.packed_rows = range(1, sys.maxsize)
         return part
 
     return prepared(model, then=part_of)

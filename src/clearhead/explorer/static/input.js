@@ -185,6 +185,7 @@ export const inputSection = {
 
     function choose(side, place, quietly) {
       const run = app.store.get("run");
+      if (!run) return;
       const list = side === "source" ? run.source : run.tokens;
       const typed = side === "source" || !run.source ? stages && stages.text : stages && stages.target;
       replace(marked, inputMarked(list.text, list.spans[place]));

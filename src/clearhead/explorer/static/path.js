@@ -104,6 +104,7 @@ export const pathSection = {
       if (!body) return;
       shown.textContent = `${least.value} %`;
       const run = app.store.get("run");
+      if (!run) return; // the model that was looked at has given way to another
       const direct = visible();
       const steps = direct.slice(0, PATH_LISTED).flatMap((edge) => (reasons.get(keyOf(edge)) || []).filter((one) => one.value > 0 && pathPlace(one.part) && one.reader !== one.source).slice(0, 2).map((one) => ({ ...pathSides(one), why: true })));
       const edges = [...direct, ...steps].map((edge) => ({ ...edge, words: words(edge) }));
