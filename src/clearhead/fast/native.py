@@ -1,27 +1,16 @@
-"""A decode step on the CPU in one call a block, compiled from `step.c` by the machine's C compiler.
-
-Compiling takes a second, once for a machine: the library is kept in the user's cache. Where there is no
-compiler, or PyTorch's threads are not those of GNU OpenMP, `library` is None and nothing here is used.
+"""A decode step on the CPU in one call a block, and products of a few rows, through `step.c`.
 
 Shapes: B batch, T length, S slots, D model, N width out.
 """
 
 import ctypes
-import functools
-import hashlib
-import os
-import platform
-import shutil
-import subprocess
-import tempfile
-from ctypes import c_double, c_int64, c_void_p
-from pathlib import Path
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as nnf
 from torch import Tensor, nn
 
+from clearhead.fast.library import ATTENTION, BLOCK, CALL, FEEDFORWARD, LINEAR, NORM, RESIDUAL, VIEW, library
 from clearhead.fast.parts import Direct
 from clearhead.model import masks, norms
 from clearhead.model.attention import Attention
@@ -30,128 +19,7 @@ from clearhead.model.feedforward import ACTIVATIONS, FeedForward
 from clearhead.model.stack import Block, Residual
 from clearhead.model.taps import SILENT, Tap
 
-SOURCE = Path(__file__).with_name("step.c")
-FLAGS = ("-O3", "-march=native", "-shared", "-fPIC")
 MOST_ROWS = 48  # up to so many rows our product is quicker than the plain one
-OFF = "CLEARHEAD_NATIVE"  # in the environment: 0 leaves the compiled step out
-
-
-@functools.cache
-def library() -> ctypes.CDLL | None:
-    """Return the compiled functions; None where they cannot be had."""
-    if os.environ.get(OFF) == "0" or torch.backends.mps.is_available() or os.name != "posix":
-        return None
-    threads, compiler = _openmp(), shutil.which(os.environ.get("CC", "cc"))
-    if threads is None or compiler is None:
-        return None
-    try:
-        ctypes.CDLL(threads, mode=ctypes.RTLD_GLOBAL)  # loaded already: its names become visible
-        found = ctypes.CDLL(str(_built(compiler)))
-    except (OSError, subprocess.SubprocessError):
-        return None
-    found.clearhead_block.argtypes = (c_void_p, c_void_p)
-    found.clearhead_linear.argtypes = (c_void_p, c_void_p, c_void_p, c_int64, c_int64)
-    found.clearhead_linear.restype = None
-    return found
-
-
-def _openmp() -> str | None:
-    """Return the path of the OpenMP library whose threads PyTorch uses, if it is GNU's."""
-    try:
-        maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return None
-    paths = {line.split(maxsplit=5)[-1] for line in maps if "libgomp" in line}
-    return paths.pop() if len(paths) == 1 else None  # two of them: whose threads are whose is not known
-
-
-def _built(compiler: str) -> Path:
-    """Return the path of the library, compiled now if it is not in the cache."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "clearhead"
-    version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=10).stdout
-    made_of = (SOURCE.read_bytes(), version, *map(str.encode, FLAGS), _processor().encode())
-    name = f"step-{hashlib.sha256(b' '.join(made_of)).hexdigest()[:16]}.so"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if folder.stat().st_uid != os.getuid():
-        raise OSError(f"{folder} belongs to someone else")
-    if not (folder / name).exists():
-        with tempfile.TemporaryDirectory(dir=folder) as apart:
-            command = [compiler, *FLAGS, "-o", f"{apart}/{name}", str(SOURCE), "-lm"]
-            subprocess.run(command, capture_output=True, check=True, timeout=60)
-            os.replace(f"{apart}/{name}", folder / name)
-    return folder / name
-
-
-def _processor() -> str:
-    """Describe the processor that `-march=native` means."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return platform.processor()
-    return " ".join(
-        sorted({line for line in lines if line.lower().startswith(("flags", "features", "model n"))})
-    )
-
-
-def _structure(name: str, **fields: Any) -> Any:
-    """Return the class of a structure of `step.c`."""
-    return type(name, (ctypes.Structure,), {"_fields_": list(fields.items())})
-
-
-P, N, F = c_void_p, c_int64, c_double
-NORM = _structure("Norm", weight=P, bias=P, kind=N, unit_offset=N, eps=F)
-LINEAR = _structure("Linear", weight=P, bias=P, rows=N, columns=N)
-RESIDUAL = _structure("Residual", before=NORM, inside=NORM, after=NORM, scale=F)
-ATTENTION = _structure(
-    "Attention",
-    **dict.fromkeys(("q", "k", "v", "out"), LINEAR),
-    **dict.fromkeys(("q_norm", "k_norm"), NORM),
-    sink=P,
-    **dict.fromkeys(("heads", "kv_heads", "width", "value_width", "whole_norm", "interleaved"), N),
-    scale=F,
-    softcap=F,
-)
-FEEDFORWARD = _structure("FeedForward", gate=LINEAR, up=LINEAR, down=LINEAR, activation=N)
-BLOCK = _structure(
-    "Block",
-    attention=ATTENTION,
-    cross=ATTENTION,
-    feedforward=FEEDFORWARD,
-    **dict.fromkeys(("attention_residual", "cross_residual", "feedforward_residual"), RESIDUAL),
-    width=N,
-    parallel=N,
-)
-VIEW = _structure(
-    "View",
-    keys=P,
-    values=P,
-    **dict.fromkeys(("key_row", "key_head", "key_slot", "value_row", "value_head", "value_slot"), N),
-    shared_by=N,
-    slots=N,
-    mask=P,
-    mask_row=N,
-    mask_slot=N,
-    bias=P,
-    bias_row=N,
-    bias_head=N,
-    bias_slot=N,
-)
-CALL = _structure(
-    "Call",
-    x=P,
-    out=P,
-    batch=N,
-    own=VIEW,
-    source=VIEW,
-    slot=N,
-    slots=P,
-    slots_row=N,
-    cos=P,
-    sin=P,
-    rotary_row=N,
-    rotated=N,
-    threads=N,
-)
 
 NORM_KINDS = {norms.LayerNorm: 1, norms.RMSNorm: 2}
 ACTIVATION_NUMBERS = {function: number for number, function in enumerate(ACTIVATIONS.values())}

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from clearhead.config.kinds import Kind
+from clearhead.fast import library
 from clearhead.fast import native as in_c
 from clearhead.fast.fixed_cache import FixedCache, FixedKeys
 from clearhead.fast.kernels import available, materialise, step_attend, step_linear
@@ -54,7 +55,7 @@ def prepared(
     weight = next(model.parameters())
     kernels = available(weight) if kernels is None else kernels
     plain = not kernels and weight.device.type == "cpu" and weight.dtype == torch.float32
-    compiled = plain and native and in_c.library() is not None
+    compiled = plain and native and library.library() is not None
     way = Way(kernels, compiled, packs=plain and not compiled and can_pack())
     made: dict[nn.Module, nn.Module] = {}  # a part that occurs twice is built once
 
@@ -126,7 +127,7 @@ KNOWN: dict[type[nn.Module], set[str]] = {
     Residual: {"before", "scale", "dropout", "skip"},
     norms.RMSNorm: {"weight", "eps", "unit_offset"},
     Attention: {"q", "k", "v", "out", "heads", "pruned", "n_heads", "n_kv_heads", "d_head", "d_value"}
-    | {"scale", "softcap", "layout", "norm_over", "dropout", "kernel"},
+    | {"scale", "softcap", "layout", "norm_over", "dropout", "kernel", "q_norm", "k_norm"},
     FeedForward: {"gate", "up", "down", "activation", "dropout"},
     nn.Linear: {"weight", "bias", "in_features", "out_features"},
 }
@@ -140,6 +141,7 @@ def suits_kernels(block: Block) -> bool:
         all_known(block, KNOWN)
         and all(residual.before is not None and residual.scale == 1 for residual in residuals)
         and isinstance(feedforward, FeedForward)
+        and getattr(block.attention, "norm_over", "none") != "full"
         and (feedforward.gate is None or feedforward.activation in ACTIVATION_NAMES)
     )
 
@@ -203,6 +205,7 @@ class StepBlock(Direct, Block):
             attention.n_heads,
             attention.d_head**-0.5 if attention.scale is None else attention.scale,
             attention.softcap,
+            *_head_norms(attention),
         )
         x = step_linear(z, attention.out.weight, attention.out.bias, add=x)
         norm = self.feedforward_residual.before
@@ -217,3 +220,11 @@ def _normed(x: Tensor, norm: nn.Module | None, layer: nn.Module, gate: str | Non
     """Apply a norm, a linear layer and a gate: [B, 1, D] -> [B, 1, N]."""
     assert isinstance(norm, norms.RMSNorm) and isinstance(layer, nn.Linear)
     return step_linear(x, layer.weight, layer.bias, norm.weight, norm.eps, norm.unit_offset, gate)
+
+
+def _head_norms(attention: Attention) -> tuple[Tensor | None, Tensor | None, float, bool]:
+    """Return the scales [E] of the norms of queries and keys, their eps, and if one is added to both."""
+    q, k = attention.q_norm, attention.k_norm
+    if not isinstance(q, norms.RMSNorm) or not isinstance(k, norms.RMSNorm):
+        return None, None, 0.0, False
+    return q.weight, k.weight, q.eps, q.unit_offset
