@@ -3,13 +3,14 @@
 A folder holds `index.json` and parts of up to `BLOCK` passages, each one file that is named by what it holds.
 Parts are written whole, `index.json` last, and parts that it no longer names are removed after that. So a
 process may be killed at any moment: the index is the old one or the new one, and the parts that were ready
-are not embedded again.
+are not embedded again. One process at a time writes to the folder: it holds a lock, which ends with it.
 
 N passages, D width of a vector, Q queries.
 """
 
 import hashlib
 import json
+import warnings
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -25,6 +26,7 @@ from clearhead.api import Model
 from clearhead.api import load as load_model
 from clearhead.errors import CheckpointError, InputError, refuse, refusing
 from clearhead.hub.files import read_json, write_bytes, write_text
+from clearhead.hub.locks import locked_folder
 from clearhead.retrieval.passages import WORDS, IndexedFile, IndexedPassage, find_files, read_passages
 from clearhead.retrieval.words import Postings, bm25, join, post
 
@@ -191,45 +193,49 @@ def build_index(
         model: the embedder; None: that of the index.
         files: files and folders of text; none: those of the index.
         words: of a passage of plain text, at most; None: as before, or 150.
-        skip: leave out files that cannot be read, in place of refusing them.
+        skip: leave out files that cannot be read, with a warning that names each, in place of refusing them.
         on_passages: told what is being done, and how many passages of how many are embedded.
     """
     folder = Path(folder)
     refuse(words is not None and words < 1, f"words {words} must be 1 or more")
-    before = _manifest(folder) if (folder / MANIFEST).exists() else None
-    given = [str(file) for file in files] or (before or {}).get("given", [])
-    refuse(not given, f"no files were named, and {folder} is no index yet: name files or folders of text")
-    if model is None:
-        refuse(before is None, f"{folder} is no index yet, so it needs an embedder: name a model directory")
-        model = load_model(str((before or {})["model"]))
-    words = words or (before or {}).get("words", WORDS)
-    manifest = before or _empty(folder, model, words)
-    _fitting(model, manifest, folder)
-    read = list(_read_all(find_files(given), words, skip, folder))
-    total, done, sources = sum(len(passages) for _, passages in read), 0, []
-    refuse(not total, f"there is no text in {', '.join(given[:3])}: name files of text")
-    for source, passages in read:
-        parts = []
-        for start in range(0, len(passages), BLOCK):
-            parts.append(_part(folder, model, manifest["embedder"], passages[start : start + BLOCK]))
-            done += parts[-1]["passages"]
-            on_passages("embedding", done, total)
-        sources.append({**asdict(source), "parts": parts})
-    manifest = manifest | {"given": given, "words": words, "sources": sources, "complete": True}
-    write_text(folder / MANIFEST, json.dumps(manifest))
-    named = {part["name"] for source in sources for part in source["parts"]}
-    for path in (folder / PARTS).iterdir():
-        if path.name not in named:
-            path.unlink(missing_ok=True)
+    with locked_folder(folder, "clearhead index", lambda line: warnings.warn(line, stacklevel=2)):
+        before = _manifest(folder) if (folder / MANIFEST).exists() else None
+        refuse(
+            before is None and any(folder.glob("[!.]*")),
+            f"{folder} exists and is no index: name another folder",
+        )
+        given = [str(file) for file in files] or (before or {}).get("given", [])
+        refuse(not given, f"no files were named, and {folder} is no index yet: name files or folders of text")
+        if model is None:
+            refuse(
+                before is None, f"{folder} is no index yet, so it needs an embedder: name a model directory"
+            )
+            model = load_model(str((before or {})["model"]))
+        if before is not None:
+            _fitting(model, before, folder)
+        words = words or (before or {}).get("words", WORDS)
+        read = list(_read_all(find_files(given), words, skip, folder))
+        total, done, sources = sum(len(passages) for _, passages in read), 0, []
+        refuse(not total, f"there is no text in {', '.join(given[:3])}: name files of text")
+        manifest = before or _empty(folder, model, words)
+        for source, passages in read:
+            parts = []
+            for start in range(0, len(passages), BLOCK):
+                parts.append(_part(folder, model, manifest["embedder"], passages[start : start + BLOCK]))
+                done += parts[-1]["passages"]
+                on_passages("embedding", done, total)
+            sources.append({**asdict(source), "parts": parts})
+        manifest = manifest | {"given": given, "words": words, "sources": sources, "complete": True}
+        write_text(folder / MANIFEST, json.dumps(manifest))
+        named = {part["name"] for source in sources for part in source["parts"]}
+        for path in (folder / PARTS).iterdir():
+            if path.name not in named:
+                path.unlink(missing_ok=True)
     return Index(folder, model)
 
 
 def _empty(folder: Path, model: Model, words: int) -> dict[str, Any]:
     """Write the manifest of an index that is still to be built, which says by whom; return it."""
-    refuse(
-        folder.exists() and (not folder.is_dir() or any(folder.glob("[!.]*"))),
-        f"{folder} exists and is no index: name another folder",
-    )
     probes = embedded(model, PROBES, "passage")
     name = hashlib.sha256(probes.tobytes()).hexdigest()[:16]
     place = str(model.folder.resolve()) if model.folder is not None else ""
@@ -249,6 +255,7 @@ def _read_all(
             yield read_passages(path, words)
         except InputError as error:
             refuse(not skip, f"{error}; leave it out, or skip what cannot be read (skip)")
+            warnings.warn(f"left out: {error}", stacklevel=3)
 
 
 def _part(folder: Path, model: Model, embedder: str, passages: Sequence[IndexedPassage]) -> dict[str, Any]:
