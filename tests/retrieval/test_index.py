@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import math
 import os
@@ -18,7 +19,7 @@ import torch
 
 import clearhead as ch
 from clearhead.cli import main
-from clearhead.errors import CheckpointError, ClearheadError, InputError
+from clearhead.errors import CheckpointError, ClearheadError, InputError, MissingExtraError
 from clearhead.hub import files as hub_files
 from clearhead.retrieval import index as indexing
 from clearhead.retrieval.index import Index, build_index, fuse
@@ -198,8 +199,39 @@ def test_a_killed_first_build_is_refused_and_goes_on(model, texts, tmp_path, mon
     assert len(build_index(tmp_path / "index", model, [texts]))
 
 
+def test_a_graph_finds_what_exact_search_finds(model, texts, tmp_path, monkeypatch):
+    pytest.importorskip("usearch")
+    monkeypatch.setattr(indexing, "BLOCK", 7)  # many parts
+    monkeypatch.setattr("clearhead.retrieval.graph.SEARCHING", 16)  # of 60 passages
+    folder = tmp_path / "index"
+    built = build_index(folder, model, [texts], words=12, nearest="hnsw")
+    exact = Index(folder, model, exact=True)
+    queries = [f"{one} {two}" for one, two in itertools.pairwise(WORDS)]
+    assert built.graph is not None and exact.graph is None
+    for by in ("meaning", "both"):
+        found, wanted = (one.search_all(queries, 3, by) for one in (built, exact))
+        shared = [hit for some, all_ in zip(found, wanted) for hit in some if hit.passage in
+                  [one.passage for one in all_]]  # fmt: skip
+        assert len(shared) >= 0.9 * 3 * len(queries)
+    scores = {hit.passage: hit.score for hit in exact.search(queries[0], 60, "meaning")}
+    for hit in built.search(queries[0], 3, "meaning"):
+        assert hit.score == pytest.approx(scores[hit.passage], abs=1e-6)
+    (texts / "b.txt").write_text("The miller sings.")
+    again = build_index(folder, model)  # has a graph, as before
+    assert len(again.graph) == len(again) and len(list((folder / "parts").glob("*.hnsw"))) == 1
+    assert build_index(folder, model, nearest="exact").graph is None
+    assert not list((folder / "parts").glob("*.hnsw"))
+
+
+def test_a_graph_without_its_library_is_refused_by_name(model, texts, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "usearch.index", None)
+    with pytest.raises(MissingExtraError, match=r"HNSW needs usearch: pip install 'clearhead\[search\]'"):
+        build_index(tmp_path / "index", model, [texts], nearest="hnsw")
+    assert not (tmp_path / "index").exists()
+
+
 def test_one_process_at_a_time_writes_an_index(model, texts, tmp_path):
-    """A second one is refused with who holds the lock; a lock that a dead process left behind is taken over."""
+    """A second one is refused with who holds the lock; a lock that a dead process left behind is free."""
     folder, source = (
         tmp_path / "index",
         "import sys, time; from pathlib import Path; "

@@ -44,7 +44,11 @@ def index(
     words: Annotated[
         int | None, option("words of a passage of plain text, at most; default: as before, or 150")
     ] = None,
-    skip_unreadable: Annotated[bool, option("leave out files that cannot be read")] = False,
+    skip_unreadable: Annotated[bool, option("leave out files that cannot be read, and name them")] = False,
+    nearest: Annotated[
+        Literal["exact", "hnsw"] | None,
+        option("compare every vector, or those that a graph proposes; default: as before, or exact"),
+    ] = None,
     device: Device = "cpu",
     json: Json = False,
 ) -> None:
@@ -62,7 +66,7 @@ def index(
     from clearhead.retrieval.index import build_index
 
     with warnings_as_notes(), progress() as show:
-        made = build_index(out, embedder, files, words, skip_unreadable, show)
+        made = build_index(out, embedder, files, words, skip_unreadable, nearest, show)
     sources = made.manifest["sources"]
     body = {"index": str(out), "files": len(sources), "passages": len(made), "model": made.manifest["model"]}
     show_result(body, json, [f"{out}: {len(made):,} passages of {len(sources):,} files"])
@@ -76,6 +80,7 @@ def search(
     ] = None,
     k: Annotated[int, option("how many passages")] = 5,
     by: Annotated[Ways, option("compare meaning (vectors), words (BM25), or both ranks")] = "both",
+    exact: Annotated[bool, option("compare every vector, even where the index has a graph (hnsw)")] = False,
     model: Embedder = None,
     stale: Stale = False,
     options: Options = TextOptions(),  # noqa: B008
@@ -90,7 +95,7 @@ def search(
     _check_device(model, options.device)
     from clearhead.retrieval.index import Index
 
-    found = Index(folder, None if model is None else options.load(model), stale)
+    found = Index(folder, None if model is None else options.load(model), stale, exact)
 
     def line(fields: dict[str, Any], hits: list[Any]) -> str:
         return "\n".join(f"{hit.score:.4f}\t{hit.passage.place}\t{hit.passage.text}" for hit in hits)
