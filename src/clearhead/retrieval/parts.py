@@ -40,7 +40,7 @@ def read_entry(folder: Path, entry: dict[str, Any]) -> bytes:
     """Return the bytes of a file that the manifest names, as they were written."""
     path = folder / PARTS / entry["name"]
     with refusing(f"{path} cannot be read: make the index again", CheckpointError):
-        raw = path.read_bytes()
+        raw: bytes = path.read_bytes()
     refuse(
         zlib.crc32(raw) != entry["checksum"],
         f"{path} has changed since it was written: remove it and make the index again",
