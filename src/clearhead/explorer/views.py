@@ -269,7 +269,11 @@ class PageRun:
 
     def stops(self, head: str, reader: int) -> dict[str, Any]:
         """Return one head at one reader, stop by stop."""
-        return head_stops(self.m, self.given, self.target, self.pair, head, reader)
+        return self.all_stops([head], reader)[0]
+
+    def all_stops(self, heads: Sequence[str], reader: int) -> list[dict[str, Any]]:
+        """Return several heads at one reader, from one pass."""
+        return head_stops(self.m, self.given, self.target, self.pair, heads, reader)
 
     def extended(self, token: int) -> PageRun:
         """Return the run with one token more."""

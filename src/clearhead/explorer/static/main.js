@@ -74,8 +74,6 @@ function mountSections(app) {
   const views = el("div", { id: "views" }, byId("sections"));
   const stays = el("div", { id: "stays" });
   byId("main").append(stays, views);
-  for (const section of STAYS) stays.append(mountSection(section, app));
-  for (const section of VIEWS) views.append(mountSection(section, app));
   const applies = (section) => !section.applies || !app.store.get("model") || section.applies(app.store.get("model"), app.source.live);
   const show = () => {
     const there = VIEWS.filter(applies);
@@ -88,7 +86,9 @@ function mountSections(app) {
     });
     byId("answer").hidden = !applies(answerSection);
   };
-  for (const key of ["model", "view"]) app.store.listen(key, show);
+  for (const key of ["model", "view"]) app.store.listen(key, show); // before the views hear of it: they ask whether they are seen
+  for (const section of STAYS) stays.append(mountSection(section, app));
+  for (const section of VIEWS) views.append(mountSection(section, app));
   show();
 }
 

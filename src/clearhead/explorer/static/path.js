@@ -124,6 +124,15 @@ export const pathSection = {
       replace(table, edges.length ? tableOf(direct) : el("p", { class: "soft" }, "No head carried anything: the answer is made at its own token."));
     }
 
+    const has = (path) => app.source.has(`run/${app.store.get("run").run}/${path}`);
+
+    /** In a file, where the answer that is asked about is not recorded: the ones that are, to go to. */
+    function offer(run) {
+      const there = app.source.list(`run/${run.run}/paths?`).map((asked) => new URLSearchParams(asked)).filter((asked) => !asked.has("token"));
+      const go = (asked) => { for (const key of ["target", "foil"]) app.store.set(key, null); app.store.set("position", Number(asked.get("position"))); };
+      replace(sum, "This file has the path of the answer at ", there.map((asked) => el("button", { type: "button", class: "mono", "data-go": asked.get("position"), onclick: () => go(asked) }, run.columns[Number(asked.get("position"))])), " only: a live page has it everywhere.");
+    }
+
     function tableOf(direct) {
       const rows = direct.slice(0, PATH_LISTED).map((edge, number) => {
         const pressed = number === chosen;
@@ -134,7 +143,7 @@ export const pathSection = {
           el("td", { class: "mono token", dir: "auto" }, named(edge.from, edge.source), el("span", { class: "soft" }, ` ${edge.source}`)),
           el("td", { class: "mono token", dir: "auto" }, named(edge.to, edge.reader), el("span", { class: "soft" }, ` ${edge.reader}`)),
           el("td", { class: "number", "data-value": edge.value }, figure(edge.value)),
-          el("td", { class: "path-acts" }, el("button", { type: "button", "aria-pressed": String(pressed), "aria-label": `Why head ${edge.part} looks there`, onclick: () => explain(edge, number) }, "Why?"), el("button", { type: "button", "aria-label": `Open head ${edge.part}`, onclick: () => openHead(edge, "attention") }, "Open"), el("button", { type: "button", "aria-label": `Inside head ${edge.part}`, onclick: () => openHead(edge, "head") }, "Inside"), app.source.live ? el("button", { type: "button", "aria-label": `Switch head ${edge.part} off`, onclick: () => { app.store.set("off", edge.part); app.open("ablate"); } }, "Off") : null),
+          el("td", { class: "path-acts" }, has(`looks/${keyOf(edge)}`) && el("button", { type: "button", "aria-pressed": String(pressed), "aria-label": `Why head ${edge.part} looks there`, onclick: () => explain(edge, number) }, "Why?"), el("button", { type: "button", "aria-label": `Open head ${edge.part}`, onclick: () => openHead(edge, "attention") }, "Open"), has(`stops/${edge.part}/${edge.reader}`) && el("button", { type: "button", "aria-label": `Inside head ${edge.part}`, onclick: () => openHead(edge, "head") }, "Inside"), app.source.live ? el("button", { type: "button", "aria-label": `Switch head ${edge.part} off`, onclick: () => { app.store.set("off", edge.part); app.open("ablate"); } }, "Off") : null),
         );
       });
       return el("table", {}, el("thead", {}, el("tr", {}, ["head", "from", "read at"].map((name) => el("th", {}, name)), el("th", { class: "number" }, "logits"), el("th", {}, el("span", { class: "hidden-words" }, "what to do")))), el("tbody", {}, rows));
@@ -183,8 +192,9 @@ export const pathSection = {
       } catch (error) {
         if (stale()) return;
         body = null;
-        for (const node of [sum, picture, table, why]) replace(node);
-        problem.textContent = error.message;
+        for (const node of [sum, picture, left, table, why]) replace(node);
+        if (app.source.has(`run/${run.run}/paths?${asked}`)) problem.textContent = error.message;
+        else offer(run);
       }
     }
 

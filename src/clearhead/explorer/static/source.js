@@ -44,6 +44,11 @@ export class LiveSource {
     return this.kept.get(path);
   }
 
+  /** Whether a path can be answered: live, every path can. */
+  has() {
+    return true;
+  }
+
   /** A path whose answer changes: `model` while it loads, `roles`. */
   async fresh(path) {
     this.kept.delete(path);
@@ -74,8 +79,17 @@ export class RecordedSource {
     this.record = record;
   }
 
+  has(path) {
+    return Object.hasOwn(this.record.views, path);
+  }
+
+  /** The recorded paths that begin so, without their beginning. */
+  list(prefix) {
+    return Object.keys(this.record.views).filter((path) => path.startsWith(prefix)).map((path) => path.slice(prefix.length));
+  }
+
   async get(path) {
-    if (!(path in this.record.views)) throw new Error("this was not recorded: open the model with `clearhead explore` to compute it");
+    if (!this.has(path)) throw new Error("this was not recorded: open the model with `clearhead explore` to compute it");
     return this.record.views[path];
   }
 
