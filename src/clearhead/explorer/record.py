@@ -20,6 +20,7 @@ from clearhead.explorer.pages import single_file
 from clearhead.explorer.views import PageRun, begin, view
 from clearhead.hub.files import write_text
 from clearhead.inside import names
+from clearhead.inside.parts.each import single_parts
 from clearhead.model.transformer import Transformer
 
 PATTERN_BYTES = 10_000_000  # of all patterns together, before base64
@@ -27,6 +28,7 @@ SMALLEST_SIDE = 16  # cells of a pattern, however many there are
 LOGIT_BYTES = 3_000_000
 STOP_NUMBERS = 300_000  # of all heads whose inside is recorded
 EXPLAINED = 12  # edges of the path whose reasons are recorded
+BATCH_TOKENS = 100_000  # that interventions of a file may take: longer ones are left out
 STEP_LAYERS = 2  # blocks whose numbers are recorded, step by step
 COST_LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096)
 
@@ -43,8 +45,11 @@ def record(
     return record_run(replace(begin(m, given, target, pair), roles=lambda: roles or {}), name)
 
 
-def record_run(run: PageRun, name: str, state: str = "") -> dict[str, Any]:
-    """Return a run with all its views, as the page reads them from a file, and the selection it opens on."""
+def record_run(run: PageRun, name: str, state: str = "", second: PageRun | None = None) -> dict[str, Any]:
+    """Return a run with all its views, as the page reads them from a file, and the selection it opens on.
+
+    `second` is the run beside it, of a second text of the same model.
+    """
     m = run.m
     known = names.kinds_of(m.config)
     heads = sum(one.n_heads for one in known)
@@ -74,6 +79,8 @@ def record_run(run: PageRun, name: str, state: str = "") -> dict[str, Any]:
         f"run/recorded/stops/{body['head']}/{body['reader']}": finite(body)
         for body in _stops(small, about, opened, edges)
     }
+    if second is not None and second.m is m:
+        views |= _beside(small, replace(second, cells=small.cells, number=0), about, opened)
     early = _early_steps(views["run/recorded/trace"]["steps"])
     views |= {f"run/recorded/step/{name}": finite(body) for name, body in small.steps(early).items()}
     limit = m.config.max_positions if m.config.bounded else max(COST_LENGTHS)
@@ -98,6 +105,7 @@ class Selected:
     position: int
     head: str | None
     column: int  # of the answer
+    second: int | None  # the token of the second text
     asked: str  # about the answer, as the page writes it: "position=3&token=7&against=9"
 
     @classmethod
@@ -111,7 +119,7 @@ class Selected:
         column = position if columns == tokens else min(position, max(columns - 1, 0))
         more = [(name, numbers.get(key)) for name, key in (("token", "target"), ("against", "foil"))]
         chosen = "".join(f"&{name}={number}" for name, number in more if number is not None)
-        return cls(position, stated.get("head"), column, f"position={column}{chosen}")
+        return cls(position, stated.get("head"), column, numbers.get("at"), f"position={column}{chosen}")
 
 
 def _stops(
@@ -142,6 +150,31 @@ def _stops(
     return found
 
 
+def _beside(run: PageRun, second: PageRun, about: dict[str, Any], opened: Selected) -> dict[str, Any]:
+    """Return what the file has of a second text: what the bench asks of both, and the patches between them."""
+    other = second.about("second")
+    views: dict[str, Any] = {"second": finite(other)}
+    paired = {"recorded": run, "second": second}
+    asked = dict(parse_qsl(opened.asked))
+    choice = asked.get("token") or str(int(run.scores[opened.column].argmax()))
+    against = f"&against={asked['against']}" if "against" in asked else ""
+    place = min(opened.second if opened.second is not None else other["position"], len(other["columns"]) - 1)
+    wanted = [("recorded", f"followed/{choice}"), ("second", f"followed/{choice}")]
+    wanted += [("second", path) for path in ("lens", f"next?position={place}")]
+    wanted += [
+        (name, f"contributions?position={column}&token={choice}{against}")
+        for name, column in (("recorded", opened.column), ("second", place))
+    ]
+    tokens = len(about["tokens"]["labels"])
+    maps = ("heads", "residual", "attention", "feedforward")
+    if run.m.config.main.n_layers * tokens * tokens < BATCH_TOKENS:
+        wanted += [("recorded", f"patch/second/{part}?{opened.asked}") for part in maps]
+    for name, path in wanted:
+        with suppress(ClearheadError):
+            views[f"run/{name}/{path}"] = view(replace(paired[name], others=paired.__getitem__), path)
+    return views
+
+
 def _paths(run: PageRun, kinds: list[str], about: dict[str, Any], opened: Selected) -> list[str]:
     """Return the paths of the views that go into the file, but for attention and steps."""
     paths = ["stages", "trace", "lens", *(f"thumbnails/{kind}" for kind in kinds)]
@@ -152,7 +185,11 @@ def _paths(run: PageRun, kinds: list[str], about: dict[str, Any], opened: Select
         paths += [f"next?position={position}" for position in list(dict.fromkeys(chosen))[:fit]]
         begins = f"position={about['position']}"
         paths += [f"paths?{asked}" for asked in dict.fromkeys([opened.asked, begins])]
-        paths += [f"contributions?{asked}" for asked in dict.fromkeys([f"position={opened.column}", begins])]
+        asked = dict.fromkeys([f"position={opened.column}", begins, opened.asked])
+        paths += [f"contributions?{one}" for one in asked]
+        rows = len(single_parts(run.m.config)) * (len(about["tokens"]["labels"]))
+        if rows < BATCH_TOKENS:
+            paths += [f"effects/zero?{one}" for one in dict.fromkeys([f"position={opened.column}", begins])]
     return paths
 
 

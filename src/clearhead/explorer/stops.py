@@ -7,6 +7,7 @@ from torch import Tensor
 
 from clearhead.api import Model
 from clearhead.errors import refuse
+from clearhead.explorer.pack import short
 from clearhead.inside.choices import find_column
 from clearhead.inside.names import AttentionHead, find_heads
 from clearhead.inside.trace import Trace, trace
@@ -53,13 +54,13 @@ def _stops_of(head: AttentionHead, seen: Trace, reader: int) -> dict[str, Any]:
         there = [kept[f"{head.part}.{step}"] for step in steps if f"{head.part}.{step}" in kept]
         if there:
             step = there[-1]
-            numbers = [None if value <= HIDDEN else _short(value) for value in row(step.name).tolist()]
+            numbers = [None if value <= HIDDEN else short(value) for value in row(step.name).tolist()]
             stops.append({"stop": title, "formula": step.formula, "why": step.why, "values": numbers})
     weights, values = (kept[f"{head.part}.{step}"].value for step in ("pattern", "v_heads"))
     assert weights is not None and values is not None
     shared = values.shape[1] * head.number // weights.shape[1]  # the key/value head of its group
     lengths = values[0, shared].float().norm(dim=-1)
-    mix = [_short(value) for value in (row(f"{head.part}.pattern") * lengths).tolist()]
+    mix = [short(value) for value in (row(f"{head.part}.pattern") * lengths).tolist()]
     why = "Each value counts as much as its share; what is shown is the length of what each token gives."
     stops.append({"stop": "mix", "formula": "share × |v|", "why": why, "values": mix})
     return {
@@ -69,8 +70,3 @@ def _stops_of(head: AttentionHead, seen: Trace, reader: int) -> dict[str, Any]:
         "columns": list(columns),
         "stops": stops,
     }
-
-
-def _short(value: float) -> float:
-    """Return a float32 with the digits that it has: in a file the others would be most of the bytes."""
-    return float(f"{value:.9g}")

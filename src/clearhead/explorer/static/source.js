@@ -55,6 +55,21 @@ export class LiveSource {
     return this.get(path);
   }
 
+  /** A view of many passes, asked for until it is there: `tell(done, total)` hears how far it is; null once `wanted()` is false. */
+  async job(run, path, tell, wanted) {
+    const whole = `run/${run}/${path}`;
+    for (let wait = 40; !this.kept.has(whole); wait = Math.min(2 * wait, 400)) {
+      const state = await this.ask(`run/${run}/job/${path}`);
+      if (state.ready) this.kept.set(whole, Promise.resolve(state.body));
+      else if (!wanted()) return null;
+      else {
+        tell(state.done, state.total);
+        await new Promise((done) => setTimeout(done, wait));
+      }
+    }
+    return this.kept.get(whole);
+  }
+
   async post(path, body) {
     return this.ask(path, { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body) });
   }
@@ -95,6 +110,10 @@ export class RecordedSource {
 
   async fresh(path) {
     return this.get(path);
+  }
+
+  async job(run, path) {
+    return this.get(`run/${run}/${path}`);
   }
 
   async post() {
