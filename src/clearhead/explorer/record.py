@@ -151,7 +151,7 @@ def _stops(
 
 
 def _beside(run: PageRun, second: PageRun, about: dict[str, Any], opened: Selected) -> dict[str, Any]:
-    """Return what the file has of a second text: what the bench asks of both, and the patches between them."""
+    """Return what the file has of a second text: what the bench asks of both, and patches between them."""
     other = second.about("second")
     views: dict[str, Any] = {"second": finite(other)}
     paired = {"recorded": run, "second": second}

@@ -172,7 +172,7 @@ export const attentionSection = {
       for (const { name, thumb, words, button } of thumbs) {
         const value = values?.get(name);
         const shade = colour === "role" ? roles.get(roleOf(name)) : value === undefined ? null : signed ? signedColour(value / most) : amountColour(value / most);
-        paintCell(thumb, colour === "pattern" ? null : shade || amountColour(0), colour === "role" ? roleOf(name).slice(0, 2) : cellText(value, most));
+        paintCell(thumb, colour === "pattern" || (colour !== "role" && !values) ? null : shade || amountColour(0), colour === "role" ? roleOf(name).slice(0, 2) : cellText(value, most));
         words.textContent = order.value === "layer" ? roleOf(name) : name;
         if (value === undefined) delete button.dataset.value;
         else button.dataset.value = value;
