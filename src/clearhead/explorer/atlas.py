@@ -8,33 +8,68 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
+from clearhead.api import Model
 from clearhead.errors import refuse
 from clearhead.explorer.pack import packed_floats, short
-from clearhead.inside.inputs import prepare
+from clearhead.inside.choices import Choices
+from clearhead.inside.inputs import Prepared, prepare
 from clearhead.inside.lens import followed
 from clearhead.inside.parts.ablate import How, Means, effect
 from clearhead.inside.parts.each import effect_of_each
 from clearhead.inside.patch import OnRows, patch
-
-if TYPE_CHECKING:
-    from clearhead.explorer.views import PageRun
 
 LISTED = 12  # of the likeliest choices, before and after
 FORGOTTEN = 30.0  # seconds after which a job that nobody asks about ends
 KEPT_JOBS = 32
 
 
+class ReadRun(Protocol):
+    """What interventions read of a run."""
+
+    @property
+    def m(self) -> Model:
+        """The model."""
+
+    @property
+    def prepared(self) -> Prepared:
+        """What it read."""
+
+    @property
+    def given(self) -> Any:
+        """What `prepare` took."""
+
+    @property
+    def target(self) -> Sequence[int] | None:
+        """What the decoder had written."""
+
+    @property
+    def pair(self) -> str | None:
+        """The second text of a pair."""
+
+    @property
+    def choices(self) -> Choices:
+        """What the head chooses among."""
+
+    @property
+    def others(self) -> Callable[[str], ReadRun]:
+        """Another run, by its name."""
+
+    @property
+    def progress(self) -> OnRows:
+        """Who hears how many rows are done."""
+
+
 def ablated(
-    run: PageRun,
+    run: ReadRun,
     heads: list[str],
     layers: list[str],
     feedforwards: list[str],
     how: str,
     position: int,
-    second: PageRun | None = None,
+    second: ReadRun | None = None,
 ) -> dict[str, Any]:
     """Return the scores at one position with parts of the model off, beside those of the whole model.
 
@@ -52,7 +87,7 @@ def ablated(
     return {"ablated": list(seen.ablated), "how": how, "kl": seen.kl, "position": position, "rows": rows}
 
 
-def _activations(run: PageRun, second: PageRun | None) -> Means:
+def _activations(run: ReadRun, second: ReadRun | None) -> Means:
     """Return what every part gives in the run of a second text, as `effect` takes means: a row a token."""
     if second is None:
         refuse(True, "there is no second text to take anything from: give one")
@@ -77,13 +112,13 @@ def _activations(run: PageRun, second: PageRun | None) -> Means:
     return {name: x[0] for name, x in other.record(*taps)[1].items()}
 
 
-def _same_model(run: PageRun, second: PageRun) -> None:
+def _same_model(run: ReadRun, second: ReadRun) -> None:
     refuse(
         run.m is not second.m, "the second text was read by another model: nothing of it fits into this one"
     )
 
 
-def effects(run: PageRun, how: How, position: int) -> dict[str, Any]:
+def effects(run: ReadRun, how: How, position: int) -> dict[str, Any]:
     """Return what the model says at one position without each of its parts alone; probabilities by id."""
     asked: dict[str, Any] = {"target": run.target, "pair": run.pair, "position": position}
     found = effect_of_each(run.m, run.given, how, **asked, top=LISTED, on_progress=run.progress)
@@ -105,7 +140,7 @@ def effects(run: PageRun, how: How, position: int) -> dict[str, Any]:
 
 
 def patches(
-    run: PageRun, second: str, part: str, position: int, token: int | None, against: int | None
+    run: ReadRun, second: str, part: str, position: int, token: int | None, against: int | None
 ) -> dict[str, Any]:
     """Return what each activation of this run brings back of its answer in the run of a second text."""
     other = run.others(second)
@@ -118,7 +153,7 @@ def patches(
     return found.to_dict()
 
 
-def followed_view(run: PageRun, token: int) -> dict[str, Any]:
+def followed_view(run: ReadRun, token: int) -> dict[str, Any]:
     """Return the probability of one choice after each layer, at each column."""
     found = followed(run.m, run.given, token, run.target, run.pair)
     return {"token": token, "label": run.choices.name(token), "p": packed_floats(found.numpy())}
@@ -131,7 +166,7 @@ class Ended(Exception):
     """Nobody waits for a job any more."""
 
 
-class Job:
+class PageJob:
     """Work of many passes, in a thread of its own; it ends where nobody asks about it."""
 
     def __init__(self, work: Callable[[OnRows], Any]) -> None:
@@ -161,16 +196,16 @@ class Job:
         return {"ready": ready, "done": self.done, "total": self.total, "body": self.body}
 
 
-class Jobs:
+class PageJobs:
     """The latest jobs, by what they compute."""
 
     def __init__(self) -> None:
-        self._jobs: OrderedDict[str, Job] = OrderedDict()
+        self._jobs: OrderedDict[str, PageJob] = OrderedDict()
 
     def ask(self, name: str, work: Callable[[OnRows], Any]) -> dict[str, Any]:
         """Begin a job unless it is there; return how far it is. One that failed is forgotten."""
         if name not in self._jobs or isinstance(self._jobs[name].error, Ended):
-            self._jobs[name] = Job(work)
+            self._jobs[name] = PageJob(work)
         while len(self._jobs) > KEPT_JOBS:
             self._jobs.popitem(last=False)
         try:

@@ -17,7 +17,7 @@ import numpy as np
 
 from clearhead.api import Model
 from clearhead.errors import ClearheadError, InputError, refuse
-from clearhead.explorer.atlas import Jobs
+from clearhead.explorer.atlas import PageJobs
 from clearhead.explorer.described import model_view
 from clearhead.explorer.views import PageRun, begin, view
 from clearhead.hub.pixels import read_image
@@ -102,7 +102,7 @@ class Session:
         self.lock = threading.Lock()
         self._runs: OrderedDict[str, PageRun] = OrderedDict()
         self._count = itertools.count(1)
-        self.jobs = Jobs()
+        self.jobs = PageJobs()
 
     def start(self) -> None:
         """Load the models in the background, and then look for what each head does."""

@@ -105,7 +105,7 @@ export function patchedHeads(body) {
 export function colourPath(app, run, colour) {
   const second = app.store.get("other");
   if (colour === "off") return effectsAt(app, run) === null ? null : `effects/zero?position=${effectsAt(app, run)}`;
-  if (run.task === "embed" || (colour === "patch" && (!second || second.model !== run.model))) return null;
+  if (run.task === "embed" || (colour === "patch" && (!second || second.model !== run.model || [second, run].map((one) => (one.source || one.tokens).labels.length).reduce((a, b) => a - b)))) return null;
   const path = colour === "direct" ? `contributions?${askedOf(app, run)}` : `patch/${second?.run}/heads?${askedOf(app, run)}`;
   return app.source.has(`run/${run.run}/${path}`) ? path : null;
 }

@@ -189,6 +189,14 @@ export const compareSection = {
 
     const patchPath = (run, kind) => `patch/${other.run}/${kind}?position=${columnOf(run, app.store.get("position"))}${app.store.get("target") === null ? "" : `&token=${app.store.get("target")}`}${app.store.get("foil") === null ? "" : `&against=${app.store.get("foil")}`}`;
 
+    /** Why nothing can be patched between two runs, where that is known before; null where it can. */
+    function unpatched(first, second, one, two) {
+      const [ours, theirs] = [first, second].map((run) => (run.source || run.tokens).labels.length);
+      if (first.model !== second.model) return "Patching takes two texts of one model.";
+      if (ours !== theirs) return `The texts have ${ours} and ${theirs} tokens: patching goes token by token, so give texts of equal length.`;
+      return one.probabilities.every((p, id) => Math.abs(p - two.probabilities[id]) < 1e-7) ? "Both sides say the same there: patching has nothing to bring back." : null;
+    }
+
     /** The patches of one kind of part: computed at once where that is quick, else when asked for. */
     async function patched(node, kind, now = false) {
       const run = app.store.get("run");
@@ -247,8 +255,9 @@ export const compareSection = {
           maps.push(...(await Promise.all([lensMap(choice, label, pairs).catch(soft), headMap(choice, label).catch(soft)])));
         }
         if (mine !== asked || other !== second || app.store.get("run") !== first) return;
-        const patches = one && first.model === second.model && el("div", { id: "patch" }, el("h4", {}, "Patch: what of A brings its answer back in B?"), patchWords, el("div", { class: "row toolbar" }, el("div", {}, el("label", { for: "patch-part" }, "Of each layer, token by token, take"), part)), el("div", { class: "bench" }, patchHeads, patchTokens), progress.root, patchSaid);
-        replace(shown, tokensOf(pairs), el("div", { class: "bench bench-top" }, answers(one, two), maps), patches || null);
+        const why = one && two ? unpatched(first, second, one, two) : null;
+        const patches = one && first.model === second.model && !why && el("div", { id: "patch" }, el("h4", {}, "Patch: what of A brings its answer back in B?"), patchWords, el("div", { class: "row toolbar" }, el("div", {}, el("label", { for: "patch-part" }, "Of each layer, token by token, take"), part)), el("div", { class: "bench" }, patchHeads, patchTokens), progress.root, patchSaid);
+        replace(shown, tokensOf(pairs), el("div", { class: "bench bench-top" }, answers(one, two), maps), patches || (why && el("p", { class: "soft" }, why)));
         if (patches) await Promise.all([patched(patchHeads, "heads"), patched(patchTokens, part.value)]);
       } catch (error) {
         if (mine === asked) problem.textContent = error.message;
