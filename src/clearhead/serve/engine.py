@@ -15,8 +15,10 @@ from typing import Any
 
 import torch
 
+from clearhead.api import Model
 from clearhead.bundle import Bundle
 from clearhead.errors import BusyError, InputError, refuse
+from clearhead.serve.inside import InsideView
 from clearhead.serve.jobs import Asked, Job, Told, blocks_for, check_served, plain_greedy
 from clearhead.serve.limits import Limits, ServeFigures, pool_for, window_blocks
 from clearhead.serve.paged import ALL, PagedCache, TextPiece
@@ -30,13 +32,14 @@ STALLED = 30.0  # seconds without a step, with work to do, after which the engin
 class ServeEngine:
     """The requests of one model. `submit` and `read` may be called from any thread, `step` from one."""
 
-    def __init__(self, m: Bundle, limits: Limits | None = None) -> None:
+    def __init__(self, m: Model, limits: Limits | None = None) -> None:
         self.m, self.limits, self.figures = m, limits or Limits(), ServeFigures()
         self.runner = ragged(m.model, self.limits.exact)
         self.reader = _with_model(m, self.runner)
         self.waiting: deque[Job] = deque()
         self.running: list[Job] = []  # by arrival
         self.readings = ReadingLine()
+        self.inside = InsideView(m)
         self.moved = time.monotonic()  # when the last step ended
         self.closed = False
         self._wake = threading.Condition()
@@ -98,6 +101,8 @@ class ServeEngine:
                 f"a text of {tokens} tokens does not fit into the {room * self.limits.block} that the server "
                 "holds: shorten it, or give the server a larger cache",
             )
+        if job.asked.inside:
+            self.inside.check(job.asked.inside, needed, job.sources)
         self.check_room(len(job.tokens))
         with self._wake:
             self.waiting.append(job)
@@ -289,6 +294,11 @@ class ServeEngine:
                 self._end(job)
 
     def _end(self, job: Job, reason: str | None = None, error: Exception | None = None) -> None:
+        if job.asked.inside and reason is None:
+            try:
+                job.inside = self.inside.look(job.asked.inside, job.tokens, job.prompts.source)
+            except Exception as wrong:
+                error = wrong
         job.end(reason, error)
         self.figures.ended[job.row.stop_reason] += 1
         if job in self.running:

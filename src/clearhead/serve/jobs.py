@@ -40,6 +40,7 @@ class Asked:
     prompt_logprobs: int | None = None  # report the prompt's tokens, with so many of the best at each place
     nothing: bool = False  # read the prompt, and write nothing
     seconds: float | None = None  # the deadline, from now on
+    inside: tuple[str, ...] = ()  # activations to see of the whole text, by name or pattern, and "lens"
 
 
 @dataclass
@@ -100,6 +101,7 @@ class Job:
         self.result: Generation | None = None
         self.error: Exception | None = None
         self.after: Job | None = None  # begin when this one, which has the same prompt, has read it
+        self.inside: dict[str, Any] | None = None  # what was asked for, ready for JSON
         self.cached = 0  # tokens of the prompt that were found in the pool
         self.preempted = 0  # how often
         self._cancelled, self._done, self._new = False, threading.Event(), ""
