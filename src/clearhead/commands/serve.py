@@ -44,6 +44,9 @@ def serve(
     drain: Annotated[
         float, option("seconds that running requests get when the server is told to end")
     ] = 30.0,
+    page: Annotated[
+        bool, option("show the page at / also where others reach the server: they see all requests")
+    ] = False,
     device: Device = "cpu",
     dtype: Dtype = None,
 ) -> None:
@@ -83,7 +86,7 @@ def serve(
         if exact and not engine.exact:
             print_notes([f"note: on this machine the last bits of {name}'s logits depend on the batch"])
     print_notes([f"clearhead serves {', '.join(engines)}: {address}/v1  (Ctrl-C ends it)"])
-    app = make_server(engines, host, keys, drain)
+    app = make_server(engines, host, keys, drain, page or is_loopback(host))
     config = uvicorn.Config(
         app,
         log_level="warning",

@@ -141,7 +141,7 @@ class ServedTexts:
             made["text"] = self._echoed(job) + (found.text or "")
         made["logprobs"] = self._logprobs(job, 0, len(found.ids))
         if job.inside is not None:
-            made["inside"] = job.inside
+            made["inside"], job.inside = job.inside, None  # it is large, and told once
         return made
 
     def _echoed(self, job: Job) -> str:
@@ -176,7 +176,7 @@ class ServedTexts:
                     last = self._chunk(number, {} if self.chat else "")
                     last["finish_reason"] = finish_reason(job.row.stop_reason)
                     if job.inside is not None:
-                        last["inside"] = job.inside
+                        last["inside"], job.inside = job.inside, None
                     yield event([last])
             if usage:
                 yield event([], usage=self.usage())

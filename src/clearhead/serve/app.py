@@ -23,6 +23,7 @@ from clearhead.serve.answers import LOOK, ServedTexts, completion, conversation,
 from clearhead.serve.engine import ServeEngine
 from clearhead.serve.guard import Guard
 from clearhead.serve.metrics import Metrics
+from clearhead.serve.page import add_page
 from clearhead.tasks import reading
 
 RETRY_AFTER = "1"
@@ -33,8 +34,12 @@ def make_server(
     host: str = "127.0.0.1",
     keys: Collection[str] = (),
     drain: float = 30.0,
+    page: bool = False,
 ) -> FastAPI:
-    """Return the routes for models by name; the first is the one a request without a name gets."""
+    """Return the routes for models by name; the first is the one a request without a name gets.
+
+    `page`: show what is done at /, and what was asked and answered in the explorer.
+    """
     metrics, known = Metrics(), list(engines)
 
     @asynccontextmanager
@@ -207,6 +212,8 @@ def make_server(
     async def figures() -> Response:
         return PlainTextResponse(metrics.text(engines))
 
+    if page:
+        add_page(app, engines, host)
     begun = int(time.time())
     return app
 

@@ -26,6 +26,7 @@ from clearhead.serve.ragged import ragged, rows_agree
 from clearhead.serve.readings import Reading, ReadingLine
 from clearhead.tasks.generation import Prompt
 
+KEPT = 64  # requests that are remembered once they have ended
 STALLED = 30.0  # seconds without a step, with work to do, after which the engine counts as ill
 
 
@@ -38,10 +39,11 @@ class ServeEngine:
         self.reader = _with_model(m, self.runner)
         self.waiting: deque[Job] = deque()
         self.running: list[Job] = []  # by arrival
+        self.finished: deque[Job] = deque(maxlen=KEPT)  # for those who look inside them
         self.readings = ReadingLine()
         self.inside = InsideView(m)
         self.moved = time.monotonic()  # when the last step ended
-        self.closed = False
+        self.closed, self._count = False, 0
         self._wake = threading.Condition()
         self._thread: threading.Thread | None = None
         weight, spec = next(self.runner.parameters()), self.runner.main.spec
@@ -105,6 +107,8 @@ class ServeEngine:
             self.inside.check(job.asked.inside, needed, job.sources)
         self.check_room(len(job.tokens))
         with self._wake:
+            self._count += 1
+            job.number = self._count
             self.waiting.append(job)
             self._wake.notify()
         return job
@@ -300,6 +304,7 @@ class ServeEngine:
             except Exception as wrong:
                 error = wrong
         job.end(reason, error)
+        self.finished.append(job)
         self.figures.ended[job.row.stop_reason] += 1
         if job in self.running:
             self.running.remove(job)

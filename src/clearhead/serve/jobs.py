@@ -102,6 +102,7 @@ class Job:
         self.error: Exception | None = None
         self.after: Job | None = None  # begin when this one, which has the same prompt, has read it
         self.inside: dict[str, Any] | None = None  # what was asked for, ready for JSON
+        self.number = 0  # of this request, in the order of arrival
         self.cached = 0  # tokens of the prompt that were found in the pool
         self.preempted = 0  # how often
         self._cancelled, self._done, self._new = False, threading.Event(), ""
