@@ -8,6 +8,7 @@ A kill comes at a random moment, or within the write of a line, half of which is
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import random
@@ -64,9 +65,9 @@ def killed(m, folder: Path, kills: int, seed: int) -> dict[str, int]:
     rows = write_rows(given, 4 * kills)
     seen, torn = [], 0
     for _ in range(kills):
-        within = draw.random() < 0.5
-        number = child(lambda after=draw.randrange(3) if within else None: run(m, given, out, after))
-        if not within:
+        after = draw.randrange(3) if draw.random() < 0.5 else None
+        number = child(functools.partial(run, m, given, out, after))
+        if after is None:
             size = out.stat().st_size if out.exists() else 0
             until = time.monotonic() + 60
             while (out.stat().st_size if out.exists() else 0) <= size and time.monotonic() < until:
