@@ -34,7 +34,7 @@ def completion(engine: ServeEngine, name: str, body: CompletionBody) -> "ServedT
     refuse(most == 0 and not body.echo, "max_tokens 0 writes nothing: ask for 1 or more, or for echo")
     refuse(engine.m.tokenizer is None, "this model has no tokenizer: it cannot be served as text")
     asked = Asked(body.cache_salt or "", body.logprobs if body.echo else None, most == 0, body.seconds)
-    asked = replace(asked, inside=tuple(body.inside or ()))
+    asked = replace(asked, inside=tuple(body.inside or ()), adapter=name if name in engine.adapters else "")
     options, seeds = body.options(max(1, most)), body.seeds(body.n or 1)
     return ServedTexts(
         engine, name, False, body.prompts(), options, seeds, asked, body.logprobs, bool(body.echo)
@@ -49,7 +49,8 @@ def conversation(engine: ServeEngine, name: str, body: ChatBody) -> "ServedTexts
     )
     ids = chat_ids(engine.m, body.messages, body.chat_template_kwargs or {})
     most = body.max_completion_tokens or body.max_tokens or max(1, engine.longest - len(ids))
-    asked = Asked(body.cache_salt or "", seconds=body.seconds, inside=tuple(body.inside or ()))
+    adapter = name if name in engine.adapters else ""
+    asked = Asked(body.cache_salt or "", None, False, body.seconds, adapter, tuple(body.inside or ()))
     return ServedTexts(
         engine, name, True, [ids], body.options(most), body.seeds(body.n or 1), asked, body.best
     )

@@ -40,7 +40,9 @@ def make_server(
 
     `page`: show what is done at /, and what was asked and answered in the explorer.
     """
-    metrics, known = Metrics(), list(engines)
+    metrics = Metrics()
+    named = {**engines, **{name: engine for engine in engines.values() for name in engine.adapters}}
+    known = list(named)
 
     @asynccontextmanager
     async def life(app: FastAPI) -> Any:
@@ -73,11 +75,11 @@ def make_server(
 
     def engine_of(name: str | None) -> tuple[str, ServeEngine]:
         found = known[0] if name is None else name
-        if found not in engines:
+        if found not in named:
             raise HTTPException(
                 404, f'model "{found}"{nearest(found, known)} is not here: {", ".join(known)} are'
             )
-        return found, engines[found]
+        return found, named[found]
 
     async def answered(choices: ServedTexts, body: protocol.Writing, request: Request) -> Response:
         await choices.begin(metrics)
@@ -190,7 +192,7 @@ def make_server(
                 "owned_by": "clearhead",
                 "max_model_len": engine.m.max_length,
             }
-            for name, engine in engines.items()
+            for name, engine in named.items()
         ]
         return {"object": "list", "data": data}
 

@@ -40,6 +40,8 @@ def add_page(app: FastAPI, engines: Mapping[str, ServeEngine], host: str) -> Non
         job = next((one for one in list(kept) if one.number == number), None)
         if job is None:
             raise HTTPException(404, f"request {number} is forgotten: the latest {KEPT} are kept")
+        if job.asked.adapter:
+            raise HTTPException(404, f"the explorer reads the model without adapter {job.asked.adapter}")
         return RedirectResponse(f"/explore/{place}/#{_read(job)}", 303, headers=HEADERS)
 
     app.include_router(router)
