@@ -29,7 +29,8 @@ from common import save
 from serve_mixes import bytes_tokenizer
 
 ROUNDS = 5  # of usual load and overload, in turn
-LONGEST = 300.0  # seconds after which a request counts as hung
+TOKENS = 80  # of each open stream
+LONGEST = 900.0  # seconds after which a request counts as hung
 
 
 def started(folder: Path, *options: str, port: int = 0) -> tuple[subprocess.Popen[str], int]:
@@ -107,7 +108,7 @@ def spread(seconds: list[float]) -> dict[str, float]:
 
 async def hold(port: int, count: int) -> dict[str, object]:
     """Open so many streams; none ends before all have begun."""
-    body = {"max_tokens": 200, "temperature": 0, "stream": True, "min_tokens": 200}
+    body = {"max_tokens": TOKENS, "temperature": 0, "stream": True, "min_tokens": TOKENS}
     begun = [asyncio.Event() for _ in range(count)]
     tasks = []
     for number, event in enumerate(begun):
@@ -124,7 +125,7 @@ async def hold(port: int, count: int) -> dict[str, object]:
         "open at once": still,
         "ended whole": len(answers),
         "new tokens per second": round(
-            200 * count / max(one.parts[-1][0] - answers[0].start for one in answers)
+            TOKENS * count / max(one.parts[-1][0] - answers[0].start for one in answers)
         ),
         "ms to the first byte": spread([one.first for one in answers]),
         "ms of health meanwhile": spread(health),
@@ -245,6 +246,8 @@ def main() -> None:
     def keep(title: str, found: dict[str, object]) -> None:
         results.append({"title": title, **found, "load of the machine": round(os.getloadavg()[0], 1)})
         print(json.dumps(results[-1], indent=1), flush=True)
+        if given.save:
+            save("serve_load", results)
 
     with tempfile.TemporaryDirectory() as work:
         tiny = small(Path(work), "tiny", d_model=32, n_layers=1, n_heads=2, max_positions=512)
@@ -261,8 +264,6 @@ def main() -> None:
             with server(wide) as port:
                 keep("health during a prompt of 8192 tokens", asyncio.run(health(port, 8192)))
                 keep("a client that goes away", asyncio.run(leave(port, 10)))
-    if given.save:
-        save("serve_load", results)
 
 
 if __name__ == "__main__":
