@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import clearhead as ch
+from clearhead.commands import serve as commands
 from clearhead.errors import InputError
 from clearhead.serve.adapters import updates_of
 from clearhead.serve.engine import ServeEngine
@@ -101,3 +102,15 @@ def test_an_adapter_is_a_model_over_http(byte_tokenizer):
         inside = call(at, "/v1/completions", {**body, "model": "polite", "inside": ["lens"]})
     assert inside[0] == 400
     assert "adapter" in inside[2]["error"]["message"]
+
+
+def test_the_command_opens_adapters_and_names_what_is_wrong(byte_tokenizer, tmp_path):
+    m = mixes.model("rope-gqa", byte_tokenizer)
+    tuned(m, 1, ("q", "v")).save(tmp_path / "run")
+    m.save(folder := tmp_path / "m")
+    engine = commands._engine(folder, Limits(), "cpu", None, {"polite": tmp_path / "run"})
+    assert {a.shape[0] for a, _ in engine.adapters["polite"].values()} == {2}
+    with pytest.raises(InputError, match='--adapter "x" must be NAME=DIR'):
+        commands.serve(folder, adapter=("x",))
+    with pytest.raises(InputError, match="two models are called a"):
+        commands.serve(folder, model=(f"a={folder}",), adapter=(f"a={folder}",))

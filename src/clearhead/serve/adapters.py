@@ -121,4 +121,5 @@ def _joined(updates: Sequence[Update | None], layers: Sequence[nn.Linear]) -> Up
         for one in layers
     ]
     pairs = [given or empty for given, empty in zip(updates, none)]
-    return torch.cat([a for a, _ in pairs]).detach(), torch.block_diag(*(b for _, b in pairs)).detach()
+    apart: Tensor = torch.block_diag(*(b for _, b in pairs))  # type: ignore[no-untyped-call]
+    return torch.cat([a for a, _ in pairs]).detach(), apart.detach()

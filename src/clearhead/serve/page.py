@@ -5,6 +5,7 @@ which reads what was asked and answered by the model itself, in a thread of its 
 """
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 from urllib.parse import urlencode
 
@@ -46,7 +47,7 @@ def add_page(app: FastAPI, engines: Mapping[str, ServeEngine], host: str) -> Non
 
     app.include_router(router)
     for place, (name, engine) in enumerate(engines.items()):
-        opened_model = Opened(name, lambda m=engine.m: m)
+        opened_model = Opened(name, partial(getattr, engine, "m"))
         opened_model.open()
         opened_model.roles = {}  # they take long: `clearhead explore` finds them
         app.mount(f"/explore/{place}", make_app(Session([opened_model]), host))
