@@ -5,6 +5,7 @@
 Each part starts `clearhead serve` in a process of its own, with one thread, on a small model with random
 weights, and asks it over HTTP from this process. `overload`: as many requests arrive in a second as the
 server takes when all its rows are busy, and then ten times as many; latencies are those of accepted requests.
+These are seconds of the wall: `load of the machine` says how many processes wanted its processors meanwhile.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ def write_gguf(path: pathlib.Path, model: GPT2LMHeadModel, names: list[str]) -> 
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(names)
     writer.add_token_types([gguf.TokenType.NORMAL] * len(names))
-    writer.add_token_merges([])
+    writer.add_token_merges(["~ ~"])  # one at least
     for kind in ("bos", "eos"):
         getattr(writer, f"add_{kind}_token_id")(50256)
     inner = {
