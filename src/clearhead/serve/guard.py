@@ -1,6 +1,8 @@
 """What every request passes first: the server's own names, keys, and limits on the body."""
 
 import asyncio
+import base64
+import contextlib
 import hmac
 from collections.abc import Collection
 
@@ -38,7 +40,8 @@ class Guard:
             except InputError as error:
                 refusal = 413, str(error)
         if refusal is not None:
-            await JSONResponse(error_body(InputError(refusal[1])), refusal[0])(scope, receive, send)
+            asks = {"WWW-Authenticate": "Basic"} if refusal[0] == 401 and scope["path"] == "/" else None
+            await JSONResponse(error_body(InputError(refusal[1])), refusal[0], asks)(scope, receive, send)
             return
 
         async def again() -> Message:
@@ -75,6 +78,10 @@ async def _whole(receive: Receive) -> Message:
 
 
 def _has_key(headers: Headers, keys: Collection[str]) -> bool:
-    given = headers.get("authorization", "").removeprefix("Bearer ").encode("utf-8", "replace")
+    scheme, _, text = headers.get("authorization", "").partition(" ")
+    given = text.encode("utf-8", "replace")
+    if scheme == "Basic":  # what a browser sends, after asking for a name and a password: the key
+        with contextlib.suppress(ValueError):
+            given = base64.b64decode(given).partition(b":")[2]
     # Every key is compared, so that the time tells nothing.
     return sum(hmac.compare_digest(given, key.encode()) for key in keys) > 0

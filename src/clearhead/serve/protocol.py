@@ -53,6 +53,7 @@ class Writing(Body):
     stream_options: StreamOptions | None = None
     cache_salt: Annotated[str, Field(max_length=1000)] | None = None
     seconds: Annotated[float, Field(gt=0, le=86_400)] | None = None  # the deadline
+    inside: list[Annotated[str, Field(max_length=200)]] | None = None  # activations to see, by name
 
     def options(self, most: int) -> dict[str, Any]:
         """Return the options of `generate`; without a temperature texts are drawn, as OpenAI's are."""

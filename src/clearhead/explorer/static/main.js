@@ -96,8 +96,8 @@ function mountTools(app) {
   const dark = el("button", { type: "button", id: "theme", onclick: () => switchTheme(app) }, "Light / dark");
   const tour = el("button", { type: "button", id: "tour", onclick: () => startTour(app) }, "Guided tour");
   const save = el("a", { id: "export", class: "button", href: "#", download: "" }, "Save this page");
-  app.store.on("run", (run) => save.setAttribute("href", run && app.source.live ? `/inside/export?run=${encodeURIComponent(run.run)}` : "#"));
-  save.addEventListener("click", () => save.setAttribute("href", `/inside/export?run=${encodeURIComponent(app.store.get("run").run)}&state=${encodeURIComponent(writeSelection(app))}${app.store.get("other") ? `&second=${app.store.get("other").run}` : ""}`));
+  app.store.on("run", (run) => save.setAttribute("href", run && app.source.live ? `inside/export?run=${encodeURIComponent(run.run)}` : "#"));
+  save.addEventListener("click", () => save.setAttribute("href", `inside/export?run=${encodeURIComponent(app.store.get("run").run)}&state=${encodeURIComponent(writeSelection(app))}${app.store.get("other") ? `&second=${app.store.get("other").run}` : ""}`));
   replace(byId("tools"), tour, dark, app.source.live ? save : null);
   const kept = localTheme();
   if (kept) applyTheme(app, kept);

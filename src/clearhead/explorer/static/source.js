@@ -77,7 +77,7 @@ export class LiveSource {
   async ask(path, options) {
     let response;
     try {
-      response = await fetch(`/inside/${path}`, options);
+      response = await fetch(`inside/${path}`, options);
     } catch {
       throw new Error("the server does not answer: is `clearhead explore` still running?");
     }
