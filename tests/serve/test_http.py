@@ -171,13 +171,6 @@ def test_what_is_wrong_is_named(address, path, change, status, named):
     assert named in found[2]["error"]["message"]
 
 
-def test_json_mode_is_refused_by_name(address):
-    body = {"model": "writer", "messages": [{"role": "user", "content": "x"}]}
-    found = call(address, "/v1/chat/completions", {**body, "response_format": {"type": "json_object"}})
-    assert found[0] == 400
-    assert "response_format.type" in found[2]["error"]["message"]
-
-
 def test_a_template_cannot_leave_its_sandbox(address, writer):
     writer.settings["chat_template"] = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
     try:
