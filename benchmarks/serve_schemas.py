@@ -1,6 +1,6 @@
 """Hold texts to generated JSON schemas, and validate every one: valid, or cut off at its length.
 
-    pip install hypothesis-jsonschema
+    pip install hypothesis-jsonschema 'hypothesis<6.130'
     python benchmarks/serve_schemas.py [COUNT]
 
 Schemas are drawn by hypothesis-jsonschema from a schema of schemas. A model of random weights, which would
@@ -34,7 +34,7 @@ from tests.serve import mixes
 RESULT = pathlib.Path(__file__).parent / "results" / "serve_schemas.json"
 SMALL = {"type": "integer", "minimum": 0, "maximum": 6}
 NUMBER = {"type": "integer", "minimum": -1000, "maximum": 1000}
-TEXT = {"type": "string", "maxLength": 8, "pattern": "^[a-zA-Z0-9 _\"\\\\\\u00e9-]*$"}
+TEXT = {"type": "string", "maxLength": 8, "pattern": '^[a-zA-Z0-9 _"\\\\\\u00e9-]*$'}
 SCALAR = {"anyOf": [TEXT, NUMBER, {"type": "boolean"}, {"type": "null"}, {"type": "number"}]}
 
 

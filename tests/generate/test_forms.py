@@ -10,8 +10,8 @@ import pytest
 import clearhead as ch
 from clearhead.errors import InputError
 from clearhead.generate.forms import KEPT
-from clearhead.tokens.spelling import token_bytes
 from clearhead.tokens.plan import TokensPlan
+from clearhead.tokens.spelling import token_bytes
 from clearhead.tokens.training import GENERATOR, train_tokenizer
 from tests.serve import mixes
 

@@ -1,12 +1,18 @@
-"""What every request passes first: the server's own names, keys, and limits on the body."""
+"""What every request passes first: the server's own names, keys, and limits on headers and body.
+
+A connection that says nothing, or says it too slowly, is closed; where connections are too many, the one
+that has waited longest.
+"""
 
 import asyncio
 import hmac
+import time
 from collections.abc import Collection
 
 from fastapi.responses import JSONResponse
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from clearhead.errors import InputError
 from clearhead.explorer.app import allowed_names, host_name
@@ -14,7 +20,59 @@ from clearhead.serve.answers import error_body
 
 LARGEST_BODY = 8_000_000  # bytes
 BODY_SECONDS = 30.0  # for a body to arrive
+HEADER_SECONDS = 10.0  # for the line and the headers of a request to arrive
+MOST_CONNECTIONS = 4096
+FILES_LEFT = 256  # that the process needs beside its connections
 OPEN = ("/health", "/ready")  # routes without a key
+ONCE = ("content-length", "host", "transfer-encoding", "authorization")  # headers that must not come twice
+
+
+class Connection(H11Protocol):
+    """A connection as uvicorn has it, that must ask for something soon."""
+
+    since: float | None = None  # when it began to wait for a request; None: one is being answered
+    most = MOST_CONNECTIONS
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Close the connection that has waited longest, where there are too many."""
+        super().connection_made(transport)
+        self._wait()
+        waiting = [one for one in self.connections if isinstance(one, Connection) and one._idle()]
+        if len(self.connections) > self.most and waiting:
+            min(waiting, key=lambda one: one.since or 0.0).transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        """Read what has come; a request that is whole waits no longer."""
+        if self.since is None and self._idle():
+            self._wait()
+        super().data_received(data)
+        if not self._idle():
+            self.since = None
+
+    def _idle(self) -> bool:
+        return self.cycle is None or self.cycle.response_complete
+
+    def _wait(self) -> None:
+        self.since = time.monotonic()
+        self.loop.call_later(HEADER_SECONDS, self._late, self.since)
+
+    def _late(self, since: float) -> None:
+        if self.since == since and not self.transport.is_closing():
+            self.transport.abort()
+
+
+def connections_allowed() -> int:
+    """Return how many connections there may be; let the process open as many files as it may."""
+    try:
+        import resource
+    except ImportError:
+        return MOST_CONNECTIONS
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_CONNECTIONS + FILES_LEFT
+    if soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return max(1, min(MOST_CONNECTIONS, soft - FILES_LEFT))
 
 
 class Guard:
@@ -38,7 +96,8 @@ class Guard:
             except InputError as error:
                 refusal = 413, str(error)
         if refusal is not None:
-            await JSONResponse(error_body(InputError(refusal[1])), refusal[0])(scope, receive, send)
+            answer = JSONResponse(error_body(InputError(refusal[1])), refusal[0], {"Connection": "close"})
+            await answer(scope, receive, send)
             return
 
         async def again() -> Message:
@@ -47,6 +106,10 @@ class Guard:
         await self.app(scope, again, send)
 
     def _refusal(self, path: str, headers: Headers) -> tuple[int, str] | None:
+        twice = [name for name in ONCE if len(headers.getlist(name)) > 1]
+        if ("content-length" in headers and "transfer-encoding" in headers) or twice:
+            both = ", ".join(twice) or "content-length and transfer-encoding"
+            return 400, f"the headers do not say where the request ends, or whose it is: {both}"
         names = [host_name(headers.get("host", ""))]
         if "origin" in headers:
             names.append(host_name(headers["origin"].partition("://")[2]))
