@@ -18,10 +18,11 @@ from importlib.metadata import version
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 from benchmarks.serve_mixes import bytes_tokenizer
-from clearhead.serve.engine import ServeEngine
 from tests.serve import mixes
 from tests.serve.served import serving
 from tests.serve.test_http import TEMPLATE
+
+from clearhead.serve.engine import ServeEngine
 
 RESULT = pathlib.Path(__file__).parent / "results" / "serve_clients.json"
 PAIRS = [("Once upon", " a time"), ("a", "b"), ("To be or not", " to be, that is"), ("x" * 60, "yz")] * 5
@@ -55,7 +56,8 @@ from lm_eval.api.registry import get_model
 import lm_eval.models
 base, folder = sys.argv[1:]
 pairs = json.load(sys.stdin)
-asked = f"base_url={base}/v1/completions,model=writer,tokenizer={folder},tokenizer_backend=huggingface,max_length=128"
+asked = f"base_url={base}/v1/completions,model=writer,tokenizer={folder},max_length=128"
+asked += ",tokenizer_backend=huggingface"
 lm = get_model("local-completions").create_from_arg_string(asked)
 rows = [Instance("loglikelihood", {}, tuple(pair), n) for n, pair in enumerate(pairs)]
 print(json.dumps({"version": importlib.metadata.version("lm_eval"), "found": lm.loglikelihood(rows)}))

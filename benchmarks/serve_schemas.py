@@ -23,13 +23,14 @@ from hypothesis_jsonschema import from_schema
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 from benchmarks.serve_mixes import bytes_tokenizer
+from tests.serve import mixes
+
 from clearhead.errors import InputError
 from clearhead.serve.answers import completion
 from clearhead.serve.constraints import check_form
 from clearhead.serve.engine import ServeEngine
 from clearhead.serve.limits import Limits
 from clearhead.serve.protocol import CompletionBody
-from tests.serve import mixes
 
 RESULT = pathlib.Path(__file__).parent / "results" / "serve_schemas.json"
 SMALL = {"type": "integer", "minimum": 0, "maximum": 6}
