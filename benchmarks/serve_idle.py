@@ -15,11 +15,12 @@ import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 from benchmarks.serve_mixes import bytes_tokenizer
-from clearhead.serve import guard
-from clearhead.serve.engine import ServeEngine
 from tests.serve import mixes
 from tests.serve.served import serving
 from tests.serve.test_http import call
+
+from clearhead.serve import guard
+from clearhead.serve.engine import ServeEngine
 
 RESULT = pathlib.Path(__file__).parent / "results" / "serve_idle.json"
 KEPT = 1000  # connections that the server keeps in this run

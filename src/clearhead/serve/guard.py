@@ -8,6 +8,7 @@ import asyncio
 import hmac
 import time
 from collections.abc import Collection
+from typing import ClassVar
 
 from fastapi.responses import JSONResponse
 from starlette.datastructures import Headers
@@ -30,35 +31,45 @@ ONCE = ("content-length", "host", "transfer-encoding", "authorization")  # heade
 class Connection(H11Protocol):
     """A connection as uvicorn has it, that must ask for something soon."""
 
-    since: float | None = None  # when it began to wait for a request; None: one is being answered
     most = MOST_CONNECTIONS
+    waiting: ClassVar[dict["Connection", float]] = {}  # since when, by connection, the longest first
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Close the connection that has waited longest, where there are too many."""
+        """Close the one that has waited longest, where connections are too many."""
         super().connection_made(transport)
         self._wait()
-        waiting = [one for one in self.connections if isinstance(one, Connection) and one._idle()]
-        if len(self.connections) > self.most and waiting:
-            min(waiting, key=lambda one: one.since or 0.0).transport.abort()
+        if len(self.connections) > self.most:
+            next(iter(self.waiting)).leave()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget the connection."""
+        self.waiting.pop(self, None)
+        super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         """Read what has come; a request that is whole waits no longer."""
-        if self.since is None and self._idle():
+        if self not in self.waiting and self._idle():
             self._wait()
         super().data_received(data)
         if not self._idle():
-            self.since = None
+            self.waiting.pop(self, None)
+
+    def leave(self) -> None:
+        """Close the connection, and make room at once."""
+        self.waiting.pop(self, None)
+        self.connections.discard(self)
+        self.transport.abort()
 
     def _idle(self) -> bool:
         return self.cycle is None or self.cycle.response_complete
 
     def _wait(self) -> None:
-        self.since = time.monotonic()
-        self.loop.call_later(HEADER_SECONDS, self._late, self.since)
+        self.waiting[self] = since = time.monotonic()
+        self.loop.call_later(HEADER_SECONDS, self._late, since)
 
     def _late(self, since: float) -> None:
-        if self.since == since and not self.transport.is_closing():
-            self.transport.abort()
+        if self.waiting.get(self) == since:
+            self.leave()
 
 
 def connections_allowed() -> int:
