@@ -104,6 +104,8 @@ _hints = functools.cache(get_type_hints)
 
 def _fits(value: Any, hint: Any) -> bool:
     origin, arguments = get_origin(hint), get_args(hint)
+    if hint is Any:
+        return True
     if origin is Literal:
         return any(value == choice and type(value) is type(choice) for choice in arguments)
     if origin in (Union, types.UnionType):

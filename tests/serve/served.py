@@ -10,12 +10,14 @@ import uvicorn
 
 from clearhead.serve.app import make_server
 from clearhead.serve.engine import ServeEngine
+from clearhead.serve.guard import Connection
 
 
 @contextmanager
 def serving(engines: dict[str, ServeEngine], **options):
     """Serve these engines; give the server's address, and end it afterwards."""
-    config = uvicorn.Config(make_server(engines, **options), port=0, log_level="error", lifespan="on")
+    app = make_server(engines, **options)
+    config = uvicorn.Config(app, port=0, log_level="error", lifespan="on", http=Connection)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()

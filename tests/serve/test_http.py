@@ -171,24 +171,6 @@ def test_what_is_wrong_is_named(address, path, change, status, named):
     assert named in found[2]["error"]["message"]
 
 
-def test_json_mode_is_refused_by_name(address):
-    body = {"model": "writer", "messages": [{"role": "user", "content": "x"}]}
-    found = call(address, "/v1/chat/completions", {**body, "response_format": {"type": "json_object"}})
-    assert found[0] == 400
-    assert "response_format.type" in found[2]["error"]["message"]
-
-
-def test_a_template_cannot_leave_its_sandbox(address, writer):
-    writer.settings["chat_template"] = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
-    try:
-        body = {"model": "writer", "messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
-        found = call(address, "/v1/chat/completions", body)
-    finally:
-        writer.settings["chat_template"] = TEMPLATE
-    assert found[0] == 400
-    assert "chat template" in found[2]["error"]["message"]
-
-
 def test_other_hosts_origins_and_large_bodies_are_refused(address):
     assert call(address, "/v1/models", Host="evil.example")[0] == 403
     assert call(address, "/v1/models", Origin="https://evil.example")[0] == 403
@@ -264,7 +246,8 @@ def test_the_ids_of_a_chat_equal_those_of_transformers(tmp_path):
     tokenizer.add_special_tokens([AddedToken("<s>", special=True), AddedToken("</s>", special=True)])
     template = (
         "{{ bos_token }}\n{%- for m in messages %}\n    {%- if loop.index > 2 %}{% break %}{% endif %}\n"
-        "{{ m.role }} : {{ m.content | trim }} {{ m | tojson }}{{ eos_token }}\n{%- endfor %}"
+        "{% generation %}{{ m.role }} : {{ m.content | trim }} {{ m | tojson }}{{ eos_token }}"
+        "{% endgeneration %}\n{%- endfor %}"
     )
     theirs = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
     m = ch.Model(

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import typing
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from pydantic import BaseModel
 
+from clearhead.serve import protocol
 from clearhead.serve.engine import ServeEngine
 from tests.serve import mixes
 from tests.serve.served import serving
@@ -67,10 +70,77 @@ def test_the_asynchronous_client(served):
         async with openai.AsyncOpenAI(base_url=f"{served[0]}/v1", api_key="k", max_retries=0) as client:
             given = {"model": "writer", "messages": MESSAGES, "max_tokens": 12, "temperature": 0}
             made = await asyncio.gather(*(client.chat.completions.create(**given) for _ in range(4)))
-            return [one.choices[0].message.content for one in made]
+            stream = await client.chat.completions.create(**given, stream=True)
+            pieces = [chunk.choices[0].delta.content or "" async for chunk in stream]
+            return [*(one.choices[0].message.content for one in made), "".join(pieces)]
 
     with ThreadPoolExecutor(1) as apart:  # this thread may have a loop of its own, of an earlier test
-        assert apart.submit(asyncio.run, ask()).result() == [wanted(served[1])] * 4
+        assert apart.submit(asyncio.run, ask()).result() == [wanted(served[1])] * 5
+
+
+class Light(BaseModel):
+    colour: typing.Literal["red", "green"]
+    bright: bool
+
+
+def test_structured_outputs_by_parse_and_in_a_stream(client):
+    given = {"model": "writer", "messages": MESSAGES, "max_tokens": 60, "response_format": Light, "seed": 1}
+    made = client.chat.completions.parse(**given)
+    assert isinstance(made.choices[0].message.parsed, Light)
+    assert made.choices[0].finish_reason == "stop"
+    with client.chat.completions.stream(**given) as stream:
+        pieces = "".join(event.delta for event in stream if event.type == "content.delta")
+        final = stream.get_final_completion()
+    assert final.choices[0].message.parsed == made.choices[0].message.parsed
+    assert pieces == made.choices[0].message.content
+    with pytest.raises(openai.LengthFinishReasonError):
+        client.chat.completions.parse(**given | {"max_tokens": 5})
+
+
+def fields() -> list[tuple[str, type, str]]:
+    """Every field that the client knows, with our body and the route."""
+    from openai.types import completion_create_params as texts
+    from openai.types import embedding_create_params as vectors
+    from openai.types.chat import completion_create_params as chats
+
+    known = [
+        ("/chat/completions", protocol.ChatBody, chats.CompletionCreateParamsBase),
+        ("/completions", protocol.CompletionBody, texts.CompletionCreateParamsBase),
+        ("/embeddings", protocol.EmbeddingsBody, vectors.EmbeddingCreateParams),
+    ]
+    return [(route, body, name) for route, body, theirs in known for name in theirs.__annotations__]
+
+
+def test_every_field_of_the_client_is_honoured_or_refused_by_name(client):
+    least = {
+        "/chat/completions": {"messages": MESSAGES},
+        "/completions": {"prompt": "x"},
+        "/embeddings": {"input": "x", "model": "reader"},
+    }
+    refused = set()
+    for route, body, name in fields():
+        if name in body.model_fields:
+            continue
+        refused.add(name)
+        with pytest.raises(openai.BadRequestError, match=f'"{name}" is not a field'):
+            client.post(route, body={**least[route], name: 1}, cast_to=object)
+    assert refused >= {"tools", "logit_bias", "best_of", "suffix", "dimensions", "reasoning_effort", "store"}
+    with pytest.raises(openai.BadRequestError, match="include_obfuscation"):
+        client.chat.completions.create(
+            model="writer", messages=MESSAGES, stream=True, stream_options={"include_obfuscation": True}
+        )
+    with pytest.raises(openai.BadRequestError, match="input"):
+        client.embeddings.create(model="reader", input=[[1, 2]])
+
+
+def test_an_answer_is_taken_back_as_a_message(client):
+    first = client.chat.completions.create(model="writer", messages=MESSAGES, max_tokens=4)
+    more = [
+        *MESSAGES,
+        first.choices[0].message,
+        {"role": "user", "content": [{"type": "text", "text": "On"}]},
+    ]
+    assert client.chat.completions.create(model="writer", messages=more, max_tokens=2).usage.total_tokens > 20
 
 
 def test_errors_are_errors(client, served):

@@ -56,6 +56,7 @@ class CommandRequest(Request):
     stop_tokens: Annotated[
         tuple[str, ...], option("further tokens that end the generation, by name", name="stop-token")
     ] = ()
+    json_schema: Annotated[str | None, option("write JSON of this schema, without white space")] = None
     banned_sequences: SuppressFixed[Fixed[tuple[tuple[int, ...], ...]]] = ()
     renormalize: SuppressFixed[Fixed[bool]] = False
     logprobs: SuppressFixed[Fixed[bool]] = False

@@ -81,6 +81,7 @@ def serve(
 
         from clearhead.explorer.app import is_loopback
         from clearhead.serve.app import make_server
+        from clearhead.serve.guard import Connection, connections_allowed
         from clearhead.serve.passages import ServedPassages
     except ImportError:
         raise MissingExtraError("serving needs FastAPI and uvicorn: pip install 'clearhead[serve]'") from None
@@ -105,12 +106,13 @@ def serve(
             print_notes([f"note: on this machine the last bits of {name}'s logits depend on the batch"])
     print_notes([f"clearhead serves {', '.join(engines)}: {address}/v1  (Ctrl-C ends it)"])
     app = make_server(engines, host, keys, drain, found, page or is_loopback(host))
+    Connection.most = connections_allowed()
     config = uvicorn.Config(
         app,
         log_level="warning",
         server_header=False,
         timeout_graceful_shutdown=int(drain) + 1,
-        limit_concurrency=4096,
+        http=Connection,
     )
     uvicorn.Server(config).run(sockets=[listening])
 

@@ -16,15 +16,27 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from clearhead.batches.padding import padded, real_tokens
 from clearhead.errors import refuse
 from clearhead.generate.exits import ExitStep
+from clearhead.generate.forms import Forms
 from clearhead.generate.prompts import Prompts, is_stretched, slides, stream_room, streams, turns_by_length
 from clearhead.generate.request import Request
-from clearhead.generate.sampling import Dice, History, Standing, adjust_by, best_of, distribution, draw
+from clearhead.generate.sampling import (
+    REMOVED,
+    Dice,
+    History,
+    Standing,
+    adjust_by,
+    best_of,
+    distribution,
+    draw,
+)
 from clearhead.model.cache import Cache, WindowCache
 from clearhead.model.kinds.stream_cache import StreamCache, check_stream
 from clearhead.model.transformer import Transformer
@@ -60,6 +72,7 @@ class Ends:
     on_token: OnToken | None = None
     cancel: Callable[[], bool] | None = None  # asked after each token; True ends every row
     deadline: float | None = None  # a `time.monotonic()` at which every row ends
+    forms: Forms | None = None  # of a request with a form, which says where a row may end
 
     def reason(self) -> str | None:
         """Return why every row must end now; None: it need not."""
@@ -105,7 +118,7 @@ def decode(
     check_request(model, request, prompts, ends)
     rows = [Continuation(list(prompt)) for prompt in prompts.ids]
     running = list(range(len(rows)))
-    chooser = Chooser(model, request, prompts, ends.stop_ids, rows)
+    chooser = Chooser(model, request, prompts, ends, rows)
     if cache is None:
         cache = cache_for(model, prompts.longest + request.max_new_tokens)
         if streams(model, request, prompts):
@@ -190,10 +203,10 @@ class Chooser:
         model: Transformer,
         request: Request,
         prompts: Prompts,
-        stops: frozenset[int],
+        ends: Ends,
         rows: list[Continuation],
     ) -> None:
-        self.request, self.stops, self.rows = request, stops, rows
+        self.request, self.stops, self.rows = request, ends.stop_ids, rows
         seeds = [request.seed] * len(rows) if prompts.seeds is None else prompts.seeds
         self.dice = Dice(seeds) if request.temperature > 0 else None
         size, device = model.config.vocab_size, next(model.parameters()).device
@@ -203,15 +216,25 @@ class Chooser:
             self.histories = [
                 History(row.prompt, request, size, device, source=text) for row, text in zip(rows, texts)
             ]
+        form, forms = request.form, ends.forms
+        self.forms = [forms.begin(form, ends.stop_ids) for _ in rows] if form and forms is not None else []
 
     def adjusted(self, logits: Tensor, running: list[int]) -> Tensor:
         """Return the logits of these rows, equally far, after penalties and bans: [B, V] -> [B, V]."""
         histories = [self.histories[i] for i in running] if self.histories else []
         for i, history in zip(running, histories):
             history.follow(self.rows[i].ids)
+        if self.forms:
+            allowed = torch.from_numpy(np.stack([self._allowed(i) for i in running])).to(logits.device)  # B V
+            logits = logits.masked_fill(~allowed, REMOVED)
         written, lengths = len(self.rows[running[0]].ids), [len(self.rows[i].prompt) for i in running]
         standing = Standing(written, self.request.max_new_tokens - written, lengths, self.stops)
         return adjust_by(logits, self.request, histories, standing)
+
+    def _allowed(self, number: int) -> NDArray[np.bool_]:
+        row = self.rows[number]
+        forced = self.request.forced_first is not None and len(row.prompt) == 1  # it comes before the form
+        return self.forms[number].allowed(row.ids[forced:])
 
     def roll(self, running: list[int]) -> Tensor:
         """Return the next uniform number of each of these rows [B]; zeros where nothing is drawn."""

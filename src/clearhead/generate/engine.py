@@ -11,6 +11,7 @@ from types import NoneType
 from typing import cast
 
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from clearhead.errors import refuse
@@ -25,6 +26,7 @@ from clearhead.generate.decode import (
     decode,
     prefill,
 )
+from clearhead.generate.forms import Forms
 from clearhead.generate.prompts import Prompts, slides, steps_back, streams, turns_by_length
 from clearhead.generate.request import Request
 from clearhead.generate.sampling import NOT_NUMBERS, adjust_by, best_of
@@ -132,6 +134,7 @@ class Engine:
         self.kept: list[JoinedLinear | PackedLinear] = []  # the parts of the copy that keep weights
         self.steps: Steps | None = None  # of the copy, compiled
         self.prefix: Prefix | None = None  # what the last request with `reuse` has read
+        self.forms: Forms | None = None  # of the tokenizer that was used last
 
     def runner(self) -> Transformer:
         """Return the fast copy; the model itself where it is split, has hooks or taps, or a chosen kernel."""
@@ -159,6 +162,12 @@ class Engine:
         if self.steps is None or self.steps.model is not runner:
             self.steps = Steps(runner)
         return self.steps
+
+    def forms_of(self, tokenizer: Tokenizer) -> Forms:
+        """Return the forms of a tokenizer, whose tokens are spelled out once."""
+        if self.forms is None or self.forms.tokenizer is not tokenizer:
+            self.forms = Forms(tokenizer, self.model.config.vocab_size)
+        return self.forms
 
     def take_prefix(self, runner: Transformer) -> Prefix:
         """Take what the last request has read, if the model is still the same; no other call has it then."""

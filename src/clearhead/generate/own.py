@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from clearhead.errors import InputError, refuse
-from clearhead.generate.request import SEARCH, WATCHED, Request
+from clearhead.generate.request import FORMS, SEARCH, WATCHED, Request
 
 RULES = {  # a field of generation_config.json: the field of a request that does the same
     "repetition_penalty": "repetition_penalty",
@@ -40,6 +40,8 @@ UNKNOWN: dict[str, object] = {  # fields that change the text in ways we do not 
     "token_healing": False,
     "watermarking_config": None,
 }
+# Rules that a form has no room for: it says itself where a text ends, and may ask for one word twice.
+UNLESS_FORM = ("forced_last", "min_length", "min_new_tokens", "no_repeat_ngram", "no_repeat_source_ngram")
 DRAWING = ("temperature", "top_k", "top_p", "min_p", "typical_p")  # beam search draws nothing
 
 
@@ -83,7 +85,8 @@ def with_own(own: Mapping[str, Any], asked: Mapping[str, Any], hooked: bool = Fa
     """Return the options asked for and, where they say nothing, the model's own.
 
     Beams of the model's own give way to drawing, streaming, early exit and what else needs a text before its
-    end (`hooked`), and their groups to another number of beams.
+    end (`hooked`), and their groups to another number of beams. Rules about the length of a text and about
+    repetition give way to a form.
     """
     left_out: Collection[str] = ()
     if "num_beams" in asked:
@@ -96,4 +99,6 @@ def with_own(own: Mapping[str, Any], asked: Mapping[str, Any], hooked: bool = Fa
         or any(name in asked for name in DRAWING)
     ):
         left_out = SEARCH
+    if any(asked.get(name) is not None for name in FORMS):
+        left_out = (*left_out, *UNLESS_FORM)
     return {**{name: value for name, value in own.items() if name not in left_out}, **asked}

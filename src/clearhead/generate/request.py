@@ -4,6 +4,7 @@ The keywords of `Model.generate`, the options of the command and a JSON object a
 `make_request`, or by its constructor. Everything below reads the request. This file needs no PyTorch.
 """
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -43,7 +44,9 @@ BOUNDS: dict[str, tuple[float, float, str]] = {
 }
 # Fields that may be given as any sequence.
 SEQUENCES = {"allowed", "banned", "banned_first", "banned_sequences", "forced_last", "stop", "stop_tokens"}
-WATCHED = ("stop", "logprobs", "alternatives", "reuse", "lookup")  # what needs a text before its end
+FORMS = ("json_schema", "regex", "grammar")  # what a text may be held to
+# What needs a text before its end.
+WATCHED = ("stop", "logprobs", "alternatives", "reuse", "lookup", *FORMS)
 SEARCH = ("num_beams", "num_beam_groups", "diversity_penalty", "length_penalty", "early_stopping")
 
 
@@ -69,6 +72,9 @@ class Sampling:
     min_length: int = 0  # tokens of prompt and text before it may end; min_new_tokens goes before it
     forced_first: int | None = None  # id of the first new token, after a prompt of one token
     forced_last: tuple[int, ...] = ()  # ids of which one is written where a text has its full length
+    json_schema: str | Mapping[str, Any] | None = None  # write JSON of this schema, without white space
+    regex: str | None = None  # write a text that this regular expression matches as a whole
+    grammar: str | None = None  # write a text of this grammar, in the notation of Lark or GBNF
 
     def __post_init__(self) -> None:
         for name in SEQUENCES & vars(self).keys():
@@ -78,6 +84,8 @@ class Sampling:
             elif value is not None:
                 listed = value.tolist() if hasattr(value, "tolist") else list(value)
                 object.__setattr__(self, name, shaped(listed, tuple))
+        if isinstance(self.json_schema, Mapping):
+            object.__setattr__(self, "json_schema", json.dumps(self.json_schema))
         try:
             check_types(self)
         except ConfigError as error:
@@ -90,13 +98,25 @@ class Sampling:
             self.allowed is not None and set(self.allowed) <= set(self.banned),
             "allowed minus banned leaves no token to choose from",
         )
+        forms = [name for name in FORMS if getattr(self, name) is not None]
+        refuse(len(forms) > 1, f"{' and '.join(forms)} were given: a text has one form")
+        refuse(
+            forms and self.forced_last,
+            f"forced_last with {', '.join(forms)} would end a text before its form does: leave one out",
+        )
+
+    @property
+    def form(self) -> tuple[str, str] | None:
+        """The form that a text is held to: which of the three fields, and its value."""
+        return next(((name, getattr(self, name)) for name in FORMS if getattr(self, name) is not None), None)
 
     @property
     def restricts(self) -> bool:
         """Return True where a row may be left without any token."""
         removed = (self.banned, self.banned_first, self.banned_sequences, self.forced_last, self.min_length)
         ngrams = (self.no_repeat_ngram, self.no_repeat_source_ngram, self.min_new_tokens)
-        return self.allowed is not None or self.forced_first is not None or any((*removed, *ngrams))
+        chosen = (self.allowed, self.forced_first, self.form)
+        return any(one is not None for one in chosen) or any((*removed, *ngrams))
 
     @property
     def looks_back(self) -> bool:
@@ -237,6 +257,9 @@ class RequestOptions(TypedDict, total=False):
     min_length: int
     forced_first: int | None
     forced_last: Sequence[int]
+    json_schema: str | Mapping[str, Any] | None
+    regex: str | None
+    grammar: str | None
     seed: int
     early_stopping: bool | Literal["never"]
     num_beam_groups: int

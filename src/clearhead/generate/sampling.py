@@ -2,7 +2,7 @@
 
     1  repetition, presence and frequency penalties      look back at the row's own tokens
     2  no-repeat n-grams, banned sequences
-    3  least length, allowed, forced and banned tokens
+    3  least length, allowed, forced and banned tokens    before all: tokens that a form does not allow
     4  temperature                                        0 means greedy
     5  top-k, top-p, min-p, typical                       each keeps a set of tokens; the rest is renormalised
 
@@ -88,7 +88,7 @@ def check_best(best: Tensor, options: Sampling) -> None:
     refuse(
         options.restricts and bool(worst == REMOVED),
         "no token is left to choose from: loosen allowed, banned, forced_first, forced_last, "
-        "min_new_tokens or no_repeat_ngram",
+        "min_new_tokens, no_repeat_ngram or the form",
     )
 
 

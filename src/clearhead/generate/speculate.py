@@ -218,7 +218,7 @@ def speculate(
         "this text is read anew, or forgotten, as it grows past a length: leave lookup and draft out",
     )
     rows = [Continuation(list(prompt)) for prompt in prompts.ids]
-    chooser = Chooser(model, request, prompts, ends.stop_ids, rows)
+    chooser = Chooser(model, request, prompts, ends, rows)
     most, running = request.max_new_tokens, []
     for number, row in enumerate(rows):
         own = cache or Cache(min(len(row.prompt) + most, RESERVE))

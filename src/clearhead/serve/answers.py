@@ -15,8 +15,10 @@ from fastapi.concurrency import run_in_threadpool
 
 from clearhead.bundle import Bundle
 from clearhead.errors import ClearheadError, refuse
+from clearhead.generate.request import FORMS
 from clearhead.generate.stream import TextStream
 from clearhead.serve.chat import chat_ids
+from clearhead.serve.constraints import check_form
 from clearhead.serve.engine import ServeEngine
 from clearhead.serve.jobs import Asked, Job
 from clearhead.serve.metrics import Metrics
@@ -85,6 +87,8 @@ class ServedTexts:
 
     def submit(self, told: Callable[[int, Job, str], None] | None = None) -> None:
         """Put every choice of every prompt into the line, or none; `told` is called from the engine."""
+        for name in FORMS & self.options.keys():
+            check_form((name, self.options[name]))
         try:
             for prompt in self.prompts:
                 first: Job | None = None

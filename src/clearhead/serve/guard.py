@@ -1,14 +1,21 @@
-"""What every request passes first: the server's own names, keys, and limits on the body."""
+"""What every request passes first: the server's own names, keys, and limits on headers and body.
+
+A connection that says nothing, or says it too slowly, is closed; where connections are too many, the one
+that has waited longest.
+"""
 
 import asyncio
 import base64
 import contextlib
 import hmac
+import time
 from collections.abc import Collection
+from typing import ClassVar
 
 from fastapi.responses import JSONResponse
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from clearhead.errors import InputError
 from clearhead.explorer.app import allowed_names, host_name
@@ -16,7 +23,69 @@ from clearhead.serve.answers import error_body
 
 LARGEST_BODY = 8_000_000  # bytes
 BODY_SECONDS = 30.0  # for a body to arrive
+HEADER_SECONDS = 10.0  # for the line and the headers of a request to arrive
+MOST_CONNECTIONS = 4096
+FILES_LEFT = 256  # that the process needs beside its connections
 OPEN = ("/health", "/ready")  # routes without a key
+ONCE = ("content-length", "host", "transfer-encoding", "authorization")  # headers that must not come twice
+
+
+class Connection(H11Protocol):
+    """A connection as uvicorn has it, that must ask for something soon."""
+
+    most = MOST_CONNECTIONS
+    waiting: ClassVar[dict["Connection", float]] = {}  # since when, by connection, the longest first
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Close the one that has waited longest, where connections are too many."""
+        super().connection_made(transport)
+        self._wait()
+        if len(self.connections) > self.most:
+            next(iter(self.waiting)).leave()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget the connection."""
+        self.waiting.pop(self, None)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Read what has come; a request that is whole waits no longer."""
+        if self not in self.waiting and self._idle():
+            self._wait()
+        super().data_received(data)
+        if not self._idle():
+            self.waiting.pop(self, None)
+
+    def leave(self) -> None:
+        """Close the connection, and make room at once."""
+        self.waiting.pop(self, None)
+        self.connections.discard(self)
+        self.transport.abort()
+
+    def _idle(self) -> bool:
+        return self.cycle is None or self.cycle.response_complete
+
+    def _wait(self) -> None:
+        self.waiting[self] = since = time.monotonic()
+        self.loop.call_later(HEADER_SECONDS, self._late, since)
+
+    def _late(self, since: float) -> None:
+        if self.waiting.get(self) == since:
+            self.leave()
+
+
+def connections_allowed() -> int:
+    """Return how many connections there may be; let the process open as many files as it may."""
+    try:
+        import resource
+    except ImportError:
+        return MOST_CONNECTIONS
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_CONNECTIONS + FILES_LEFT
+    if soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return max(1, min(MOST_CONNECTIONS, soft - FILES_LEFT))
 
 
 class Guard:
@@ -40,8 +109,11 @@ class Guard:
             except InputError as error:
                 refusal = 413, str(error)
         if refusal is not None:
-            asks = {"WWW-Authenticate": "Basic"} if refusal[0] == 401 and scope["path"] == "/" else None
-            await JSONResponse(error_body(InputError(refusal[1])), refusal[0], asks)(scope, receive, send)
+            more = {"Connection": "close"}
+            if refusal[0] == 401 and scope["path"] == "/":
+                more["WWW-Authenticate"] = "Basic"
+            answer = JSONResponse(error_body(InputError(refusal[1])), refusal[0], more)
+            await answer(scope, receive, send)
             return
 
         async def again() -> Message:
@@ -50,6 +122,10 @@ class Guard:
         await self.app(scope, again, send)
 
     def _refusal(self, path: str, headers: Headers) -> tuple[int, str] | None:
+        twice = [name for name in ONCE if len(headers.getlist(name)) > 1]
+        if ("content-length" in headers and "transfer-encoding" in headers) or twice:
+            both = ", ".join(twice) or "content-length and transfer-encoding"
+            return 400, f"the headers do not say where the request ends, or whose it is: {both}"
         names = [host_name(headers.get("host", ""))]
         if "origin" in headers:
             names.append(host_name(headers["origin"].partition("://")[2]))

@@ -94,7 +94,7 @@ class Job:
         self.tokens = list(self.row.prompt)  # the prompt, and what was written
         self.sources = 0 if self.prompts.source is None else self.prompts.source.shape[1]
         self.stream = stream_of(m, self.prompts, 0, request.stop)
-        self.chooser = Chooser(m.model, request, self.prompts, ends.stop_ids, [self.row])
+        self.chooser = Chooser(m.model, request, self.prompts, ends, [self.row])
         limits = [one for one in (ends.deadline, asked.seconds and time.monotonic() + asked.seconds) if one]
         self.ends = replace(ends, on_token=self._on_token, deadline=min(limits, default=None))
         self.times = Times()

@@ -1,17 +1,21 @@
 """What the routes take, in the words of OpenAI's API; a field that is not here is refused by name."""
 
+import json
+import re
 import secrets
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from clearhead.errors import refuse
+from clearhead.errors import refuse, refusing
+from clearhead.generate.request import FORMS
 
 MOST_CHOICES = 16  # of one prompt
 MOST_INPUTS = 2048  # prompts or texts of one request
 MOST_BEST = 20  # tokens reported at each step
 Id = Annotated[int, Field(ge=0, strict=True)]
 Text = Annotated[str, Field(max_length=4_000_000)]
+Schema = dict[str, Any] | bool | str
 Stops = Annotated[list[Annotated[str, Field(min_length=1, max_length=1000)]], Field(max_length=16)]
 
 
@@ -30,6 +34,38 @@ class StreamOptions(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     include_usage: bool = False
+
+
+class NamedSchema(BaseModel):
+    """A JSON schema in a response format; the answer is held to it, `strict` or not."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str
+    description: str | None = None
+    given: Annotated[Schema, Field(alias="schema")]
+    strict: bool | None = None
+
+
+class ResponseFormat(BaseModel):
+    """How the answer is written, in OpenAI's words."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = None
+
+
+class StructuredOutputs(BaseModel):
+    """How the answer is written, in vLLM's words."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    json_: Annotated[Schema | None, Field(alias="json")] = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: Annotated[list[str], Field(min_length=1, max_length=1000)] | None = None
+    grammar: str | None = None
 
 
 class Writing(Body):
@@ -54,6 +90,33 @@ class Writing(Body):
     cache_salt: Annotated[str, Field(max_length=1000)] | None = None
     seconds: Annotated[float, Field(gt=0, le=86_400)] | None = None  # the deadline
     inside: list[Annotated[str, Field(max_length=200)]] | None = None  # activations to see, by name
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    json_schema: Schema | None = None
+    regex: str | None = None
+    grammar: str | None = None
+
+    def form(self) -> dict[str, str]:
+        """Return the form that the answer is held to, as an option of `generate`."""
+        found: list[tuple[str, Any]] = [(name, getattr(self, name)) for name in FORMS]
+        stated, theirs = self.response_format, self.structured_outputs
+        if stated is not None:
+            schema = None if stated.json_schema is None else stated.json_schema.given
+            refuse(
+                (schema is None) == (stated.type == "json_schema"),
+                "response_format.json_schema belongs to the type json_schema, and that type to it",
+            )
+            found.append(("json_schema", {"type": "object"} if stated.type == "json_object" else schema))
+        if theirs is not None:
+            choices = None if theirs.choice is None else "|".join(map(re.escape, theirs.choice))
+            found += [("json_schema", theirs.json_), ("regex", theirs.regex), ("regex", choices)]
+            found += [("grammar", theirs.grammar)]
+            found += [("json_schema", {"type": "object"})] if theirs.json_object else []
+        given = [(name, value) for name, value in found if value is not None]
+        names = " and ".join(name for name, _ in given)
+        refuse(len(given) > 1, f"{names} were given: an answer has one form")
+        with refusing("the schema cannot be read"):
+            return {name: value if isinstance(value, str) else json.dumps(value) for name, value in given}
 
     def options(self, most: int) -> dict[str, Any]:
         """Return the options of `generate`; without a temperature texts are drawn, as OpenAI's are."""
@@ -66,7 +129,7 @@ class Writing(Body):
         given |= {"min_new_tokens": self.min_tokens, "stop_tokens": self.stop_token_ids, "stop": self.stop}
         asked = {name: value for name, value in given.items() if value is not None}
         temperature = 1.0 if self.temperature is None else self.temperature
-        return {"max_new_tokens": most, "temperature": temperature, **asked}
+        return {"max_new_tokens": most, "temperature": temperature, **asked, **self.form()}
 
     def seeds(self, count: int) -> list[int]:
         """Return the seed of each choice."""
@@ -92,14 +155,6 @@ class CompletionBody(Writing):
         return prompts
 
 
-class TextFormat(BaseModel):
-    """How the answer is written; other types than text are not served."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    type: Literal["text"]
-
-
 class ChatBody(Writing):
     """`/v1/chat/completions`."""
 
@@ -108,7 +163,6 @@ class ChatBody(Writing):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_BEST)] | None = None
-    response_format: TextFormat | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     @property

@@ -123,7 +123,12 @@ def asked_for(
         "the draft's tokenizer has another vocabulary than the model's: choose a draft that shares it",
     )
     deadline = None if request.seconds is None else time.monotonic() + request.seconds
-    ends = Ends(stop_ids, cancel=hooks.cancelled, deadline=deadline)
+    forms = None
+    if request.form is not None:
+        refuse(not stop_ids, f"{request.form[0]} needs a token that ends a text: name one (stop_tokens)")
+        forms = m.engine.forms_of(m.text_tokenizer)
+        forms.begin(request.form, stop_ids)  # a form that is wrong is refused before anything is read
+    ends = Ends(stop_ids, cancel=hooks.cancelled, deadline=deadline, forms=forms)
     check_options(m.model, request, ends)
     return request, texts, ends
 

@@ -71,7 +71,7 @@ def char(order: Order) -> Tokenizer:
 def byte(order: Order) -> Tokenizer:
     """Make a token of each of the 256 bytes of UTF-8, in their order; nothing is learned from the text."""
     order.need(len(order.special) + 256, "256 bytes")
-    model = models.BPE(dict(zip([*order.special, *_byte_letters()], count())), [])
+    model = models.BPE(dict(zip([*order.special, *byte_letters()], count())), [])
     return _built(
         model,
         normalizer=_lower(order),
@@ -115,7 +115,7 @@ def bpe(order: Order) -> Tokenizer:
         vocab_size=order.need(len(order.special) + 256, "256 bytes"),
         min_frequency=REPEATED,
         special_tokens=order.marks(),
-        initial_alphabet=_byte_letters(),
+        initial_alphabet=byte_letters(),
         show_progress=False,
     )
     tokenizer.train_from_iterator(order.stream(ROOM["bpe"]), trainer)
@@ -235,7 +235,7 @@ def _lower(order: Order) -> normalizers.Normalizer | None:
     return normalizers.Lowercase() if order.lowercase else None
 
 
-def _byte_letters() -> list[str]:
+def byte_letters() -> list[str]:
     """Return the letter that stands for each byte in a byte-level vocabulary.
 
     A visible byte stands for itself, another for a letter from 256 on.

@@ -1,0 +1,259 @@
+"""What a hostile client may try, each attempt refused, bounded or without effect."""
+
+from __future__ import annotations
+
+import hmac
+import io
+import json
+import logging
+import socket
+import time
+from contextlib import redirect_stderr, redirect_stdout
+
+import pytest
+
+from clearhead.serve import guard
+from clearhead.serve.engine import ServeEngine
+from clearhead.serve.limits import Limits
+from tests.serve import mixes
+from tests.serve.served import serving
+from tests.serve.test_http import TEMPLATE, call
+
+CHAT = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+PROMPT = {"prompt": "x", "max_tokens": 1}
+
+
+@pytest.fixture(scope="module")
+def writer(byte_tokenizer):
+    m = mixes.model("rope-gqa", byte_tokenizer)
+    m.settings["chat_template"] = TEMPLATE
+    return m
+
+
+@pytest.fixture(scope="module")
+def address(writer):
+    with serving({"m": ServeEngine(writer, Limits(block=8))}, keys=["one", "two", "schlüssel"]) as at:
+        yield at
+
+
+def raw(address: str, *pieces: bytes, wait: float = 0.0, seconds: float = 30.0) -> bytes:
+    """Send pieces, some time apart; return all that is answered until the server closes."""
+    host, port = address.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), seconds) as line:
+        for piece in pieces:
+            line.sendall(piece)
+            time.sleep(wait)
+        found = b""
+        try:
+            while part := line.recv(65536):
+                found += part
+        except (TimeoutError, ConnectionResetError):
+            pass
+    return found
+
+
+KEY = b"Host: 127.0.0.1\r\nAuthorization: Bearer one\r\nConnection: close\r\n"
+HEAD = b"POST /v1/completions HTTP/1.1\r\n" + KEY
+BODY = json.dumps(PROMPT).encode()
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        HEAD + b"Content-Length: 5\r\nContent-Length: 6\r\n\r\n" + BODY,
+        HEAD + b"Content-Length: %d, 5\r\n\r\n" % len(BODY) + BODY,
+        HEAD + b"Content-Length: 40\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\nGET /x HTTP/1.1\r\n",
+        HEAD + b"Transfer-Encoding: chunked\r\nTransfer-Encoding: identity\r\n\r\n0\r\n\r\n",
+        HEAD + b"Transfer-Encoding: xchunked\r\n\r\n0\r\n\r\n",
+        HEAD + b"Content-Length: -5\r\n\r\n",
+        HEAD + b"Content-Length: +5\r\n\r\n" + BODY,
+        HEAD + b"Content-Length : 5\r\n\r\n" + BODY,
+        HEAD + b"Host: evil.example\r\n\r\n",
+        HEAD + b"X: a\r\n Content-Length: 5\r\n\r\n",
+        HEAD + b"X: a\0b\r\n\r\n",
+        HEAD + b"A: " + b"x" * 100_000 + b"\r\n\r\n",
+        b"GET http://evil.example/v1/models HTTP/1.1\r\nHost: evil.example\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03 no HTTP at all\r\n\r\n",
+    ],
+    ids=range(14),
+)
+def test_headers_that_can_be_read_in_two_ways_are_refused(address, request_bytes):
+    found = raw(address, request_bytes)
+    assert found.split(b" ")[1][:1] == b"4", found
+    assert found.count(b"HTTP/1.1 ") == 1  # nothing was read as a second request
+
+
+def test_slow_headers_and_slow_bodies_end(address, monkeypatch):
+    monkeypatch.setattr(guard, "HEADER_SECONDS", 0.2)
+    monkeypatch.setattr(guard, "BODY_SECONDS", 0.2)
+    assert raw(address) == b""  # closed, though nothing was ever sent
+    assert raw(address, b"GET /v1/models HTTP/1.1\r\n", b"Host: 127", wait=0.05) == b""
+    again = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+    assert raw(address, again, b"GET /health HT", wait=0.05).startswith(b"HTTP/1.1 200")
+    found = raw(address, HEAD + b"Content-Length: %d\r\n\r\n" % len(BODY), BODY[:3])
+    assert found.startswith(b"HTTP/1.1 408")
+
+
+def test_a_body_without_an_end_is_cut(address, monkeypatch):
+    monkeypatch.setattr(guard, "LARGEST_BODY", 1000)
+    chunk = b"3e8\r\n" + b"x" * 1000 + b"\r\n"
+    assert raw(address, HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + 3 * chunk).startswith(b"HTTP/1.1 413")
+
+
+def test_idle_connections_are_few_and_make_room(address, monkeypatch):
+    monkeypatch.setattr(guard.Connection, "most", 8)
+    host, port = address.removeprefix("http://").split(":")
+    idle = [socket.create_connection((host, int(port)), 10) for _ in range(40)]
+    try:
+        assert call(address, "/health")[0] == 200
+        idle[0].settimeout(10)
+        assert idle[0].recv(1) == b""  # the one that waited longest is closed
+    except ConnectionResetError:
+        pass
+    finally:
+        for one in idle:
+            one.close()
+
+
+@pytest.mark.parametrize(
+    "name", ["../../etc/passwd", "/etc/passwd", "m/../m", "m\0", "..", "%2e%2e", "", "M", "m ", "http://x/m"]
+)
+def test_a_model_s_name_is_no_path(address, name):
+    status, _, found = call(address, "/v1/completions", PROMPT | {"model": name}, Authorization="Bearer one")
+    assert status == 404
+    assert "is not here" in found["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["/../../etc/passwd", "/%2e%2e/%2e%2e/etc/passwd", "/v1/models/../x", "//x"])
+def test_no_file_is_served(address, path):
+    found = raw(address, f"GET {path} HTTP/1.1\r\n".encode() + KEY + b"\r\n")
+    assert found.startswith(b"HTTP/1.1 404")
+
+
+ESCAPES = [
+    "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "{{ messages.__class__.__base__ }}",
+    "{{ self.__init__.__globals__ }}",
+    "{{ raise_exception.__globals__ }}",
+    "{{ strftime_now.__code__ }}",
+    "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
+    "{{ lipsum.__globals__['os'] }}",
+    "{{ ''|attr('__class__') }}",
+    "{{ '%s'|format(''.__class__) }}",
+    "{{ '{0.__class__.__mro__}'.format('') }}",
+    "{% set x = messages.append(1) %}",
+    "{% for x in range(10 ** 9) %}{% endfor %}",
+    "{% include '/etc/passwd' %}",
+    "{% import 'os' as os %}",
+    "{{ 1 // 0 }}",
+    "{{ messages[0]['content']['x']['y'] }}",
+    "{%",
+]
+
+
+@pytest.mark.parametrize("template", ESCAPES)
+def test_a_template_cannot_leave_its_sandbox(address, writer, template):
+    writer.settings["chat_template"] = template
+    try:
+        status, _, found = call(address, "/v1/chat/completions", CHAT, Authorization="Bearer one")
+    finally:
+        writer.settings["chat_template"] = TEMPLATE
+    assert status == 400
+    assert "chat template" in found["error"]["message"]
+
+
+def test_what_a_user_writes_is_never_a_template(address, writer):
+    text = "{{ 7 * 7 }}{% for x in messages %}"
+    body = {"messages": [{"role": "user", "content": text}], "max_tokens": 1}
+    found = call(address, "/v1/chat/completions", body, Authorization="Bearer one")[2]
+    assert found["usage"]["prompt_tokens"] == len(f"<user>{text}\n<a>")
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"enable_thinking": True}}, "enable_thinking"),
+        ({"messages": [{"role": "user", "content": "x", "tool_call_id": "1"}]}, "messages.0.tool_call_id"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "no text"),
+        ({"messages": [{"role": "user"}]}, "messages.0.content"),
+        ({"messages": [{"content": "x"}]}, "messages.0.role"),
+        ({"messages": ["x"]}, "messages.0"),
+    ],
+)
+def test_what_a_template_would_pass_over_is_refused(address, change, named):
+    status, _, found = call(address, "/v1/chat/completions", CHAT | change, Authorization="Bearer one")
+    assert (status, named in found["error"]["message"]) == (400, True), found
+
+
+def test_every_key_is_compared_whatever_is_sent(address, monkeypatch):
+    compared = []
+    compare = hmac.compare_digest
+    monkeypatch.setattr(hmac, "compare_digest", lambda a, b: compared.append(b) or compare(a, b))
+    for given, status in (("one", 200), ("two", 200), ("o", 401), ("", 401), ("x" * 5000, 401), ("é", 401)):
+        compared.clear()
+        assert call(address, "/v1/models", Authorization=f"Bearer {given}")[0] == status
+        assert compared == [b"one", b"two", "schlüssel".encode()]
+    assert call(address, "/v1/models")[0] == 401
+    assert call(address, "/metrics")[0] == 401
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Host": "localhost"}, 200),
+        ({"Host": "127.0.0.1:1"}, 200),
+        ({"Host": "evil.example"}, 403),
+        ({"Host": "127.0.0.1.evil.example"}, 403),
+        ({"Host": "127.0.0.1@evil.example"}, 403),
+        ({"Host": ""}, 403),
+        ({"Origin": "null"}, 403),
+        ({"Origin": "http://127.0.0.1.evil.example"}, 403),
+        ({"Origin": "http://localhost:3000"}, 200),
+    ],
+)
+def test_names_of_the_server_s_own_address_alone(address, headers, status):
+    assert call(address, "/v1/models", Authorization="Bearer one", **headers)[0] == status
+
+
+def test_prompts_are_in_no_log(writer, caplog):
+    caplog.set_level(logging.DEBUG)
+    out, secret = io.StringIO(), "my-secret-prompt"
+    engine = ServeEngine(writer, Limits(block=8))
+    with redirect_stdout(out), redirect_stderr(out), serving({"m": engine}) as at:
+        for body in ({}, {"stream": True}, {"n": 99}, {"max_tokens": 10**6}, {secret: 1}, {"model": secret}):
+            call(at, "/v1/completions", {"prompt": secret, "max_tokens": 2} | body)
+        broken, engine.check_room = engine.check_room, lambda tokens=0: [][0]
+        assert call(at, "/v1/completions", {"prompt": secret})[0] == 500
+        engine.check_room = broken
+        raw(at, f"GET /{secret} HTTP/9.9\r\n\r\n".encode())
+    assert secret not in caplog.text + out.getvalue()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"[" * 100_000,
+        b'{"prompt":' + b"[" * 900 + b"]" * 900 + b"}",
+        b'{"messages":' + b'[{"role":' * 900 + b"1" + b"}]" * 900 + b"}",
+        b'{"json_schema":'
+        + b'{"a":' * 900
+        + b"1"
+        + b"}" * 900
+        + b',"messages":[{"role":"u","content":"x"}]}',
+        b'{"prompt":"\\ud800","max_tokens":1}',
+        b'{"prompt":"x","seed":1e400}',
+        b'{"prompt":"x","temperature":NaN}',
+        b'{"prompt":"x","max_tokens":' + b"9" * 5000 + b"}",
+        b"\xff\xfe{}",
+        b"",
+        b"null",
+        b'"x"',
+    ],
+    ids=range(12),
+)
+def test_bodies_that_are_no_request_are_refused(address, body):
+    path = b"/v1/chat/completions" if b"messages" in body else b"/v1/completions"
+    head = HEAD.replace(b"/v1/completions", path) + b"Content-Type: application/json\r\n"
+    found = raw(address, head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+    assert found.startswith(b"HTTP/1.1 400"), found[:300]
