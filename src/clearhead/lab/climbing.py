@@ -113,7 +113,10 @@ EXPERIMENT = Experiment(
             "The ladder foretells the larger model within 2 %.", "loss", next(iter(ARMS)), BEYOND, by=0.02
         ),
         Claim(
-            "More text helps the largest of the ladder.", "loss", "width 64, 850k tokens", "width 64, 240k tokens"
+            "More text helps the largest of the ladder.",
+            "loss",
+            "width 64, 850k tokens",
+            "width 64, 240k tokens",
         ),
     ),
     figures=FIGURES,

@@ -1,6 +1,6 @@
 """A Transformer beside an LSTM of equal size: loss, recall over distance, time against length.
 
-The two learn best at rates that lie far apart. Each gets its own, found by the same small search on each task.
+The two learn best at rates that lie far apart. Each gets its own, found by one small search.
 """
 
 import functools
