@@ -1,4 +1,4 @@
-"""Tables of the book that are read off the code: fields of a config, keys of a recipe, experiments."""
+"""What the book reads off the code: fields of a config, keys of a recipe, experiments and their findings."""
 
 from __future__ import annotations
 
@@ -94,17 +94,17 @@ def recipe_table(section: str) -> Iterator[str]:
         yield f"| `{field.name}` | {default(field)} | {cell(known[field.name])} |"
 
 
-def lab_table(_: str) -> Iterator[str]:
-    """Yield a row for each experiment: its question, and what its report under docs/lab found."""
-    yield "| experiment | question | found |"
-    yield "| --- | --- | --- |"
+def lab_sections(_: str) -> Iterator[str]:
+    """Yield a section for each experiment: its question, what its report under docs/lab found, a picture."""
     for name in EXPERIMENTS:
-        path, found = REPORTS / name / "results.json", ""
+        experiment, path = find(name), REPORTS / name / "results.json"
+        yield f"### {experiment.title}\n\n{experiment.question} `clearhead lab {name}`\n"
         if path.exists():
             claims = json.loads(path.read_text(encoding="utf-8"))["verdicts"]
-            said = [f"{claim['verdict']}: {claim['claim']}" for claim in claims]
-            found = f"{'<br>'.join(said)}<br>[report](lab/{name}/report.md)"
-        yield f"| `{name}` | {find(name).question} | {found} |"
+            yield from (f"- {claim['verdict'].capitalize()}: {claim['claim']}" for claim in claims)
+            picture = experiment.pictures[0]
+            yield f"\n![{picture.title}](lab/{name}/{picture.name}.png)\n"
+            yield f"The [report](lab/{name}/report.md) has the numbers.\n"
 
 
 def default(field: Field[Any]) -> str:
@@ -122,7 +122,7 @@ def cell(text: str) -> str:
 
 
 def table(name: str) -> str:
-    """Return the table of this name: "config PICTURE", "recipe SECTION" or "lab experiments"."""
+    """Return what stands under a name: "config PICTURE", "recipe SECTION" or "lab experiments"."""
     kind, _, which = name.partition(" ")
-    makers = {"config": config_table, "recipe": recipe_table, "lab": lab_table}
-    return "\n".join(makers[kind](which))
+    makers = {"config": config_table, "recipe": recipe_table, "lab": lab_sections}
+    return "\n".join(makers[kind](which)).rstrip()

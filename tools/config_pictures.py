@@ -188,7 +188,7 @@ def draw_embedding() -> Figure:
     """From ids to the stream, and back."""
     return flows(
         {
-            "in": "ids > token table > projection*\nd_embedding > × embedding\n_scale* > + types*\n+ positions "
+            "in": "ids > token table > projection*\nd_embedding > × embedding\n_scale* > + types*\n+ places "
             "> norm* > stream",
             "out": "stream > norm > token table,\ntransposed* > logits",
         }
