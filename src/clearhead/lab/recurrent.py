@@ -77,7 +77,7 @@ def best_rate(kind: str, task: str, setting: Conditions) -> float:
         torch.manual_seed(setting.seed)
         short = replace(plan, lr=rate, steps=plan.steps // 3)
         last = [loss for _, loss in train(kind, short, setting)["curve"][-4:]]
-        return sum(last) / len(last)
+        return float(sum(last) / len(last))
 
     return min(RATES, key=end)
 
