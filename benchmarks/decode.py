@@ -1,8 +1,9 @@
-"""Time greedy decoding with the cache on the CPU, 124M GPT-2 shape, float32: clearhead and its peers in turn.
+"""Time greedy decoding with the cache on the CPU, float32: clearhead and its peers in turn.
 
-The peers are transformers and, where it is installed, CTranslate2.
+    python benchmarks/decode.py [--shape gpt2 smollm2] [--batches 1 2 4 8] [--new 48] [--rounds 3] [--save]
 
-python benchmarks/decode.py [--batches 1 2 4 8] [--new 48] [--rounds 3] [--save]
+The shapes are those of GPT-2 124M and SmolLM2-135M, with random weights. The peers are transformers, for
+GPT-2 CTranslate2 where it is installed, and clearhead without the step compiled from C.
 """
 
 from __future__ import annotations
@@ -45,53 +46,77 @@ def translate2(peer: object, folder: str, threads: int) -> Callable[[Tensor, int
     return run
 
 
+SHAPES = {
+    "gpt2": ch.ModelConfig(
+        vocab_size=50257, d_model=768, n_layers=12, n_heads=12, max_positions=1024, activation="gelu_tanh"
+    ),
+    "smollm2": ch.ModelConfig(
+        vocab_size=49152, d_model=576, n_layers=30, n_heads=9, n_kv_heads=3, d_ff=1536, gated=True,
+        activation="silu", norm="rmsnorm", positions="rope", bias=False, max_positions=2048,
+    ),
+}  # fmt: skip
+
+
+def peer_of(shape: str) -> torch.nn.Module:
+    """Return transformers' model of the shape."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    if shape == "gpt2":
+        return transformers.GPT2LMHeadModel(transformers.GPT2Config()).eval()
+    config = SHAPES[shape]
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=config.vocab_size, hidden_size=config.d_model, num_hidden_layers=config.n_layers,
+            num_attention_heads=config.n_heads, num_key_value_heads=config.n_kv_heads,
+            intermediate_size=config.d_ff, tie_word_embeddings=True,
+        )
+    ).eval()  # fmt: skip
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shape", nargs="+", choices=list(SHAPES), default=list(SHAPES))
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--new", type=int, default=48)
     parser.add_argument("--prompt", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
-    torch.manual_seed(0)
-    config = ch.ModelConfig(
-        vocab_size=50257, d_model=768, n_layers=12, n_heads=12, max_positions=1024, activation="gelu_tanh"
-    )
-    model = prepared(ch.Transformer(config))
-
-    from transformers import GPT2Config, GPT2LMHeadModel, logging
-
-    logging.set_verbosity_error()
-    peer = GPT2LMHeadModel(GPT2Config()).eval()
     results = []
-    folder = tempfile.TemporaryDirectory()
-    other = (
-        translate2(peer, folder.name, torch.get_num_threads())
-        if find_spec("ctranslate2") is not None
-        else None
-    )
-    for batch in options.batches:
-        ids = torch.randint(config.vocab_size, (batch, options.prompt))
-        jobs = {
-            "clearhead": lambda ids=ids: greedy(model, ids, options.new),
-            "transformers generate": lambda ids=ids: peer.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=options.new,
-                min_new_tokens=options.new,
-                do_sample=False,
-                pad_token_id=50256,
-            ),
-        }
-        if other is not None:
-            jobs["ctranslate2"] = lambda ids=ids: other(ids, options.new)
-        title = (
-            f"CPU greedy decode, GPT-2 124M float32, batch {batch}, {options.prompt} + {options.new} tokens"
-        )
-        results.append(report(title, alternate(jobs, options.rounds), batch * options.new))
+    for shape in options.shape:
+        torch.manual_seed(0)
+        config = SHAPES[shape]
+        plain, peer = ch.Transformer(config), peer_of(shape)
+        model, before = prepared(plain), prepared(plain, native=False)
+        folder = tempfile.TemporaryDirectory()
+        compared = shape == "gpt2" and find_spec("ctranslate2") is not None
+        other = translate2(peer, folder.name, torch.get_num_threads()) if compared else None
+        for batch in options.batches:
+            ids = torch.randint(config.vocab_size, (batch, options.prompt))
+            jobs = {
+                "clearhead": lambda ids=ids, model=model: greedy(model, ids, options.new),
+                "clearhead without C": lambda ids=ids, model=before: greedy(model, ids, options.new),
+                "transformers generate": lambda ids=ids, peer=peer: peer.generate(
+                    ids,
+                    attention_mask=torch.ones_like(ids),
+                    max_new_tokens=options.new,
+                    min_new_tokens=options.new,
+                    do_sample=False,
+                    pad_token_id=0,
+                ),
+            }
+            if other is not None:
+                jobs["ctranslate2"] = lambda ids=ids, other=other: other(ids, options.new)
+            title = (
+                f"CPU greedy decode, {shape} float32, batch {batch}, {options.prompt} + {options.new} tokens"
+            )
+            results.append(report(title, alternate(jobs, options.rounds), batch * options.new))
+        folder.cleanup()
     if options.save:
         save("cpu_decode", results)
-    folder.cleanup()
 
 
 if __name__ == "__main__":

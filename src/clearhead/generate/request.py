@@ -153,7 +153,7 @@ class Request(Sampling):
     reuse: bool = False  # keep what is read: the next prompt is read from where it differs
     lookup: int = 0  # guess so many tokens at a time from the text itself: the same text, sooner; 0: off
     draft_tokens: int = 4  # how many tokens a draft model guesses at a time
-    compile: bool | None = None  # compile the step of a token; None: on a GPU, where that pays
+    compile: bool | None = None  # compile the step of a token; None: only record it, on a GPU; False: neither
     early_exit: float | None = None  # skip the layers left once the best token is more probable than this
     exit_from: int | None = None  # of early_exit: ask first after so many layers; default: half
 
