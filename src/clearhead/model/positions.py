@@ -218,7 +218,9 @@ class AlibiPositions(PositionScheme):
     def bias(self, queries: Tensor, keys: Tensor, dtype: torch.dtype, tap: Tap = SILENT) -> Tensor:
         """Map [B|1, T], [B|1, S] -> [B|1, H, T, S]."""
         distance = (queries[:, :, None] - keys[:, None, :]).abs()  # B T S
-        slopes = alibi_slopes(self.spec.n_heads, distance.device).to(torch.promote_types(dtype, torch.float32))
+        slopes = alibi_slopes(self.spec.n_heads, distance.device).to(
+            torch.promote_types(dtype, torch.float32)
+        )
         return tap.step("bias", (-slopes[:, None, None] * distance[:, None]).to(dtype))
 
     @staticmethod
@@ -233,7 +235,9 @@ def alibi_slopes(n_heads: int, device: torch.device) -> Tensor:
     """Return 2^(-8/n), 2^(-16/n), ... for the power of two n <= H, then every other slope of 2n: [H]."""
     power = 2 ** int(math.log2(n_heads))
     count = torch.arange(1, 2 * n_heads + 1, dtype=torch.float64, device=device)
-    return torch.exp2(torch.cat([-8 / power * count[:power], -4 / power * count[: 2 * (n_heads - power) : 2]]))
+    return torch.exp2(
+        torch.cat([-8 / power * count[:power], -4 / power * count[: 2 * (n_heads - power) : 2]])
+    )
 
 
 class RelativePositions(PositionScheme):
