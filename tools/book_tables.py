@@ -1,4 +1,4 @@
-"""Tables of the book that are read off the code: fields of a config, keys of a recipe, experiments."""
+"""What the book reads off the code: fields of a config, keys of a recipe, experiments and their findings."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from collections.abc import Iterator
 from dataclasses import MISSING, Field, fields
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
+
+from tools.config_pictures import PICTURES
 
 from clearhead.config import ModelConfig
 from clearhead.config.fields import Fields, StackFields
@@ -18,38 +20,32 @@ from clearhead.lab.table import EXPERIMENTS
 from clearhead.presets import PRESETS
 from clearhead.recipe import SECTIONS
 
-GROUP = re.compile(r"^    # ([A-Z][\w -]*?)(, .*)?$")
+GROUP = re.compile(r"^    # [A-Z][\w -]*?(, .*)?$")  # a heading among the fields
 FIELD = re.compile(r"^    (\w+): .*?(?:  # (.*))?$")
 SUPPORTING = ("nano", "micro-decoder", "micro-encoder", "micro-encoder-decoder", "micro-vit")
 MOST = 4  # systems named in a row
 REPORTS = Path(__file__).parents[1] / "docs" / "lab"
 
 
-class Described(NamedTuple):
-    """A field: its group, and the comment beside or above it."""
-
-    group: str
-    meaning: str
-
-
-def described(cls: type) -> dict[str, Described]:
-    """Return what the source of a dataclass says about each of its fields."""
-    found, group, above = {}, "", []
+def described(cls: type) -> dict[str, str]:
+    """Return what the source of a dataclass says about each of its fields, beside or above it."""
+    found: dict[str, str] = {}
+    above: list[str] = []
     for line in inspect.getsource(cls).splitlines():
-        if heading := GROUP.match(line):
-            group, above = heading[1], []
+        if GROUP.match(line):
+            above = []
         elif line.startswith("    # "):
             above.append(line.removeprefix("    # "))
         elif match := FIELD.match(line):
-            found[match[1]] = Described(group, " ".join([*above, match[2] or ""]).strip())
+            found[match[1]] = " ".join([*above, match[2] or ""]).strip()
             above = []
         elif line.startswith("    def "):
             break
     return found
 
 
-def config_fields() -> dict[str, Described]:
-    """Return group and meaning of every field of a config."""
+def config_fields() -> dict[str, str]:
+    """Return the meaning of every field of a config."""
     return {**described(StackFields), **described(Fields)}
 
 
@@ -76,17 +72,16 @@ def users() -> dict[str, list[str]]:
     return {name: list(dict.fromkeys(systems)) for name, systems in found.items()}
 
 
-def config_table(group: str) -> Iterator[str]:
-    """Yield the rows of one group of the fields of a config."""
+def config_table(picture: str) -> Iterator[str]:
+    """Yield the rows of the fields of a config that one picture shows."""
     yield "| field | default | what it does | set by |"
     yield "| --- | --- | --- | --- |"
     known = {field.name: field for field in fields(ModelConfig)}
-    for name, (where, meaning) in config_fields().items():
-        if where == group:
-            systems = users()[name]
-            more = f" and {len(systems) - MOST} more" if len(systems) > MOST else ""
-            named = ", ".join(systems[:MOST]) + more if systems else "—"
-            yield f"| `{name}` | {default(known[name])} | {cell(meaning)} | {named} |"
+    for name in PICTURES[picture].shown:
+        systems = users()[name]
+        more = f" and {len(systems) - MOST} more" if len(systems) > MOST else ""
+        named = ", ".join(systems[:MOST]) + more if systems else "—"
+        yield f"| `{name}` | {default(known[name])} | {cell(config_fields()[name])} | {named} |"
 
 
 def recipe_table(section: str) -> Iterator[str]:
@@ -96,20 +91,20 @@ def recipe_table(section: str) -> Iterator[str]:
     cls = SECTIONS[section]
     known = described(cls)
     for field in fields(cls):
-        yield f"| `{field.name}` | {default(field)} | {cell(known[field.name].meaning)} |"
+        yield f"| `{field.name}` | {default(field)} | {cell(known[field.name])} |"
 
 
-def lab_table(_: str) -> Iterator[str]:
-    """Yield a row for each experiment: its question, and what its report under docs/lab found."""
-    yield "| experiment | question | found |"
-    yield "| --- | --- | --- |"
+def lab_sections(_: str) -> Iterator[str]:
+    """Yield a section for each experiment: its question, what its report under docs/lab found, a picture."""
     for name in EXPERIMENTS:
-        path, found = REPORTS / name / "results.json", ""
+        experiment, path = find(name), REPORTS / name / "results.json"
+        yield f"### {experiment.title}\n\n{experiment.question} `clearhead lab {name}`\n"
         if path.exists():
             claims = json.loads(path.read_text(encoding="utf-8"))["verdicts"]
-            said = [f"{claim['verdict']}: {claim['claim']}" for claim in claims]
-            found = f"{'<br>'.join(said)}<br>[report](lab/{name}/report.md)"
-        yield f"| `{name}` | {find(name).question} | {found} |"
+            yield from (f"- {claim['verdict'].capitalize()}: {claim['claim']}" for claim in claims)
+            picture = experiment.pictures[0]
+            yield f"\n![{picture.title}](lab/{name}/{picture.name}.png)\n"
+            yield f"The [report](lab/{name}/report.md) has the numbers.\n"
 
 
 def default(field: Field[Any]) -> str:
@@ -127,7 +122,7 @@ def cell(text: str) -> str:
 
 
 def table(name: str) -> str:
-    """Return the table of this name: "config GROUP", "recipe SECTION" or "lab experiments"."""
+    """Return what stands under a name: "config PICTURE", "recipe SECTION" or "lab experiments"."""
     kind, _, which = name.partition(" ")
-    makers = {"config": config_table, "recipe": recipe_table, "lab": lab_table}
-    return "\n".join(makers[kind](which))
+    makers = {"config": config_table, "recipe": recipe_table, "lab": lab_sections}
+    return "\n".join(makers[kind](which)).rstrip()

@@ -105,7 +105,7 @@ def test_no_empty_cards(watched):
     """A model without choices has no view of choices, and a file none that needs the model."""
     with serving(Opened("vectors", lambda: toy("vectors"))) as served:
         seen = watched().open(served.url)
-        assert seen.texts("nav a:not([hidden])") == ["Attention", "Inside a head", "Compare", "Flow", "Cost"]
+        assert seen.texts("nav a:not([hidden])") == ["Heads", "Inside a head", "A / B", "Flow", "Cost"]
         assert not seen.page.is_visible("#answer")
         seen.look("attention", "canvas.heat")
         assert seen.wrong == []

@@ -7,6 +7,7 @@ import clearhead as ch
 from clearhead.fast import library, native
 from clearhead.fast.native import NativeBlock, NativeLinear
 from clearhead.fast.prepare import prepared
+from clearhead.fast.training import suit_narrow
 from clearhead.generate.beam import beam_search
 from clearhead.generate.decode import cache_for, greedy
 from clearhead.generate.prompts import Prompts
@@ -179,3 +180,15 @@ def test_without_it_the_copy_computes_as_before(fault, monkeypatch, tmp_path):
     model, ids = drawn(CONFIGS["Llama, grouped"]), torch.randint(61, (3, 5))
     assert not any(isinstance(part, NativeBlock | NativeLinear) for part in prepared(model).modules())
     assert torch.equal(greedy(prepared(model), ids, 6), greedy(model, ids, 6))
+
+
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "relu"])
+def test_a_model_that_was_just_trained(activation):
+    """Training on narrow vectors leaves other linear layers and activations in place: the copy takes them."""
+    model = drawn(DECODER.replace(activation=activation))
+    ids = torch.randint(61, (2, 4))
+    expected = greedy(model, ids, 8)
+    suit_narrow(model)
+    fast = prepared(model)
+    assert all(isinstance(block, NativeBlock) for block in fast.main.blocks)
+    assert torch.equal(greedy(fast, ids, 8), expected)

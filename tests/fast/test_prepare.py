@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import clearhead as ch
+from clearhead.fast.parts import can_pack
 from clearhead.fast.prepare import StepBlock, prepared
 from clearhead.generate.decode import greedy
 
@@ -91,3 +92,12 @@ def test_the_copy_runs_none_of_the_models_hooks():
     assert prepared(model)(ids).logits.isfinite().all()
     with pytest.raises(pytest.fail.Exception, match="a hook of the model ran"):
         model(ids)
+
+
+def test_whoever_asks_first_does_not_decide_whether_weights_are_packed():
+    """Under autocast the question failed, and the answer was kept for the process; asking drew numbers."""
+    state = torch.get_rng_state()
+    wanted = can_pack.__wrapped__()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert can_pack.__wrapped__() == wanted
+    assert torch.equal(torch.get_rng_state(), state)

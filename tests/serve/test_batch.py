@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 
 import pytest
 
@@ -11,7 +12,7 @@ from clearhead.errors import InputError
 from clearhead.serve.batch import run_batch
 from clearhead.serve.engine import ServeEngine
 from clearhead.serve.limits import Limits
-from tests.serve import mixes
+from tests.serve import kills, mixes
 from tests.serve.test_http import TEMPLATE
 
 
@@ -66,3 +67,18 @@ def test_lines_that_cannot_be_are_refused(writer, tmp_path):
     out.write_text("something else\n")
     with pytest.raises(InputError, match="no answer of a batch"):
         list(run_batch(ServeEngine(writer), "m", given, out))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs processes that fork")
+def test_a_batch_killed_at_any_moment_loses_and_repeats_nothing(writer, tmp_path):
+    assert kills.killed(writer, tmp_path, kills=4, seed=3)["half lines"] > 0
+
+
+def test_two_batches_do_not_write_to_one_file(writer, tmp_path):
+    given, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    kills.write_rows(given, 2)
+    first = run_batch(ServeEngine(writer), "m", given, out)
+    next(first)
+    with pytest.raises(InputError, match="another batch is writing to"):
+        next(run_batch(ServeEngine(writer), "m", given, out))
+    assert len(list(first)) == 1

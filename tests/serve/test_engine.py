@@ -42,25 +42,32 @@ def heard(m: ch.Model, limits: Limits, texts: list[list[int]], watched: int, cou
     return found.ids, found.alternatives, jobs[watched], engine
 
 
-@pytest.mark.parametrize("shape", ["rope-gqa", "windows", "states"])
-def test_logits_have_the_same_bits_whoever_is_in_the_batch(shape, byte_tokenizer):
+def products(enabled: bool):
+    """A state of the process: a product in half precision that fails leaves plain ones to another library."""
+    return torch.backends.mkldnn.flags(enabled=enabled)
+
+
+@pytest.mark.filterwarnings("ignore:TF32")
+@pytest.mark.parametrize(("shape", "enabled"), [("rope-gqa", True), ("windows", False), ("states", True)])
+def test_logits_have_the_same_bits_whoever_is_in_the_batch(shape, enabled, byte_tokenizer):
     """Alone, in company, after a preemption, and with a prefix that another request has read."""
     m = mixes.model(shape, byte_tokenizer)
     m.special.clear()
-    if not ServeEngine(m, Limits(exact=True)).exact:
-        pytest.skip("on this machine the library's products depend on the number of rows")
-    roomy = Limits(tokens=16, block=8, exact=True)
-    ids, alone, *_ = heard(m, roomy, [PROMPT], 0, 12)
-    others = [list(range(100 + n, 100 + n + 7 * n + 1)) for n in range(4)]
-    assert heard(m, roomy, [*others, PROMPT], 4, 12)[:2] == (ids, alone)
-    again = heard(m, roomy, [PROMPT[:33] + [5], *others, PROMPT], 5, 12)
-    assert again[:2] == (ids, alone)
-    assert (again[2].cached > 0) == all(kind.chooses for kind in m.config.main.kinds)
-    tight = heard(
-        m, Limits(tokens=16, block=8, cache_tokens=80, exact=True), [list(range(100, 130)), PROMPT], 1, 12
-    )
-    assert tight[:2] == (ids, alone)
-    assert tight[2].preempted > 0
+    with products(enabled):
+        if not ServeEngine(m, Limits(exact=True)).exact:
+            pytest.skip("on this machine the library's products depend on the number of rows")
+        roomy = Limits(tokens=16, block=8, exact=True)
+        ids, alone, *_ = heard(m, roomy, [PROMPT], 0, 12)
+        others = [list(range(100 + n, 100 + n + 7 * n + 1)) for n in range(4)]
+        assert heard(m, roomy, [*others, PROMPT], 4, 12)[:2] == (ids, alone)
+        again = heard(m, roomy, [PROMPT[:33] + [5], *others, PROMPT], 5, 12)
+        assert again[:2] == (ids, alone)
+        assert (again[2].cached > 0) == all(kind.chooses for kind in m.config.main.kinds)
+        tight = heard(
+            m, Limits(tokens=16, block=8, cache_tokens=80, exact=True), [list(range(100, 130)), PROMPT], 1, 12
+        )
+        assert tight[:2] == (ids, alone)
+        assert tight[2].preempted > 0
 
 
 def test_blocks_are_found_by_their_tokens_and_never_by_their_digest_alone():
@@ -191,7 +198,9 @@ def test_log_probabilities_of_the_prompt_equal_scores(byte_tokenizer):
         assert [len(best) for best in job.prompt_alternatives] == [2] * (len(PROMPT) - 1)
 
 
-def test_requests_that_read_take_turns_with_those_that_write(byte_tokenizer):
+@pytest.mark.filterwarnings("ignore:TF32")
+@pytest.mark.parametrize("enabled", [True, False])
+def test_requests_that_read_take_turns_with_those_that_write(enabled, byte_tokenizer):
     """Vectors of texts of unequal length have the same bits alone and in company."""
     m = mixes.model("learned", byte_tokenizer, family="encoder", head="none", n_types=2)
     engine = ServeEngine(m, Limits(exact=True))
@@ -200,10 +209,11 @@ def test_requests_that_read_take_turns_with_those_that_write(byte_tokenizer):
     def embed(bundle, every):
         return reading.embed(bundle, every)
 
-    both = engine.read(texts, embed), engine.read(texts[1:2], embed)
-    engine.step()
-    alone = engine.read(texts[1:2], embed)
-    engine.step()
+    with products(enabled):
+        both = engine.read(texts, embed), engine.read(texts[1:2], embed)
+        engine.step()
+        alone = engine.read(texts[1:2], embed)
+        engine.step()
     together, more = (one.wait(0) for one in both)
     assert harness.worst(torch.as_tensor(together), m.embed(texts)) < 1e-5
     for one, other in ((more, alone.wait(0)), (more[0], together[1])):

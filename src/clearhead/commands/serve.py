@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import Positional, UseAppendAction
 
 from clearhead.commands.common import Dtype, Folder, check_inputs, load_model, option, print_notes
+from clearhead.commands.retrieve import Passages, Retrieve
 from clearhead.errors import InputError, MissingExtraError, refuse
 
 if TYPE_CHECKING:
@@ -26,6 +28,12 @@ def serve(
     model: Annotated[
         UseAppendAction[tuple[str, ...]], option("one more model, under a name", metavar="NAME=DIR")
     ] = (),
+    adapter: Annotated[
+        UseAppendAction[tuple[str, ...]],
+        option(
+            "a low-rank update of the first model, under a name: what train.lora leaves", metavar="NAME=DIR"
+        ),
+    ] = (),
     host: Annotated[
         str, option("address to listen on; others than this machine's own let others in")
     ] = "127.0.0.1",
@@ -41,9 +49,14 @@ def serve(
     exact: Annotated[
         bool, option("logits with the same bits whoever shares the batch; slower for one text alone")
     ] = False,
+    retrieve: Retrieve = None,
+    passages: Passages = 3,
     drain: Annotated[
         float, option("seconds that running requests get when the server is told to end")
     ] = 30.0,
+    page: Annotated[
+        bool, option("show the page at / also where others reach the server: they see all requests")
+    ] = False,
     device: Device = "cpu",
     dtype: Dtype = None,
 ) -> None:
@@ -51,15 +64,17 @@ def serve(
 
     For example:
       clearhead serve my-model/
-      clearhead serve my-model/ --model small=other-model/ --port 9000
+      clearhead serve my-model/ --model small=other-model/ --adapter polite=lora-run/ --port 9000
       clearhead serve my-model/ --host 0.0.0.0 --api-key-file keys.txt
+      clearhead serve my-model/ --retrieve notes.index
     """
-    folders = {folder.resolve().name: folder, **dict(_named(one) for one in model)}
-    for one in folders.values():
+    given = [(folder.resolve().name, folder), *(_named(one, "model") for one in model)]
+    updates = dict(tuned := [_named(one, "adapter") for one in adapter])
+    folders, names = dict(given), [name for name, _ in (*given, *tuned)]
+    for one in (*folders.values(), *updates.values()):
         check_inputs(one)
-    refuse(
-        len(folders) <= len(model), f"two models are called {folder.resolve().name}: give one another name"
-    )
+    twice = next((name for name in names if names.count(name) > 1), None)
+    refuse(twice is not None, f"two models are called {twice}: give one another name")
     keys = _keys(api_key_file)
     try:
         import uvicorn
@@ -67,14 +82,20 @@ def serve(
         from clearhead.explorer.app import is_loopback
         from clearhead.serve.app import make_server
         from clearhead.serve.guard import Connection, connections_allowed
+        from clearhead.serve.passages import ServedPassages
     except ImportError:
         raise MissingExtraError("serving needs FastAPI and uvicorn: pip install 'clearhead[serve]'") from None
     from clearhead.commands.models import bind
+    from clearhead.retrieval.index import Index
     from clearhead.serve.limits import Limits
 
+    found = None if retrieve is None else ServedPassages(Index(retrieve), passages)
     limits = Limits(step_tokens, max_running, max_waiting, max_waiting_tokens, 64, cache_tokens, exact)
     listening = bind(host, port)
-    engines = {name: _engine(where, limits, device, dtype) for name, where in folders.items()}
+    engines = {
+        name: _engine(where, limits, device, dtype, updates if where is folder else {})
+        for name, where in folders.items()
+    }
     address = f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}"
     if not is_loopback(host) and not keys:
         print_notes(
@@ -84,7 +105,7 @@ def serve(
         if exact and not engine.exact:
             print_notes([f"note: on this machine the last bits of {name}'s logits depend on the batch"])
     print_notes([f"clearhead serves {', '.join(engines)}: {address}/v1  (Ctrl-C ends it)"])
-    app = make_server(engines, host, keys, drain)
+    app = make_server(engines, host, keys, drain, found, page or is_loopback(host))
     Connection.most = connections_allowed()
     config = uvicorn.Config(
         app,
@@ -127,17 +148,25 @@ def batch(
     print_notes([f"{count} answers added to {answers}"])
 
 
-def _engine(folder: Path, limits: object, device: str, dtype: str | None) -> ServeEngine:
+def _engine(
+    folder: Path, limits: object, device: str, dtype: str | None, adapters: Mapping[str, Path] | None = None
+) -> ServeEngine:
+    from clearhead.serve.adapters import updates_of
     from clearhead.serve.engine import ServeEngine
     from clearhead.serve.limits import Limits
 
     assert isinstance(limits, Limits)
-    return ServeEngine(load_model(folder, device=device, dtype=dtype), limits)
+    m = load_model(folder, device=device, dtype=dtype)
+    updates = {
+        name: updates_of(m.model, load_model(where, device=device, dtype=dtype).model, name)
+        for name, where in (adapters or {}).items()
+    }
+    return ServeEngine(m, limits, updates)
 
 
-def _named(given: str) -> tuple[str, Path]:
+def _named(given: str, option: str) -> tuple[str, Path]:
     name, equals, where = given.partition("=")
-    refuse(not (name and equals and where), f'--model "{given}" must be NAME=DIR')
+    refuse(not (name and equals and where), f'--{option} "{given}" must be NAME=DIR')
     return name, Path(where)
 
 

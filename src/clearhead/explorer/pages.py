@@ -25,12 +25,12 @@ _EXPORT = re.compile(r"^export (?=(?:async )?(?:function|class|const|let)\b)", r
 
 
 @cache
-def page_files() -> dict[str, tuple[str, str]]:
-    """Return every file of the page by its name: text and type.
+def page_files(package: str = "clearhead.explorer") -> dict[str, tuple[str, str]]:
+    """Return every file of a package's page by its name: text and type.
 
     A request can name one of these, and nothing else.
     """
-    folder = resources.files("clearhead.explorer") / "static"
+    folder = resources.files(package) / "static"
     endings = {entry: "." + entry.name.rpartition(".")[2] for entry in folder.iterdir() if entry.is_file()}
     return {
         entry.name: (entry.read_text(encoding="utf-8"), TYPES[ending])

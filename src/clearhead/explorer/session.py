@@ -17,8 +17,9 @@ import numpy as np
 
 from clearhead.api import Model
 from clearhead.errors import ClearheadError, InputError, refuse
+from clearhead.explorer.atlas import PageJobs
 from clearhead.explorer.described import model_view
-from clearhead.explorer.views import PageRun, begin
+from clearhead.explorer.views import PageRun, begin, view
 from clearhead.hub.pixels import read_image
 from clearhead.inside.heads import MIXED, head_roles
 
@@ -101,6 +102,7 @@ class Session:
         self.lock = threading.Lock()
         self._runs: OrderedDict[str, PageRun] = OrderedDict()
         self._count = itertools.count(1)
+        self.jobs = PageJobs()
 
     def start(self) -> None:
         """Load the models in the background, and then look for what each head does."""
@@ -141,7 +143,8 @@ class Session:
         opened = self.models[number]
         with self.lock:
             run = begin(m, given, target or None, pair or None)
-            return self.keep(replace(run, number=number, roles=lambda: opened.roles or {}))
+            known = replace(run, number=number, roles=lambda: opened.roles or {})
+            return self.keep(replace(known, others=self.run))
 
     def keep(self, run: PageRun) -> dict[str, Any]:
         """Remember a run; of many, forget the oldest."""
@@ -155,6 +158,11 @@ class Session:
         if len(self._runs) > KEPT:
             self._runs.popitem(last=False)
         return run.about(name)
+
+    def job(self, name: str, path: str) -> dict[str, Any]:
+        """Return how far a view of many passes is, and its body once that is there; begin it first."""
+        run = self.run(name)
+        return self.jobs.ask(f"{name}/{path}", lambda tell: view(replace(run, progress=tell), path))
 
     def run(self, name: str) -> PageRun:
         """Return a run that is remembered."""

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from clearhead.api import Model
 from clearhead.errors import InputError, nearest, refuse
+from clearhead.explorer import atlas
 from clearhead.explorer.described import TASKS
 from clearhead.explorer.pack import finite, packed_bytes, packed_floats, packed_numbers, packed_picture
 from clearhead.explorer.stops import head_stops
@@ -28,7 +29,7 @@ from clearhead.inside.attention_maps import LayerMap
 from clearhead.inside.choices import Choices, choices_of, find_column
 from clearhead.inside.inputs import InputTokens, Prepared, prepare
 from clearhead.inside.lens import contributions, lens
-from clearhead.inside.parts.ablate import effect
+from clearhead.inside.patch import OnRows
 from clearhead.inside.paths import looks, paths
 from clearhead.inside.results import plain
 from clearhead.inside.trace import trace
@@ -55,6 +56,10 @@ def tokens_view(m: Model, tokens: InputTokens | None) -> dict[str, Any] | None:
     }
 
 
+def _alone(name: str) -> PageRun:
+    raise InputError(f'there is no second run "{name[:20]}" beside this one')
+
+
 @dataclass(frozen=True)
 class PageRun:
     """One input of one model; its methods are the views.
@@ -70,6 +75,8 @@ class PageRun:
     cells: int = CELLS
     roles: Callable[[], dict[str, str]] = field(default=dict, compare=False)
     number: int = 0  # of the model, where the page has two
+    others: Callable[[str], PageRun] = field(default=_alone, compare=False)
+    progress: OnRows = field(default=lambda done, total: None, compare=False)
 
     @cached_property
     def scores(self) -> Tensor:
@@ -222,34 +229,16 @@ class PageRun:
         feedforwards: list[str],
         how: str,
         position: int,
+        second: PageRun | None = None,
     ) -> dict[str, Any]:
         """Return the scores at one position with parts of the model off, beside those of the whole model."""
-        seen = effect(
-            self.m,
-            self.given,
-            heads=heads,
-            layers=layers,
-            feedforwards=feedforwards,
-            how=how,  # type: ignore[arg-type]
-            target=self.target,
-            pair=self.pair,
-            position=position,
-        )
-        before, after = seen.before.softmax(-1).tolist(), seen.after.softmax(-1).tolist()
-        likely = {
-            choice
-            for scores in (seen.before, seen.after)
-            for choice in scores.softmax(-1).topk(min(12, len(scores))).indices.tolist()
-        }
-        rows = [
-            {"id": i, "label": self.choices.name(i), "before": before[i], "after": after[i]}
-            for i in sorted(likely, key=lambda i: -before[i])
-        ]
-        return {"ablated": list(seen.ablated), "how": how, "kl": seen.kl, "position": position, "rows": rows}
+        return atlas.ablated(self, heads, layers, feedforwards, how, position, second)
 
-    def contributions(self, position: int, token: int | None) -> dict[str, Any]:
+    def contributions(self, position: int, token: int | None, against: int | None) -> dict[str, Any]:
         """Return what each head, feed-forward and embedding adds to one choice's logit."""
-        return contributions(self.m, self.given, token, position, self.target, pair=self.pair).to_dict()
+        return contributions(
+            self.m, self.given, token, position, self.target, against, pair=self.pair
+        ).to_dict()
 
     def paths(self, position: int, token: int | None, against: int | None) -> dict[str, Any]:
         """Return what heads carried to one choice's logit, by source token: the largest edges, and sums."""
@@ -269,16 +258,19 @@ class PageRun:
 
     def stops(self, head: str, reader: int) -> dict[str, Any]:
         """Return one head at one reader, stop by stop."""
-        return head_stops(self.m, self.given, self.target, self.pair, head, reader)
+        return self.all_stops([head], reader)[0]
+
+    def all_stops(self, heads: Sequence[str], reader: int) -> list[dict[str, Any]]:
+        """Return several heads at one reader, from one pass."""
+        return head_stops(self.m, self.given, self.target, self.pair, heads, reader)
 
     def extended(self, token: int) -> PageRun:
         """Return the run with one token more."""
         refuse(self.m.config.head != "lm", "only a model that writes can go on: this one reads")
         ids = [*self.prepared.tokens.ids, token]
         given, target = (ids, None) if self.prepared.source is None else (self.given, ids)
-        return replace(
-            begin(self.m, given, target, self.pair), cells=self.cells, roles=self.roles, number=self.number
-        )
+        kept = {name: getattr(self, name) for name in ("cells", "roles", "number", "others")}
+        return replace(begin(self.m, given, target, self.pair), **kept)
 
 
 def begin(m: Model, given: Any, target: Any = None, pair: str | None = None) -> PageRun:
@@ -296,6 +288,7 @@ def whole(text: str) -> int:
         raise InputError(f'"{text[:40]}" is no whole number') from None
 
 
+ASKED: dict[str, str | None] = {"position": "-1", "token": None, "against": None}
 # By the first word of a path: the view, what the further words are, and the options with their defaults.
 VIEWS: dict[str, tuple[Callable[..., Any], tuple[Callable[[str], Any], ...], dict[str, str | None]]] = {
     "stages": (PageRun.stages, (), {}),
@@ -306,8 +299,11 @@ VIEWS: dict[str, tuple[Callable[..., Any], tuple[Callable[[str], Any], ...], dic
     "rollout": (PageRun.rollout, (str,), {}),
     "lens": (PageRun.lens, (), {}),
     "next": (PageRun.next, (), {"position": "-1"}),
-    "contributions": (PageRun.contributions, (), {"position": "-1", "token": None}),
-    "paths": (PageRun.paths, (), {"position": "-1", "token": None, "against": None}),
+    "contributions": (PageRun.contributions, (), ASKED),
+    "paths": (PageRun.paths, (), ASKED),
+    "effects": (atlas.effects, (str,), {"position": "-1"}),
+    "patch": (atlas.patches, (str, str), ASKED),
+    "followed": (atlas.followed_view, (whole,), {}),
     "stops": (PageRun.stops, (str, whole), {}),
     "looks": (PageRun.looks, (str, whole, whole), {}),
 }

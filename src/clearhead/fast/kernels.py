@@ -43,7 +43,7 @@ def _(x: Tensor) -> Tensor:
 
 def step_norm(x: Tensor, scale: Tensor, eps: float, unit_offset: bool) -> Tensor:
     """Apply RMS norm with `scale` [D]: [..., D] -> [..., D]."""
-    if not available(x) or torch.compiler.is_compiling() or torch.is_grad_enabled():
+    if torch.compiler.is_compiling() or torch.is_grad_enabled() or not available(x):
         return norms.rms_norm(x, scale, eps, unit_offset)
     from clearhead.fast import triton_step
 
@@ -80,7 +80,7 @@ def _in_steps(
     gate: str | None,
     add: Tensor | None,
 ) -> Tensor:
-    if available(x) and not torch.compiler.is_compiling():  # a compiler fuses as much by itself
+    if not torch.compiler.is_compiling() and available(x):  # a compiler fuses as much by itself
         return _in_kernels(x, weight, bias, scale, eps, unit_offset, gate, add)
     y = nnf.linear(x if scale is None else norms.rms_norm(x, scale, eps, unit_offset), weight, bias)
     if gate is not None:

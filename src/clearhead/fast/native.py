@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from clearhead.fast.library import ATTENTION, BLOCK, CALL, FEEDFORWARD, LINEAR, NORM, RESIDUAL, VIEW, library
 from clearhead.fast.parts import Direct
+from clearhead.fast.training import NARROW_ACTIVATIONS, all_known
 from clearhead.model import masks, norms
 from clearhead.model.attention import Attention
 from clearhead.model.cache import CrossKeys, GrowingKeys, LayerKeys, RingKeys
@@ -23,6 +24,7 @@ MOST_ROWS = 48  # up to so many rows our product is quicker than the plain one
 
 NORM_KINDS = {norms.LayerNorm: 1, norms.RMSNorm: 2}
 ACTIVATION_NUMBERS = {function: number for number, function in enumerate(ACTIVATIONS.values())}
+ACTIVATION_NUMBERS |= {new: ACTIVATION_NUMBERS[old] for old, new in NARROW_ACTIVATIONS.items()}
 
 # All that a structure says, by class and attribute. A block with anything more keeps its own forward.
 KNOWN: dict[type[nn.Module], set[str]] = {
@@ -36,6 +38,16 @@ KNOWN: dict[type[nn.Module], set[str]] = {
     FeedForward: {"gate", "up", "down", "activation", "dropout"},
     nn.Linear: {"weight", "bias", "in_features", "out_features"},
 }
+
+
+def suits_native(block: Block) -> bool:
+    """Return True if `step.c` computes all that this block does."""
+    feedforward = block.feedforward
+    return (
+        all_known(block, KNOWN)
+        and isinstance(feedforward, FeedForward)
+        and feedforward.activation in ACTIVATION_NUMBERS
+    )
 
 
 class Pointers:

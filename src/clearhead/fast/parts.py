@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor, nn
 
+from clearhead.model import dtypes
 from clearhead.model.attention import Attention
 from clearhead.model.feedforward import FeedForward
 
@@ -179,10 +180,13 @@ def _waves(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 def can_pack() -> bool:
     """Return True if this build of PyTorch has the packed product and it agrees with the plain one."""
     try:
-        weight, bias = torch.full((8, 16), 0.3), torch.full((8,), 0.1)
-        x = torch.linspace(-1, 1, 48).view(3, 16)
-        layer = nn.Linear(16, 8)
-        layer.weight.data, layer.bias.data = weight, bias
-        return torch.allclose(PackedLinear(layer)(x), layer(x), atol=1e-5)
+        x = torch.linspace(-1, 1, 48, dtype=torch.float32, device="cpu").view(3, 16)
+        layer = nn.Linear(16, 8, device="meta", dtype=torch.float32).to_empty(
+            device="cpu"
+        )  # nothing is drawn
+        nn.init.constant_(layer.weight, 0.3)
+        nn.init.constant_(layer.bias, 0.1)
+        with dtypes.uncast(x):  # the answer is kept: whoever asks first must not decide it
+            return torch.allclose(PackedLinear(layer)(x), layer(x), atol=1e-5)
     except (AttributeError, RuntimeError, NotImplementedError):
         return False

@@ -6,7 +6,7 @@ kernels of `kernels` run, blocks that suit them take one token of each row throu
 Shapes: B batch, T length, D model, N width out.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
@@ -28,7 +28,7 @@ from clearhead.fast.parts import (
     direct,
     like,
 )
-from clearhead.fast.training import original
+from clearhead.fast.training import all_known, original
 from clearhead.model import masks, norms, positions
 from clearhead.model.attention import Attention
 from clearhead.model.cache import Cache, CrossKeys, LayerKeys
@@ -92,15 +92,10 @@ def _replacement(part: nn.Module, way: Way) -> nn.Module:
     if way.kernels and kind is norms.RMSNorm:
         return like(part, StepNorm)
     if isinstance(part, Block) and way.native:
-        return cast(nn.Module, like(part, in_c.NativeBlock if all_known(part, in_c.KNOWN) else direct(kind)))
+        return cast(nn.Module, like(part, in_c.NativeBlock if in_c.suits_native(part) else direct(kind)))
     if isinstance(part, Block):
         return _fused(part, StepBlock if way.kernels and suits_kernels(part) else direct(kind))
     return cast(nn.Module, like(part, kind if kind is nn.ModuleList else direct(kind)))
-
-
-def all_known(part: nn.Module, known: Mapping[type[nn.Module], set[str]]) -> bool:
-    """Return True if the parts within this one have no more than the attributes that are known of each."""
-    return all(_features(one) <= known.get(original(one), set()) for one in part.modules())
 
 
 def _fused(block: Block, kind: type[Block]) -> Block:
@@ -146,14 +141,6 @@ def suits_kernels(block: Block) -> bool:
         and getattr(block.attention, "norm_over", "none") != "full"
         and (feedforward.gate is None or feedforward.activation in ACTIVATION_NAMES)
     )
-
-
-def _features(part: nn.Module) -> set[str]:
-    """Name the parameters and submodules of a part, and its options that are neither None nor False."""
-    tensors = (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False))
-    named = (*vars(part).items(), *tensors, *part.named_children())
-    given = {name for name, value in named if value is not None and value is not False and name[0] != "_"}
-    return given - {"training"}
 
 
 class StepStack(Direct, Stack):

@@ -5,7 +5,7 @@ Shapes: D width in, N width out.
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -77,6 +77,19 @@ def original(part: nn.Module) -> type[nn.Module]:
     """Return the class that a replacement stands for; for other parts, their own class."""
     originals = {JoinedAttention: Attention, RecomputedBlock: stack.Block, NarrowLinear: nn.Linear}
     return originals.get(type(part), type(part))
+
+
+def all_known(part: nn.Module, known: Mapping[type[nn.Module], set[str]]) -> bool:
+    """Return True if the parts within this one have no more than the attributes that are known of each."""
+    return all(_features(one) <= known.get(original(one), set()) for one in part.modules())
+
+
+def _features(part: nn.Module) -> set[str]:
+    """Name the parameters and submodules of a part, and its options that are neither None nor False."""
+    tensors = (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False))
+    named = (*vars(part).items(), *tensors, *part.named_children())
+    given = {name for name, value in named if value is not None and value is not False and name[0] != "_"}
+    return given - {"training"}
 
 
 # CPUs with narrow vectors -------------------------------------------------------------------------------

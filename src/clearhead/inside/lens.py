@@ -3,6 +3,7 @@
     seen = lens(m, "Once upon a time")
     seen.layers, seen.columns                        # L + 1 layers, T tokens
     seen.top_names[3][-1]                            # the five best tokens after block 2, at the last token
+    followed(m, "Once upon a time", " there")        # [L + 1, T] the probability of one answer
     found = contributions(m, "The cat sat on the", token=" mat", against=" floor")
     found.largest(5), found.total, found.logit       # total = logit
 
@@ -99,6 +100,22 @@ def lens(
         true_names=tuple(choices.name(token) if token >= 0 else None for token in true.tolist()),
         **found,
     )
+
+
+def followed(
+    m: inputs.AnyModel,
+    given: inputs.Given,
+    token: str | int,
+    target: inputs.Target = None,
+    pair: str | None = None,
+) -> Tensor:
+    """Return the probability of one choice after each layer, at each column: [L + 1, C]; see `lens`."""
+    prepared = inputs.prepare(m, given, target, pair)
+    choices = choices_of(prepared)
+    choice, taps = choices.find(token), names.states(prepared.model.main.spec)
+    _, seen = prepared.record(*taps)
+    scores = (choices.scores(stopped_at(prepared.model, seen[tap]))[0] for tap in taps)  # C N each
+    return torch.stack([dtypes.wide(one).softmax(-1)[:, choice].float().cpu() for one in scores])
 
 
 def stopped_at(model: Transformer, state: Tensor) -> Tensor:

@@ -226,13 +226,12 @@ def train_rung(rung: Rung, text: Tensor, unseen: Tensor, vocab_size: int, seed: 
     model = Transformer(rung.config(vocab_size)).to(device).train()
     order = torch.randperm(steps * rung.rows, generator=torch.Generator().manual_seed(seed)).to(device)
     windows = windows[: len(order)].to(device)
-    fused = {"fused": True} if device.startswith("cuda") else {}
     optimizer = torch.optim.AdamW(
         model.parameters(),
         lr=rung.rate / math.sqrt(rung.d_model),
         betas=(0.9, 0.95),
         weight_decay=0.1,
-        **fused,
+        fused=True,
     )
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer,

@@ -6,7 +6,7 @@ import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -36,6 +36,7 @@ def completion(engine: ServeEngine, name: str, body: CompletionBody) -> "ServedT
     refuse(most == 0 and not body.echo, "max_tokens 0 writes nothing: ask for 1 or more, or for echo")
     refuse(engine.m.tokenizer is None, "this model has no tokenizer: it cannot be served as text")
     asked = Asked(body.cache_salt or "", body.logprobs if body.echo else None, most == 0, body.seconds)
+    asked = replace(asked, inside=tuple(body.inside or ()), adapter=name if name in engine.adapters else "")
     options, seeds = body.options(max(1, most)), body.seeds(body.n or 1)
     return ServedTexts(
         engine, name, False, body.prompts(), options, seeds, asked, body.logprobs, bool(body.echo)
@@ -50,7 +51,8 @@ def conversation(engine: ServeEngine, name: str, body: ChatBody) -> "ServedTexts
     )
     ids = chat_ids(engine.m, body.messages, body.chat_template_kwargs or {})
     most = body.max_completion_tokens or body.max_tokens or max(1, engine.longest - len(ids))
-    asked = Asked(body.cache_salt or "", seconds=body.seconds)
+    adapter = name if name in engine.adapters else ""
+    asked = Asked(body.cache_salt or "", None, False, body.seconds, adapter, tuple(body.inside or ()))
     return ServedTexts(
         engine, name, True, [ids], body.options(most), body.seeds(body.n or 1), asked, body.best
     )
@@ -69,6 +71,7 @@ class ServedTexts:
     asked: Asked
     best: int | None = None  # tokens reported at each step; None: nothing is reported
     echo: bool = False
+    cited: dict[str, Any] = field(default_factory=dict)  # said once, in the answer or in the first event
     jobs: list[Job] = field(default_factory=list)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -77,6 +80,10 @@ class ServedTexts:
         self.queue: asyncio.Queue[News] = asyncio.Queue()
         if self.best is not None:
             self.options |= {"logprobs": True, "alternatives": self.best}
+        choices = len(self.prompts) * len(self.seeds)
+        refuse(
+            choices > 1 and self.asked.inside, f"inside is given for one text, and {choices} are asked for"
+        )
 
     def submit(self, told: Callable[[int, Job, str], None] | None = None) -> None:
         """Put every choice of every prompt into the line, or none; `told` is called from the engine."""
@@ -139,6 +146,8 @@ class ServedTexts:
         else:
             made["text"] = self._echoed(job) + (found.text or "")
         made["logprobs"] = self._logprobs(job, 0, len(found.ids))
+        if job.inside is not None:
+            made["inside"], job.inside = job.inside, None  # it is large, and told once
         return made
 
     def _echoed(self, job: Job) -> str:
@@ -172,6 +181,8 @@ class ServedTexts:
                     left -= 1
                     last = self._chunk(number, {} if self.chat else "")
                     last["finish_reason"] = finish_reason(job.row.stop_reason)
+                    if job.inside is not None:
+                        last["inside"], job.inside = job.inside, None
                     yield event([last])
             if usage:
                 yield event([], usage=self.usage())
@@ -193,7 +204,8 @@ class ServedTexts:
         }
 
     def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+        cited, self.cited = self.cited, {}
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model, **cited}
 
     def usage(self) -> dict[str, Any]:
         """Return how many tokens were read and written."""

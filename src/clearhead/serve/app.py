@@ -23,6 +23,8 @@ from clearhead.serve.answers import LOOK, ServedTexts, completion, conversation,
 from clearhead.serve.engine import ServeEngine
 from clearhead.serve.guard import Guard
 from clearhead.serve.metrics import Metrics
+from clearhead.serve.page import add_page
+from clearhead.serve.passages import ServedPassages
 from clearhead.tasks import reading
 
 RETRY_AFTER = "1"
@@ -33,9 +35,16 @@ def make_server(
     host: str = "127.0.0.1",
     keys: Collection[str] = (),
     drain: float = 30.0,
+    passages: ServedPassages | None = None,
+    page: bool = False,
 ) -> FastAPI:
-    """Return the routes for models by name; the first is the one a request without a name gets."""
-    metrics, known = Metrics(), list(engines)
+    """Return the routes for models by name; the first is the one a request without a name gets.
+
+    `page`: show what is done at /, and what was asked and answered in the explorer.
+    """
+    metrics = Metrics()
+    named = {**engines, **{name: engine for engine in engines.values() for name in engine.adapters}}
+    known = list(named)
 
     @asynccontextmanager
     async def life(app: FastAPI) -> Any:
@@ -68,13 +77,19 @@ def make_server(
 
     def engine_of(name: str | None) -> tuple[str, ServeEngine]:
         found = known[0] if name is None else name
-        if found not in engines:
+        if found not in named:
             raise HTTPException(
                 404, f'model "{found}"{nearest(found, known)} is not here: {", ".join(known)} are'
             )
-        return found, engines[found]
+        return found, named[found]
 
-    async def answered(choices: ServedTexts, body: protocol.Writing, request: Request) -> Response:
+    async def cite(engine: ServeEngine, body: Any) -> dict[str, Any]:
+        return {} if passages is None else {"passages": await run_in_threadpool(passages.put, engine, body)}
+
+    async def answered(
+        choices: ServedTexts, body: protocol.Writing, request: Request, cited: dict[str, Any]
+    ) -> Response:
+        choices.cited = cited
         await choices.begin(metrics)
         if body.stream:
             usage = body.stream_options is not None and body.stream_options.include_usage
@@ -85,14 +100,16 @@ def make_server(
     async def completions(body: protocol.CompletionBody, request: Request) -> Response:
         name, engine = engine_of(body.model)
         engine.check_room()  # before anything is encoded
-        return await answered(completion(engine, name, body), body, request)
+        cited = await cite(engine, body)
+        return await answered(completion(engine, name, body), body, request, cited)
 
     @app.post("/v1/chat/completions")
     async def chat(body: protocol.ChatBody, request: Request) -> Response:
         name, engine = engine_of(body.model)
         engine.check_room()
+        cited = await cite(engine, body)
         choices = await run_in_threadpool(conversation, engine, name, body)
-        return await answered(choices, body, request)
+        return await answered(choices, body, request, cited)
 
     async def read(engine: ServeEngine, inputs: Sequence[Any], run: Any, request: Request) -> Sequence[Any]:
         """Let the engine read inputs, as long as the client waits."""
@@ -185,7 +202,7 @@ def make_server(
                 "owned_by": "clearhead",
                 "max_model_len": engine.m.max_length,
             }
-            for name, engine in engines.items()
+            for name, engine in named.items()
         ]
         return {"object": "list", "data": data}
 
@@ -207,6 +224,8 @@ def make_server(
     async def figures() -> Response:
         return PlainTextResponse(metrics.text(engines))
 
+    if page:
+        add_page(app, engines, host)
     begun = int(time.time())
     return app
 

@@ -5,10 +5,11 @@ answer is written as soon as it is there, under its `custom_id`, or `line-N` whe
 the file of answers already is not asked again; half a line, the trace of a kill, is.
 """
 
+import fcntl
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from pydantic import ValidationError
 
@@ -23,10 +24,11 @@ URLS = ("/v1/completions", "/v1/chat/completions")
 def run_batch(engine: ServeEngine, name: str, given: Path, out: Path) -> Iterator[str]:
     """Answer each line of a file that has no answer yet; yield the name of each as it is written."""
     rows = dict(read_rows(given))
-    for done in finished(out):
-        rows.pop(done, None)
     flying: dict[str, ServedTexts] = {}
     with out.open("a", encoding="utf-8") as file:
+        _lock(file, out)
+        for done in finished(out):
+            rows.pop(done, None)
 
         def write(row: str, status: int, body: dict[str, Any]) -> str:
             answer = {"status_code": status, "body": body}
@@ -46,6 +48,16 @@ def run_batch(engine: ServeEngine, name: str, given: Path, out: Path) -> Iterato
                 engine.step()
             for done in [row for row, one in flying.items() if all(job.done for job in one.jobs)]:
                 yield _answered(write, done, flying.pop(done))
+
+
+def _lock(file: TextIO, out: Path) -> None:
+    """Hold a file as long as it is open; the lock ends with the process, however it ends."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise InputError(f"another batch is writing to {out}: wait for it, or name another file") from None
+    except OSError:  # some network file systems have no locks
+        return
 
 
 def _while_any(
@@ -79,7 +91,7 @@ def _answered(write: Any, row: str, choices: ServedTexts) -> str:
 def read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the name and the object of each line; two lines with one name are refused."""
     names: set[str] = set()
-    for number, text in enumerate(path.read_text("utf-8").splitlines(), start=1):
+    for number, text in enumerate(path.read_text("utf-8").split("\n"), start=1):
         if not text.strip():
             continue
         try:
@@ -103,7 +115,7 @@ def finished(out: Path) -> Iterator[str]:
     if len(whole) < len(raw):
         with out.open("r+b") as file:
             file.truncate(len(whole))
-    for number, text in enumerate(whole.decode("utf-8").splitlines(), start=1):
+    for number, text in enumerate(whole.decode("utf-8").split("\n")[:-1], start=1):
         try:
             yield str(json.loads(text)["custom_id"])
         except (ValueError, KeyError, TypeError):

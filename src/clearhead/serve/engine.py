@@ -15,30 +15,40 @@ from typing import Any
 
 import torch
 
+from clearhead.api import Model
 from clearhead.bundle import Bundle
 from clearhead.errors import BusyError, InputError, refuse
-from clearhead.serve.jobs import Asked, Job, Told, blocks_for, check_served, plain_greedy
-from clearhead.serve.limits import Limits, ServeFigures, pool_for, window_blocks
+from clearhead.serve.adapters import AdaptedRows, Updates, adapt
+from clearhead.serve.inside import InsideView
+from clearhead.serve.jobs import Asked, Job, Told, check_served, plain_greedy
+from clearhead.serve.limits import Limits, ServeFigures, check_fits, pool_for, window_blocks
 from clearhead.serve.paged import ALL, PagedCache, TextPiece
 from clearhead.serve.ragged import ragged, rows_agree
-from clearhead.serve.readings import Reading, ReadingLine
+from clearhead.serve.readings import Reading, ReadingLine, with_model
 from clearhead.tasks.generation import Prompt
 
+KEPT = 64  # requests that are remembered once they have ended
 STALLED = 30.0  # seconds without a step, with work to do, after which the engine counts as ill
 
 
 class ServeEngine:
     """The requests of one model. `submit` and `read` may be called from any thread, `step` from one."""
 
-    def __init__(self, m: Bundle, limits: Limits | None = None) -> None:
+    def __init__(
+        self, m: Model, limits: Limits | None = None, adapters: Mapping[str, Updates] | None = None
+    ) -> None:
         self.m, self.limits, self.figures = m, limits or Limits(), ServeFigures()
         self.runner = ragged(m.model, self.limits.exact)
-        self.reader = _with_model(m, self.runner)
+        self.adapters, self.rows = adapters or {}, AdaptedRows()
+        adapt(self.runner, m.model, self.adapters, self.rows)
+        self.reader = with_model(m, self.runner)
         self.waiting: deque[Job] = deque()
         self.running: list[Job] = []  # by arrival
+        self.finished: deque[Job] = deque(maxlen=KEPT)  # for those who look inside them
         self.readings = ReadingLine()
+        self.inside = InsideView(m)
         self.moved = time.monotonic()  # when the last step ended
-        self.closed = False
+        self.closed, self._count = False, 0
         self._wake = threading.Condition()
         self._thread: threading.Thread | None = None
         weight, spec = next(self.runner.parameters()), self.runner.main.spec
@@ -90,16 +100,18 @@ class ServeEngine:
         job = Job(self.m, prompt, options or {}, asked or Asked(), told)
         job.after = after
         needed = len(job.row.prompt) + job.most
-        whole = [] if self.pool is None else [(needed, ALL), (job.sources, None)]
-        for tokens, group in whole:
-            room = 0 if self.pool is None or group not in self.pool.blocks else self.pool.blocks[group].count
-            refuse(
-                room and blocks_for(tokens, self.limits.block) > room,
-                f"a text of {tokens} tokens does not fit into the {room * self.limits.block} that the server "
-                "holds: shorten it, or give the server a larger cache",
-            )
+        assert self.pool is not None
+        check_fits(self.pool, needed, ALL)
+        check_fits(self.pool, job.sources, None)
+        adapter = job.asked.adapter
+        refuse(adapter and adapter not in self.adapters, f'no adapter is called "{adapter}"')
+        if job.asked.inside:
+            refuse(adapter, f'inside is given of the model, and not with an adapter such as "{adapter}"')
+            self.inside.check(job.asked.inside, needed, job.sources)
         self.check_room(len(job.tokens))
         with self._wake:
+            self._count += 1
+            job.number = self._count
             self.waiting.append(job)
             self._wake.notify()
         return job
@@ -141,6 +153,7 @@ class ServeEngine:
         for one in alone:
             self._guarded([one])
         self._guarded([one for one in plan if one not in alone])
+        self.rows.spans = ()
         self.readings.step()
         self.figures.steps += 1
         self.moved = time.monotonic()
@@ -249,6 +262,10 @@ class ServeEngine:
         encoded = first.encoded
         sources = [job.sources for job, _, _ in plan] if first.sources and encoded else []
         assert self.pool is not None
+        self.rows.spans = [
+            (piece.span if encoded else slice(None), job.asked.adapter)
+            for (job, _, _), piece in zip(plan, pieces)
+        ]
         cache = PagedCache(self.pool, pieces, sources)
         hidden = self.runner(
             torch.tensor([[t for job, start, stop in plan for t in job.tokens[start:stop]]], device=device),
@@ -289,7 +306,13 @@ class ServeEngine:
                 self._end(job)
 
     def _end(self, job: Job, reason: str | None = None, error: Exception | None = None) -> None:
+        if job.asked.inside and reason is None:
+            try:
+                job.inside = self.inside.look(job.asked.inside, job.tokens, job.prompts.source)
+            except Exception as wrong:
+                error = wrong
         job.end(reason, error)
+        self.finished.append(job)
         self.figures.ended[job.row.stop_reason] += 1
         if job in self.running:
             self.running.remove(job)
@@ -325,10 +348,3 @@ class ServeEngine:
             job.cancel()
         if self._thread is not None:
             self._thread.join(STALLED)
-
-
-def _with_model(m: Bundle, model: Any) -> Bundle:
-    """Return the same bundle with another model in it."""
-    new = object.__new__(type(m))
-    new.__dict__.update(m.__getstate__() | {"model": model})
-    return new

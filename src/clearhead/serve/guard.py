@@ -5,6 +5,8 @@ that has waited longest.
 """
 
 import asyncio
+import base64
+import contextlib
 import hmac
 import time
 from collections.abc import Collection
@@ -107,7 +109,10 @@ class Guard:
             except InputError as error:
                 refusal = 413, str(error)
         if refusal is not None:
-            answer = JSONResponse(error_body(InputError(refusal[1])), refusal[0], {"Connection": "close"})
+            more = {"Connection": "close"}
+            if refusal[0] == 401 and scope["path"] == "/":
+                more["WWW-Authenticate"] = "Basic"
+            answer = JSONResponse(error_body(InputError(refusal[1])), refusal[0], more)
             await answer(scope, receive, send)
             return
 
@@ -149,6 +154,10 @@ async def _whole(receive: Receive) -> Message:
 
 
 def _has_key(headers: Headers, keys: Collection[str]) -> bool:
-    given = headers.get("authorization", "").removeprefix("Bearer ").encode("utf-8", "replace")
+    scheme, _, text = headers.get("authorization", "").partition(" ")
+    given = text.encode("utf-8", "replace")
+    if scheme == "Basic":  # what a browser sends, after asking for a name and a password: the key
+        with contextlib.suppress(ValueError):
+            given = base64.b64decode(given).partition(b":")[2]
     # Every key is compared, so that the time tells nothing.
     return sum(hmac.compare_digest(given, key.encode()) for key in keys) > 0

@@ -1,5 +1,6 @@
 """One request as the engine sees it: its tokens, its place in the pool, how far it is, whom it tells."""
 
+import json
 import math
 import threading
 import time
@@ -40,6 +41,8 @@ class Asked:
     prompt_logprobs: int | None = None  # report the prompt's tokens, with so many of the best at each place
     nothing: bool = False  # read the prompt, and write nothing
     seconds: float | None = None  # the deadline, from now on
+    adapter: str = ""  # its name; "": the model itself
+    inside: tuple[str, ...] = ()  # activations to see of the whole text, by name or pattern, and "lens"
 
 
 @dataclass
@@ -100,6 +103,8 @@ class Job:
         self.result: Generation | None = None
         self.error: Exception | None = None
         self.after: Job | None = None  # begin when this one, which has the same prompt, has read it
+        self.inside: dict[str, Any] | None = None  # what was asked for, ready for JSON
+        self.number = 0  # of this request, in the order of arrival
         self.cached = 0  # tokens of the prompt that were found in the pool
         self.preempted = 0  # how often
         self._cancelled, self._done, self._new = False, threading.Event(), ""
@@ -122,7 +127,8 @@ class Job:
 
     def name(self, size: int, shares: bool) -> None:
         """Name the full blocks of the prompt, if blocks may be shared."""
-        self.names = chain(self.asked.salt, self.row.prompt, size) if shares and not self.sources else []
+        apart = json.dumps([self.asked.adapter, self.asked.salt])  # what differs in it shares nothing
+        self.names = chain(apart, self.row.prompt, size) if shares and not self.sources else []
 
     @property
     def most(self) -> int:

@@ -59,6 +59,16 @@ def pool_for(
     return Pool(spec, limits.block, counts, dtype, device)
 
 
+def check_fits(pool: Pool, tokens: int, group: Group) -> None:
+    """Refuse a text that the pool could never hold."""
+    room = pool.blocks[group].count if group in pool.blocks else 0
+    refuse(
+        room and blocks_for(tokens, pool.size) > room,
+        f"a text of {tokens} tokens does not fit into the {room * pool.size} that the server holds: "
+        "shorten it, or give the server a larger cache",
+    )
+
+
 def window_blocks(group: Group, limits: Limits) -> int:
     """Return how many blocks of a group with a window one text needs at most, with a step's tokens."""
     reach, first = group or (0, 0)

@@ -7,6 +7,7 @@ from clearhead.serve.engine import ServeEngine
 from clearhead.serve.jobs import Job
 
 BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)  # seconds
+OURS = ("engine_steps_total",)  # without a name there
 TIMES = (
     "time_to_first_token_seconds",
     "inter_token_latency_seconds",
@@ -63,6 +64,7 @@ class Metrics:
 
 def _of_engines(engines: Mapping[str, ServeEngine]) -> Iterator[str]:
     figures: dict[tuple[str, str], Callable[[ServeEngine], float]] = {
+        ("engine_steps_total", "counter"): lambda e: e.figures.steps,
         ("num_requests_running", "gauge"): lambda e: len(e.running),
         ("num_requests_waiting", "gauge"): lambda e: len(e.waiting) + len(e.readings.waiting),
         ("kv_cache_usage_perc", "gauge"): lambda e: 0.0 if e.pool is None else e.pool.usage,
@@ -73,9 +75,10 @@ def _of_engines(engines: Mapping[str, ServeEngine]) -> Iterator[str]:
         ("num_preemptions_total", "counter"): lambda e: e.figures.preempted,
     }
     for (name, kind), value in figures.items():
-        yield f"# TYPE vllm:{name} {kind}"
+        full = f"{'clearhead' if name in OURS else 'vllm'}:{name}"
+        yield f"# TYPE {full} {kind}"
         for model, engine in engines.items():
-            yield f'vllm:{name}{{model_name="{_quoted(model)}"}} {value(engine)}'
+            yield f'{full}{{model_name="{_quoted(model)}"}} {value(engine)}'
     yield "# TYPE vllm:request_success_total counter"
     for model, engine in engines.items():
         for reason, count in list(engine.figures.ended.items()):

@@ -89,6 +89,7 @@ class Writing(Body):
     stream_options: StreamOptions | None = None
     cache_salt: Annotated[str, Field(max_length=1000)] | None = None
     seconds: Annotated[float, Field(gt=0, le=86_400)] | None = None  # the deadline
+    inside: list[Annotated[str, Field(max_length=200)]] | None = None  # activations to see, by name
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     json_schema: Schema | None = None

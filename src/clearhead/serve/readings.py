@@ -5,6 +5,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from clearhead.bundle import Bundle
+
 TOGETHER = 64  # requests that share a call at most
 
 
@@ -75,3 +77,10 @@ class ReadingLine:
             reading.end(reading.run(reading.inputs))
         except Exception as error:
             reading.end(None, error)
+
+
+def with_model(m: Bundle, model: Any) -> Bundle:
+    """Return the same bundle with another model in it."""
+    new = object.__new__(type(m))
+    new.__dict__.update(m.__getstate__() | {"model": model})
+    return new

@@ -1,0 +1,202 @@
+"""Serve GPT-2's shape on the CPU beside other servers, over HTTP, all with the same weights and one thread.
+
+    python benchmarks/serve_peers.py [--layers 12] [--streams 8] [--new 32] [--rounds 3] [--save]
+
+`transformers`: its own `serve --continuous-batching`. `llama.cpp`: its server in F32, from the `xllamacpp`
+wheel, which with `gguf` must be importable. The servers take turns. What is counted is the processor time of
+each server's process, so that other work on the machine falls on none of them. Weights are random: each
+server writes so many tokens for each stream, and answers are not compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import pathlib
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+
+import clearhead as ch
+from common import report, save
+from serve_load import ask
+
+TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
+LLAMA = """
+import sys, time, xllamacpp as x
+p = x.CommonParams()
+p.model.path, p.port, p.n_parallel, p.n_ctx, p.cont_batching = sys.argv[1], int(sys.argv[2]), 8, 8 * 256, True
+p.cpuparams.n_threads = p.cpuparams_batch.n_threads = 1
+p.chat_template, p.warmup = "chatml", False
+server = x.Server(p)
+print(server.listening_address, flush=True)
+while True:
+    time.sleep(1000)
+"""
+
+
+def write_model(folder: pathlib.Path, layers: int) -> GPT2LMHeadModel:
+    """Write GPT-2's shape with random weights, and a tokenizer of bytes with as many tokens."""
+    torch.manual_seed(0)
+    config = GPT2Config(n_layer=layers, bos_token_id=50256, eos_token_id=50256)
+    model = GPT2LMHeadModel(config).eval()
+    model.save_pretrained(folder)
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: n for n, token in enumerate([*letters, *(f"tok{n}" for n in range(256, 50257))])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="tok50256", bos_token="tok50256")
+    fast.chat_template = TEMPLATE
+    fast.save_pretrained(folder)
+    return model
+
+
+def write_gguf(path: pathlib.Path, model: GPT2LMHeadModel, names: list[str]) -> None:
+    """Write the same weights for llama.cpp, in F32."""
+    import gguf
+
+    config, writer = model.config, gguf.GGUFWriter(path, "gpt2")
+    writer.add_block_count(config.n_layer)
+    writer.add_context_length(config.n_positions)
+    writer.add_embedding_length(config.n_embd)
+    writer.add_feed_forward_length(4 * config.n_embd)
+    writer.add_head_count(config.n_head)
+    writer.add_layer_norm_eps(config.layer_norm_epsilon)
+    writer.add_file_type(gguf.LlamaFileType.ALL_F32)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(names)
+    writer.add_token_types([gguf.TokenType.NORMAL] * len(names))
+    writer.add_token_merges(["~ ~"])  # one at least
+    for kind in ("bos", "eos"):
+        getattr(writer, f"add_{kind}_token_id")(50256)
+    inner = {
+        "ln_1": "attn_norm", "attn.c_attn": "attn_qkv", "attn.c_proj": "attn_output",
+        "ln_2": "ffn_norm", "mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down",
+    }  # fmt: skip
+    outer = {"wte": "token_embd", "wpe": "position_embd", "ln_f": "output_norm"}
+    for name, value in model.transformer.named_parameters():
+        part, _, kind = name.rpartition(".")
+        if part.startswith("h."):
+            _, layer, rest = part.split(".", 2)
+            named = f"blk.{layer}.{inner[rest]}.{kind}"
+        else:
+            named = f"{outer[part]}.{kind}"
+        turned = value.T if "c_" in part and kind == "weight" else value
+        writer.add_tensor(named, np.ascontiguousarray(turned.detach().numpy()))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+class Peer:
+    """A server in a process of its own."""
+
+    def __init__(self, command: list[str], port: int, model: str, log: pathlib.Path) -> None:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        self.port, self.model, self.log = port, model, log
+        with log.open("w") as file:
+            self.process = subprocess.Popen(command, env=environment, stdout=file, stderr=file)
+
+    def seconds(self) -> float:
+        """Return the processor seconds of the process so far, of all its threads."""
+        fields = pathlib.Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    async def wait(self) -> None:
+        """Wait until it listens."""
+        for _ in range(600):
+            try:
+                await ask(self.port, "/health")
+                return
+            except OSError:
+                await asyncio.sleep(0.5)
+                assert self.process.poll() is None, self.log.read_text()[-2000:]
+
+    async def write(self, streams: int, new: int, length: int = 16) -> None:
+        """Let it write so many texts at once."""
+
+        async def one(number: int) -> None:
+            text = "".join(chr(97 + (number * 7 + place) % 26) for place in range(length))
+            body = {"model": self.model, "max_tokens": new, "temperature": 0, "seed": 1}
+            body["messages"] = [{"role": "user", "content": text}]
+            answer = await ask(self.port, "/v1/chat/completions", body)
+            assert answer.status == 200, answer.text
+            found = json.loads(answer.text[answer.text.index("{") : answer.text.rindex("}") + 1])
+            assert found["usage"]["completion_tokens"] == new, found["usage"]
+
+        await asyncio.gather(*(one(number) for number in range(streams)))
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for name, value in (("layers", 12), ("streams", 8), ("new", 32), ("rounds", 3)):
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--peers", nargs="*", default=["transformers", "llama.cpp"])
+    parser.add_argument("--save", action="store_true")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as work:
+        folder = pathlib.Path(work) / "gpt2"
+        theirs = write_model(folder, given.layers)
+        m, ports = ch.load(folder), [free_port() for _ in range(3)]
+        run = [sys.executable, "-m", "clearhead", "serve", str(folder), "--port", str(ports[0])]
+        peers = {"clearhead": Peer(run, ports[0], "gpt2", folder / "1.log")}
+        if "transformers" in given.peers:
+            command = [f"{pathlib.Path(sys.executable).parent}/transformers", "serve", "--device", "cpu"]
+            more = ["--continuous-batching", "--dtype", "float32", "--port", str(ports[1])]
+            peers["transformers"] = Peer(
+                [*command, *more, str(folder)], ports[1], str(folder), folder / "2.log"
+            )
+        if "llama.cpp" in given.peers:
+            path = pathlib.Path(work) / "gpt2.gguf"
+            tokens = m.text_tokenizer.get_vocab()
+            write_gguf(path, theirs, sorted(tokens, key=tokens.__getitem__))
+            peers["llama.cpp"] = Peer(
+                [sys.executable, "-c", LLAMA, str(path), str(ports[2])], ports[2], "gpt2", folder / "3.log"
+            )
+        prompts = torch.randint(256, (given.streams, 16)).tolist()
+        spent: dict[str, list[float]] = {name: [] for name in (*peers, "offline batch")}
+        try:
+            for one in peers.values():
+                asyncio.run(one.wait())
+            for _ in range(1 + given.rounds):
+                for name, one in peers.items():
+                    before = one.seconds()
+                    asyncio.run(one.write(given.streams, given.new))
+                    spent[name].append(one.seconds() - before)
+                before = time.process_time()
+                m.generate(prompts, given.new, stop_tokens=[])
+                spent["offline batch"].append(time.process_time() - before)
+        finally:
+            for one in peers.values():
+                one.process.kill()
+    took = {name: statistics.median(seconds[1:]) for name, seconds in spent.items()}  # the first one warms
+    title = f"CPU serving over HTTP, GPT-2 shape of {given.layers} layers float32, {given.streams} streams"
+    results = [report(f"{title}, 16 in, {given.new} out, processor time", took, given.streams * given.new)]
+    if given.save:
+        save("serve_peers", results)
+
+
+if __name__ == "__main__":
+    main()
