@@ -42,6 +42,36 @@ def test_json_is_of_its_schema_and_has_no_white_space(m, seed):
         assert made.text == json.dumps(found, separators=(",", ":"), ensure_ascii=False) or "\\" in made.text
 
 
+def one_of(*values):
+    return lambda found: found in values
+
+
+SCHEMAS = [
+    ({"enum": ["a", 1, None, [2], 'q"\\']}, one_of("a", 1, None, [2], 'q"\\')),
+    ({"const": {"x": [1.5, True]}}, one_of({"x": [1.5, True]})),
+    ({"type": "integer", "minimum": -3, "exclusiveMaximum": 12}, one_of(*range(-3, 12))),
+    ({"type": "integer", "multipleOf": 25, "minimum": 0, "maximum": 100}, one_of(0, 25, 50, 75, 100)),
+    ({"type": "string", "pattern": "^(a|b)*c$", "maxLength": 6}, lambda s: re.fullmatch("[ab]{0,5}c", s)),
+    ({"type": "string", "format": "date"}, lambda s: re.fullmatch(r"\d{4}-\d\d-\d\d", s)),
+    ({"type": "string", "minLength": 2, "maxLength": 5}, lambda s: 2 <= len(s) <= 5),
+    ({"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 4}, lambda a: 1 < len(a) < 5),
+    ({"type": "array", "prefixItems": [{"const": 1}, {"const": "b"}], "items": False, "minItems": 2},
+     one_of([1, "b"])),
+    ({"anyOf": [{"type": "null"}, {"type": "boolean"}]}, one_of(None, True, False)),
+    ({"$defs": {"t": {"enum": [1, 2]}}, "type": "object", "properties": {"l": {"$ref": "#/$defs/t"}},
+      "required": ["l"], "additionalProperties": False}, one_of({"l": 1}, {"l": 2})),
+    ({"allOf": [{"type": "integer", "minimum": 5}, {"maximum": 6}]}, one_of(5, 6)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("number", range(len(SCHEMAS)))
+def test_a_dozen_schemas_are_kept(m, number):
+    schema, is_valid = SCHEMAS[number]
+    made = m.generate("x", 60, json_schema=schema, temperature=1.0, seed=number)
+    assert made.stop_reason == "length" or is_valid(json.loads(made.text)), made.text
+    assert not re.search(r"[:,{\[]\s", re.sub(r'"(\\.|[^"\\])*"', '""', made.text))
+
+
 @pytest.mark.parametrize("kind", ["char", "byte", "bpe", "unigram", "word"])
 def test_every_kind_of_tokenizer_spells_a_form(kind, tmp_path):
     tokenizer = train_tokenizer([TEXT] * 3, TokensPlan(kind=kind), GENERATOR, 3 * len(TEXT))
@@ -95,6 +125,7 @@ def test_compiled_forms_are_few(m):
         ({"json_schema": {"type": "string", "format": "colour"}}, "colour"),
         ({"json_schema": {"$ref": "http://elsewhere/x"}}, "elsewhere"),
         ({"json_schema": {"$ref": "#"}}, "no text has this form"),
+        ({"json_schema": {"const": -6.715996064569913e-75}}, "to its last digit"),
         ({"grammar": "start: nothing"}, "grammar is not one"),
         ({"grammar": '%llguidance {}\nstart: "a"'}, "directive"),
         ({"regex": "a" * 100_000}, "100,000 characters"),

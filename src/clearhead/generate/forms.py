@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 Form = tuple[str, str]  # json_schema, regex or grammar, and the text of it
 LONGEST = 65_536  # characters of a form
 KEPT = 16  # forms that are kept compiled
+EXACT_DIGITS, EXACT_POWER = 15, 22  # of decimal numbers that every reader takes for the same float64
 COMPACT = {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":", "lenient": False}
 # Nothing is written ahead of the model: a form may prescribe a million letters.
 DIRECTIVE = "%llguidance"
@@ -43,7 +44,7 @@ def grammar_of(form: Form) -> str:
     refuse(len(text) > LONGEST, f"{kind} has {len(text):,} characters: a form has {LONGEST:,} at most")
     with refusing(f"{kind} cannot be read"):
         if kind == "json_schema":
-            schema = json.loads(text)
+            schema = json.loads(text, parse_float=_exact)
             schema = {} if schema is True else schema
             refuse(not isinstance(schema, dict), f"json_schema is {text[:60]!r}: give an object")
             return f"{STEPWISE}start: %json {json.dumps({**schema, 'x-guidance': COMPACT})}\n"
@@ -54,6 +55,18 @@ def grammar_of(form: Form) -> str:
         from llguidance.gbnf_to_lark import any_to_lark
 
         return f"{STEPWISE}{any_to_lark(text)}\n"
+
+
+def _exact(literal: str) -> float:
+    """Return a number of a schema; refuse one that the library reads with another last digit."""
+    mantissa, _, power = literal.lower().partition("e")
+    whole, _, decimals = mantissa.lstrip("-").partition(".")
+    digits, shift = (whole + decimals).strip("0"), int(power or 0) - len(decimals)
+    refuse(
+        len(digits) > EXACT_DIGITS or abs(shift) > EXACT_POWER,
+        f"the number {literal} of the schema cannot be kept to its last digit: give {EXACT_DIGITS} digits",
+    )
+    return float(literal)
 
 
 def compiled(tokenizer: "LLTokenizer", form: Form) -> "LLMatcher":
