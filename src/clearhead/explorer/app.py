@@ -3,12 +3,14 @@
 Any server may include the routes.
 """
 
+import asyncio
 import ipaddress
 import json
 from collections.abc import Awaitable, Callable
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi.concurrency import run_in_threadpool
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 
@@ -31,6 +33,7 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
+ASIDE = ("looks/", "trace")  # views with a pass of their own, which no other view waits for
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 LARGEST_BODY = 8_000_000  # bytes
 MOST_LABELS = 2000
@@ -202,11 +205,18 @@ def inside_routes(session: Session) -> APIRouter:
         )
 
     @router.get("/run/{name}/{path:path}")
-    def views(name: str, path: str, request: Request) -> Json:
+    async def views(name: str, path: str, request: Request) -> Response:
         run = session.run(name)
         query = f"?{request.url.query}" if request.url.query else ""
-        with session.lock:
-            return Json(view(run, path + query))
+        turn = session.aside if path.startswith(ASIDE) else session.lock
+        while not turn.acquire(blocking=False):
+            if await request.is_disconnected():
+                return Response(status_code=499)  # nobody waits for it any more
+            await asyncio.sleep(0.005)
+        try:
+            return await run_in_threadpool(lambda: Json(view(run, path + query)))
+        finally:
+            turn.release()
 
     return router
 

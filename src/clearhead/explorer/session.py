@@ -1,6 +1,6 @@
 """The state of a page: models that load in the background, and the latest runs.
 
-One forward pass at a time.
+One forward pass at a time, and one more for what no other view waits for.
 """
 
 import base64
@@ -23,6 +23,7 @@ from clearhead.hub.pixels import read_image
 from clearhead.inside.heads import MIXED, head_roles
 
 KEPT = 16  # runs that are remembered
+RECORDED = 4  # of them, those whose pass stays in memory
 LONGEST_TEXT = 200_000  # characters
 MOST_TOKENS = 4096
 MOST_PIXELS = 40_000_000
@@ -99,6 +100,7 @@ class Session:
     def __init__(self, models: Sequence[Opened]) -> None:
         self.models = list(models)
         self.lock = threading.Lock()
+        self.aside = threading.Lock()  # of views that take long and hold up no other
         self._runs: OrderedDict[str, PageRun] = OrderedDict()
         self._count = itertools.count(1)
 
@@ -154,6 +156,8 @@ class Session:
         self._runs[name] = run
         if len(self._runs) > KEPT:
             self._runs.popitem(last=False)
+        for older in list(self._runs.values())[:-RECORDED]:
+            older.prepared.forget()
         return run.about(name)
 
     def run(self, name: str) -> PageRun:

@@ -21,6 +21,7 @@ Only K of the N choices are kept, layer by layer.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -31,11 +32,12 @@ from torch import Tensor
 from clearhead.errors import refuse
 from clearhead.generate.exits import stop_at
 from clearhead.inside import inputs, names, results
-from clearhead.inside.choices import Choices, choices_of
+from clearhead.inside.choices import Choices, choices_of, find_column
 from clearhead.inside.direct import AskedLogit, Term, parts_of, terms_of
 from clearhead.model import dtypes
 from clearhead.model.transformer import Transformer, evaluating
 
+TOGETHER = 32  # columns of which all layers are read at once
 ROWS = 64  # columns whose probabilities over all choices are held at a time
 
 
@@ -63,32 +65,33 @@ class Lens(results.Result):
 
 def lens(
     m: inputs.AnyModel,
-    given: inputs.Given,
+    given: inputs.Given | inputs.Prepared,
     target: inputs.Target = None,
     pair: str | None = None,
     top: int = 5,
+    columns: Sequence[int] | None = None,
 ) -> Lens:
     """Read every layer of the stack that feeds the head; see `prepare` for what may be given.
 
-    `top` says how many of the best choices are kept for each layer and column.
+    `top` says how many of the best choices are kept for each layer and column. `columns` are those that are
+    read, by their numbers; None: all.
     """
     prepared = inputs.prepare(m, given, target, pair)
     choices = choices_of(prepared)
     refuse(top < 1, f"top {top} keeps nothing: choose 1 or more")
-    taps = names.states(prepared.model.main.spec)  # the embedding's, and each block's
-    output, seen = prepared.record(*taps)
-    last = choices.scores(output.required_logits)[0]  # C N
-    chosen, true = last.topk(1, -1).indices[:, 0], _true(prepared, choices)
+    some = [find_column(column, choices.columns) for column in columns or range(len(choices.columns))]
+    layers = _read_layers(prepared, choices, some)
+    last = layers[-1]
+    chosen, true = last.topk(1, -1).indices[:, 0], _true(prepared, choices)[some]
     read = []
-    for tap in taps:
-        scores = choices.scores(stopped_at(prepared.model, seen[tap]))[0]
+    for scores in layers:
         pieces = zip(*(torch.split(x, ROWS) for x in (scores, last, chosen, true)))
         read += [_measure(min(top, choices.count), *piece) for piece in pieces]
-    whole = {name: torch.cat([some[name] for some in read]).cpu() for name in read[0]}
-    found = {name: x.view(len(taps), len(last), *x.shape[1:]) for name, x in whole.items()}
+    whole = {name: torch.cat([each[name] for each in read]).cpu() for name in read[0]}
+    found = {name: x.view(len(layers), len(last), *x.shape[1:]) for name, x in whole.items()}
     return Lens(
-        layers=("embedding", *(f"block {layer}" for layer in range(len(taps) - 1))),
-        columns=choices.columns,
+        layers=("embedding", *(f"block {layer}" for layer in range(len(layers) - 1))),
+        columns=tuple(choices.columns[column] for column in some),
         kind=choices.kind,
         top_names=tuple(
             tuple(tuple(map(choices.name, row)) for row in layer) for layer in found["top"].tolist()
@@ -99,6 +102,27 @@ def lens(
         true_names=tuple(choices.name(token) if token >= 0 else None for token in true.tolist()),
         **found,
     )
+
+
+def best_choices(
+    m: inputs.AnyModel, given: inputs.Given | inputs.Prepared, columns: Sequence[int]
+) -> tuple[Choices, Tensor]:
+    """Return what would be said after each layer at some columns, [L + 1, C]: `lens` without its figures."""
+    prepared = inputs.prepare(m, given)
+    choices = choices_of(prepared)
+    some = [find_column(column, choices.columns) for column in columns]
+    return choices, torch.stack([scores.argmax(-1) for scores in _read_layers(prepared, choices, some)]).cpu()
+
+
+def _read_layers(prepared: inputs.Prepared, choices: Choices, some: list[int]) -> list[Tensor]:
+    """Return the scores of some columns after each layer: [C, N] each. Few columns are read at once."""
+    taps = names.states(prepared.model.main.spec)  # the embedding's, and each block's
+    _, seen = prepared.record(*taps, logits="none")
+    alone = choices.kind == "token" or prepared.m.config.head == "tagger"  # a column is a token's state
+    states = [seen[tap][:, some] if alone else seen[tap] for tap in taps]
+    groups = [torch.cat(states)] if len(some) <= TOGETHER else states
+    scores = [row for group in groups for row in choices.scores(stopped_at(prepared.model, group))]
+    return scores if alone else [row[some] for row in scores]
 
 
 def stopped_at(model: Transformer, state: Tensor) -> Tensor:
@@ -167,7 +191,7 @@ class Contributions(results.Result):
 
 def contributions(
     m: inputs.AnyModel,
-    given: inputs.Given,
+    given: inputs.Given | inputs.Prepared,
     token: str | int | None = None,
     position: int = -1,
     target: inputs.Target = None,

@@ -27,7 +27,7 @@ from clearhead.config import ModelConfig
 from clearhead.inside.inputs import InputTokens
 from clearhead.inside.results import Result
 from clearhead.inside.trace.kind_words import own_words
-from clearhead.inside.trace.words import INPUTS, words_of
+from clearhead.inside.trace.words import INPUTS, Words, words_of
 from clearhead.model.dtypes import wide
 from clearhead.model.steps import Step
 from clearhead.tokens.labels import label
@@ -43,6 +43,8 @@ PROBABILITIES: dict[str, Callable[[Tensor], Tensor]] = {
     "softmax(x) over tokens": lambda logits: wide(logits).softmax(1),
     "sigmoid(x)": lambda logits: wide(logits).sigmoid(),
 }
+# Of all steps, of the named ones, or what a function makes of each.
+KeepValues = bool | Collection[str] | Callable[[Tensor], Tensor]
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
@@ -114,7 +116,7 @@ class Prediction(Result):
 class Recorder:
     """Collects the steps of one forward pass."""
 
-    def __init__(self, config: ModelConfig, keep_values: bool | Collection[str] = True) -> None:
+    def __init__(self, config: ModelConfig, keep_values: KeepValues = True) -> None:
         self.config, self.keep_values = config, keep_values
         self.steps: list[TraceStep] = []
         self._recent: deque[tuple[int, Tensor]] = deque(maxlen=RECENT)  # number of a step, and its value
@@ -160,28 +162,32 @@ class Recorder:
         **facts: Any,
     ) -> None:
         """Append a step."""
-        words = words_of(name, tuple(x.shape), own_words(self.config, name))
-        known = {**facts_of(self.config, name, x), **facts}
-        keeps = self.keep_values if isinstance(self.keep_values, bool) else name in self.keep_values
+        words = filled_words(self.config, name, x, **facts)
         self._recent.append((len(self.steps), x))
         self.steps.append(
             TraceStep(
                 name,
-                words.title.format_map(known),
+                words.title,
                 path_of(self.config, name),
-                words.symbols.format_map(known),
+                words.symbols,
                 tuple(x.shape),
                 str(x.dtype).removeprefix("torch."),
                 _peek(x),
                 seconds,
                 x.numel() * x.element_size(),
-                words.formula.format_map(known),
+                words.formula,
                 words.why,
-                wide(x.detach()).cpu() if keeps else None,
+                self._kept(name, x),
                 sample,
                 taps,
             )
         )
+
+    def _kept(self, name: str, x: Tensor) -> Tensor | None:
+        if callable(self.keep_values):
+            return wide(self.keep_values(x.detach())).cpu()
+        keeps = self.keep_values if isinstance(self.keep_values, bool) else name in self.keep_values
+        return wide(x.detach()).cpu() if keeps else None
 
     def _elapsed(self, x: Tensor) -> float:
         if x.is_cuda:
@@ -207,6 +213,15 @@ def priced(steps: Sequence[TraceStep], costs: Iterable[Step]) -> tuple[TraceStep
             flops=sum(cost.forward for cost in taken.get(number, ())),
         )
         for number, step in enumerate(steps)
+    )
+
+
+def filled_words(config: ModelConfig, name: str, x: Tensor, **facts: Any) -> Words:
+    """Return title, shape, formula and reason of a step, filled in for this model; `facts` fill in more."""
+    words = words_of(name, tuple(x.shape), own_words(config, name))
+    known = {**facts_of(config, name, x), **facts}
+    return words._replace(
+        **{part: getattr(words, part).format_map(known) for part in ("title", "symbols", "formula")}
     )
 
 
