@@ -20,7 +20,8 @@ from clearhead.explorer.pack import finite
 from clearhead.explorer.pages import page_files, single_file
 from clearhead.explorer.record import record_run
 from clearhead.explorer.session import Session
-from clearhead.explorer.views import view
+from clearhead.explorer.table import view
+from clearhead.explorer.worth import steered_view
 from clearhead.tokens.labels import labels
 
 HEADERS = {
@@ -33,7 +34,7 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-ASIDE = ("looks/", "trace")  # views with a pass of their own, which no other view waits for
+ASIDE = ("looks/", "trace", "neurons")  # views with a pass of their own, which no other view waits for
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 LARGEST_BODY = 8_000_000  # bytes
 MOST_LABELS = 2000
@@ -153,6 +154,11 @@ def inside_routes(session: Session) -> APIRouter:
         found = session.models[0].roles
         return {"ready": found is not None, "roles": found or {}}
 
+    @router.get("/examples")
+    def examples() -> dict[str, Any]:
+        found = session.models[0].findings
+        return {"ready": found is not None, "examples": found or []}
+
     @router.get("/labels")
     def names(ids: str, model: int = 0) -> dict[str, Any]:
         m, numbers = session.model(model), _numbers(ids)
@@ -190,6 +196,18 @@ def inside_routes(session: Session) -> APIRouter:
         heads, layers, feedforwards = (_names(asked, key) for key in ("heads", "layers", "feedforwards"))
         with session.lock:
             return finite(run.ablate(heads, layers, feedforwards, str(asked.get("how", "zero")), position))
+
+    @router.post("/run/{name}/steer")
+    def steer(name: str, asked: Asked) -> Any:
+        run = session.run(name)
+        texts = [asked.get(key) for key in ("toward", "away")]
+        strength: Any = asked.get("strength", 1.0)
+        refuse(not all(isinstance(text, str) for text in texts), "toward and away must be texts")
+        refuse(type(strength) not in (int, float), "strength must be a number")
+        toward, away = map(str, texts)
+        layer, position = _whole(asked, "layer"), _whole(asked, "position")
+        with session.aside:
+            return finite(steered_view(run, (toward, away), layer, strength, position))
 
     @router.get("/export")
     def export(run: str, state: str = "") -> HTMLResponse:

@@ -16,7 +16,8 @@ from clearhead.errors import CheckpointError, ClearheadError, InputError, refuse
 from clearhead.explorer.described import model_view
 from clearhead.explorer.pack import finite
 from clearhead.explorer.pages import single_file
-from clearhead.explorer.views import PageRun, begin, view
+from clearhead.explorer.table import view
+from clearhead.explorer.views import PageRun, begin
 from clearhead.hub.files import write_text
 from clearhead.inside import names
 from clearhead.model.transformer import Transformer
@@ -90,11 +91,12 @@ def _paths(run: PageRun, kinds: list[str], about: dict[str, Any]) -> list[str]:
     """Return the paths of the views that go into the file, but for attention and steps."""
     paths = ["stages", "trace", "lens", *(f"thumbnails/{kind}" for kind in kinds)]
     paths += [f"rollout/{kind}" for kind in kinds if kind != "cross"]
+    paths += ["similar"] if run.pair is not None else []
     if about["columns"]:
         fit = max(1, LOGIT_BYTES // (4 * run.choices.count))
         chosen = sorted({about["position"], *range(len(about["columns"]))[-fit:]})
         paths += [f"next?position={position}" for position in chosen[-fit:]]
-        paths += [f"{kind}?position={about['position']}" for kind in ("contributions", "paths")]
+        paths += [f"{kind}?position={about['position']}" for kind in ("contributions", "paths", "occlusion")]
     return paths
 
 

@@ -1,4 +1,4 @@
-"""What the page shows, as plain JSON: a view is a function of a run and its parameters, with a path.
+"""What the page shows, as plain JSON: a view is a function of a run and its parameters; `table` has its path.
 
 Served live, recorded into a file and shown in a notebook, they are the same bodies. Patterns and logits are
 packed as they are, the small pictures of heads a byte a value.
@@ -20,9 +20,9 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from clearhead.api import Model
-from clearhead.errors import InputError, nearest, refuse
+from clearhead.errors import refuse
 from clearhead.explorer.described import TASKS
-from clearhead.explorer.pack import finite, packed_bytes, packed_floats, packed_numbers, packed_picture
+from clearhead.explorer.pack import packed_bytes, packed_floats, packed_numbers, packed_picture
 from clearhead.explorer.stops import head_stops
 from clearhead.inside.attention import maps_of
 from clearhead.inside.attention_maps import LayerMap
@@ -304,58 +304,10 @@ class PageRun:
 
 def begin(m: Model, given: Any, target: Any = None, pair: str | None = None) -> PageRun:
     """Start a run; an answer that the model writes by itself is written once."""
-    prepared = recorded_once(prepare(m, given, target, pair))
+    embeds = TASKS.get(m.config.head or "") is None  # its second text is read by itself
+    prepared = recorded_once(prepare(m, given, target, None if embeds else pair))
     written = list(prepared.tokens.ids) if prepared.source is not None else None
     return PageRun(m, prepared, given, written, pair)
-
-
-def whole(text: str) -> int:
-    """Return the whole number that a text states."""
-    try:
-        return int(text)
-    except ValueError:
-        raise InputError(f'"{text[:40]}" is no whole number') from None
-
-
-def whole_numbers(text: str) -> list[int]:
-    """Return the whole numbers that a text states, with commas between them."""
-    return [whole(part) for part in text.split(",")]
-
-
-# By the first word of a path: the view, what the further words are, and the options with their defaults.
-VIEWS: dict[str, tuple[Callable[..., Any], tuple[Callable[[str], Any], ...], dict[str, str | None]]] = {
-    "stages": (PageRun.stages, (), {}),
-    "trace": (PageRun.trace, (), {}),
-    "step": (PageRun.step, (str,), {}),
-    "attention": (PageRun.attention, (str, whole), {}),
-    "thumbnails": (PageRun.thumbnails, (str,), {}),
-    "rollout": (PageRun.rollout, (str,), {}),
-    "lens": (PageRun.lens, (), {"first": None, "count": None}),
-    "said": (PageRun.said, (whole_numbers,), {}),
-    "next": (PageRun.next, (), {"position": "-1"}),
-    "contributions": (PageRun.contributions, (), {"position": "-1", "token": None}),
-    "paths": (PageRun.paths, (), {"position": "-1", "token": None, "against": None}),
-    "stops": (PageRun.stops, (str, whole), {}),
-    "looks": (PageRun.looks, (str, whole, whole), {}),
-}
-
-
-def view(run: PageRun, path: str) -> Any:
-    """Return a view of a run by its path: "trace", "attention/self/3", "next?position=4".
-
-    Numbers that are not finite become null.
-    """
-    name, _, query = path.partition("?")
-    stated = dict(part.split("=", 1) for part in query.split("&") if "=" in part)
-    kind, *words = name.split("/")
-    if kind not in VIEWS or len(words) < len(VIEWS[kind][1]):
-        raise InputError(
-            f'there is no view "{path[:80]}"{nearest(kind, VIEWS)}: views are {", ".join(VIEWS)}'
-        )
-    make, places, defaults = VIEWS[kind]
-    texts = {option: stated.get(option, default) for option, default in defaults.items()}
-    options = {option: None if text is None else whole(text) for option, text in texts.items()}
-    return finite(make(run, *(read(word) for read, word in zip(places, words)), **options))
 
 
 def _corner(x: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from clearhead.model.taps import Recording, matching, tap_names
 from clearhead.model.transformer import Output, evaluating
 
 LARGEST = 2**28  # numbers of all patterns together; where there would be more, none is kept
-UNSEEN = (".pre", ".post", "resid_mid", "logits")
+UNSEEN = (".pre", "resid_mid", "logits")
 
 
 @dataclass(frozen=True)

@@ -6,19 +6,23 @@ import { attentionSection } from "./attention.js";
 import { compareSection } from "./compare.js";
 import { costSection } from "./cost.js";
 import { el, replace } from "./dom.js";
+import { drawersSection } from "./drawers.js";
 import { flowSection } from "./flow.js";
 import { headSection } from "./head.js";
 import { inputSection } from "./input.js";
 import { lensSection } from "./lens.js";
 import { nextSection } from "./next.js";
 import { pathSection } from "./path.js";
+import { ribbonSection } from "./ribbon.js";
 import { followSelection, openRun, readSelection, writeSelection } from "./selection.js";
+import { similarSection } from "./similar.js";
 import { LiveSource, RecordedSource } from "./source.js";
 import { Store } from "./store.js";
 import { startTour } from "./tour.js";
+import { worthSection } from "./worth.js";
 
 const STAYS = [inputSection, answerSection]; // at the left, in place
-const VIEWS = [pathSection, attentionSection, headSection, lensSection, nextSection, ablateSection, compareSection, flowSection, costSection]; // at the right, one at a time
+const VIEWS = [ribbonSection, similarSection, pathSection, worthSection, attentionSection, headSection, lensSection, nextSection, ablateSection, compareSection, drawersSection, flowSection, costSection]; // at the right, one at a time
 
 const byId = (id) => document.getElementById(id);
 
@@ -76,7 +80,7 @@ function mountSections(app) {
   byId("main").append(stays, views);
   for (const section of STAYS) stays.append(mountSection(section, app));
   for (const section of VIEWS) views.append(mountSection(section, app));
-  const applies = (section) => !section.applies || !app.store.get("model") || section.applies(app.store.get("model"), app.source.live);
+  const applies = (section) => !section.applies || !app.store.get("model") || section.applies(app.store.get("model"), app.source.live, app.store.get("run"));
   const show = () => {
     const there = VIEWS.filter(applies);
     const chosen = there.find((section) => section.id === app.store.get("view")) || there[0];
@@ -88,7 +92,7 @@ function mountSections(app) {
     });
     byId("answer").hidden = !applies(answerSection);
   };
-  for (const key of ["model", "view"]) app.store.listen(key, show);
+  for (const key of ["model", "view", "run"]) app.store.listen(key, show);
   show();
 }
 

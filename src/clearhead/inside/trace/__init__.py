@@ -182,8 +182,8 @@ def trace(
         target: what the decoder of two stacks has written so far; None: what it writes greedily.
         pair: the second text of a pair, for an encoder.
         top: number of candidates to show.
-        keep_values: keep the tensor of every step, of the named steps, or what a function makes of it, such as
-            a corner; other steps keep a summary only.
+        keep_values: keep the tensor of every step, of the named steps, or what a function makes of each;
+            other steps keep a summary only.
     """
     m = as_model(m)
     refuse(top < 1, f"top {top} must be 1 or more: it is the number of candidates shown")
