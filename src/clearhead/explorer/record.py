@@ -96,7 +96,11 @@ def _paths(run: PageRun, kinds: list[str], about: dict[str, Any]) -> list[str]:
         fit = max(1, LOGIT_BYTES // (4 * run.choices.count))
         chosen = sorted({about["position"], *range(len(about["columns"]))[-fit:]})
         paths += [f"next?position={position}" for position in chosen[-fit:]]
-        paths += [f"{kind}?position={about['position']}" for kind in ("contributions", "paths", "occlusion")]
+        paths += [
+            f"{kind}?position={about['position']}"
+            for kind in ("contributions", "paths", "occlusion", "neurons")
+        ]
+        paths += [f"map?position={about['position']}"]
     return paths
 
 

@@ -93,13 +93,13 @@ export const drawersSection = {
   id: "drawers",
   title: "Drawers",
   hint: "More to look into: neurons, steering, the map of token vectors. Each opens on its own.",
-  applies: (model, live) => live && model.family !== "encoder-decoder" && model.input !== "patches" && model.task !== "embed",
+  applies: (model) => model.family !== "encoder-decoder" && model.input !== "patches" && model.task !== "embed",
 
   mount(root, app) {
     replace(
       root,
       drawer(app, root, { id: "neurons", title: "Neurons that matter here", words: "What single neurons of the feed-forwards add to the pinned answer, what they promote, and what fires them elsewhere.", keys: ["position", "target", "foil"], load: (run, body) => showNeurons(app, run, body) }),
-      steerDrawer(app),
+      app.source.live ? steerDrawer(app) : null,
       drawer(app, root, { id: "map", title: "The chosen token among its neighbours", words: "Vectors of the input table, on the plane in which these differ most.", keys: ["position"], load: (run, body) => showMap(app, run, body) }),
     );
   },

@@ -5,7 +5,7 @@ import { whenNear, whileWorking } from "./near.js";
 import { saveButtons } from "./picture.js";
 import { unpack } from "./source.js";
 
-const RIBBON_MOST = 40; // tokens a side
+const RIBBON_COLUMN = 26; // pixels of a token at least; where not all fit, those around the chosen one are drawn
 const RIBBON_LEAST = 0.5; // of the largest share of its row, below which a band is not drawn
 const RIBBON_HALF = 13; // pixels of half the widest band
 
@@ -34,12 +34,13 @@ export const ribbonSection = {
       const run = app.store.get("run");
       if (!pattern || !run || !run.source) return;
       const chosen = Math.min(Math.floor(app.store.get("position") / pattern.aggregated), pattern.rows.length - 1);
-      const from = (count, around) => Math.max(0, Math.min(around - RIBBON_MOST / 2, count - RIBBON_MOST));
+      const width = picture.clientWidth || 800;
+      const fit = Math.max(8, Math.floor(width / RIBBON_COLUMN));
+      const from = (count, around) => Math.max(0, Math.min(around - Math.floor(fit / 2), count - fit));
       const row = (place) => pattern.values.subarray(place * pattern.columns.length, (place + 1) * pattern.columns.length);
       const best = row(chosen).reduce((most, share, place, all) => (share > all[most] ? place : most), 0);
       const [left, first] = [from(pattern.columns.length, best), from(pattern.rows.length, chosen)];
-      const [read, written] = [pattern.columns.slice(left, left + RIBBON_MOST), pattern.rows.slice(first, first + RIBBON_MOST)];
-      const width = Math.max(picture.clientWidth || 800, 26 * Math.max(read.length, written.length));
+      const [read, written] = [pattern.columns.slice(left, left + fit), pattern.rows.slice(first, first + fit)];
       const [above, below] = [ribbonPlaces(read, width), ribbonPlaces(written, width)];
       const bands = written.flatMap((_, number) => {
         const shares = row(first + number);
