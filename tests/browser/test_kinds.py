@@ -1,4 +1,4 @@
-"""What each kind of model has of its own: words, patches, similarity, the ribbon, drawers; live and in a file."""
+"""What each kind of model has of its own: words, patches, similarity, ribbon, drawers; live and in a file."""
 
 import re
 
@@ -20,6 +20,13 @@ from tests.browser.test_numbers import column_of, shown
 from tests.explorer.toys import serving, toy
 from tests.harness import scramble
 
+NEAR = """([selector, value]) => {
+  const node = document.querySelector(selector);
+  return Boolean(node) && Math.abs(Number(node.dataset.value) - value) < 1e-5;
+}"""
+OVER = (
+    "() => { const lane = document.getElementById('flow-lane'); return lane.scrollWidth - lane.clientWidth; }"
+)
 TEXTS = ("they speak of the king", "the men shall not")
 
 
@@ -63,10 +70,7 @@ def test_a_sentence_encoder_compares_two_texts(watched, served, tmp_path):
     seen.page.fill("#input-pair", TEXTS[1])
     seen.read(TEXTS[0])
     found = similarity(m, *TEXTS)
-    seen.wait(
-        "cosine => Math.abs(Number(document.querySelector('#similar-cosine')?.dataset.value) - cosine) < 1e-5",
-        found.cosine,
-    )
+    seen.wait(NEAR, ["#similar-cosine", found.cosine])
     cells = found.states.flatten().tolist()
     assert seen.values("#similar-grid td") == pytest.approx(cells, abs=1e-5)
     seen.wait("() => location.hash.includes('pair=')")
@@ -87,22 +91,16 @@ def test_an_encoder_decoder_opens_on_its_alignment(watched, served, tmp_path):
     assert seen.texts("nav a[aria-current]") == ["Alignment"]
     seen.read(text, written)
     seen.page.evaluate("() => clearhead.store.set('position', 2)")
-    patterns = torch.tensor(attention(m, text, written).layer("cross.1").pattern)
+    patterns = torch.tensor(attention(m, text, written).of("cross")[1].pattern)
     best = patterns.mean(0)[2].sort(descending=True).values[:5].tolist()
     file, tried = saved(seen, watched, tmp_path / "page.html")
     for page in (seen, file):
         page.look("ribbon", ".ribbon-chosen")
-        page.wait(
-            "best => Math.abs(Number(document.querySelector('#ribbon-list .number')?.dataset.value) - best) < 1e-6",
-            best[0],
-        )
+        page.wait(NEAR, ["#ribbon-list .number", best[0]])
         assert page.values("#ribbon-list .number") == pytest.approx(best, abs=1e-6)
         page.page.select_option("#ribbon-head", "0.1")
-        one = torch.tensor(attention(m, text, written).layer("cross.0").pattern)[1, 2].max()
-        page.wait(
-            "best => Math.abs(Number(document.querySelector('#ribbon-list .number')?.dataset.value) - best) < 1e-6",
-            float(one),
-        )
+        one = torch.tensor(attention(m, text, written).of("cross")[0].pattern)[1, 2].max()
+        page.wait(NEAR, ["#ribbon-list .number", float(one)])
     assert (seen.wrong, file.wrong, tried) == ([], [], [])
 
 
@@ -159,7 +157,9 @@ def test_examples_state_what_was_found_on_this_model(watched, served, family):
     else:
         head, source = re.match(r"head (\S+) brings “(.+)” to", found[1]["says"]).groups()
         seen.look("path", "[data-edge]")
-        first = seen.page.locator("#path-table tr[data-edge]").first.inner_text()
+        rows = seen.texts("#path-table tr[data-edge]")
+        values = seen.values("#path-table tr[data-edge] td.number")
+        first = next(row for row, value in zip(rows, values, strict=True) if value > 0)
         assert head in first and source in first
     assert seen.wrong == []
 
@@ -173,12 +173,7 @@ def test_flow_forks_folds_and_fits(watched):
         seen = watched(viewport={"width": 1440, "height": 900}).open(here.url)
         seen.look("flow", "[data-group]")
         assert "blocks 1 to 3" in " ".join(seen.texts("#flow-lane [data-group] strong"))
-        assert (
-            seen.page.evaluate(
-                "() => { const lane = document.getElementById('flow-lane'); return lane.scrollWidth - lane.clientWidth; }"
-            )
-            <= 1
-        )
+        assert seen.page.evaluate(OVER) <= 1
         seen.page.click('[data-group="blocks.0.attention"]')
         boxes = [seen.page.locator(f'[data-step="blocks.0.attention.{one}"]').bounding_box() for one in "qkv"]
         assert len({round(box["x"]) for box in boxes}) == 1 and len({round(box["y"]) for box in boxes}) == 3

@@ -17,7 +17,7 @@ from clearhead.inside import inputs, names
 from clearhead.model.taps import edit
 
 
-def steering_vector(m: inputs.AnyModel, toward: str, away: str, layer: int) -> Tensor:
+def steering_vector(m: inputs.AnyModel, toward: inputs.Given, away: inputs.Given, layer: int) -> Tensor:
     """Return the stream after a layer at the last token of one text, less that of another: [D]."""
     tap = _after(inputs.as_model(m), layer)
     last = [inputs.prepare(m, text).record(tap, logits="none")[1][tap][0, -1] for text in (toward, away)]

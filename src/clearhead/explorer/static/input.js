@@ -124,6 +124,7 @@ export const inputSection = {
       if (one.pair) boxes.pair.open = true;
       if (one.image) {
         picture = one.image;
+        app.store.set("picture", picture);
         preview.src = `data:image/png;base64,${picture}`;
         preview.hidden = false;
       }
@@ -294,6 +295,7 @@ export const inputSection = {
       problem.textContent = "";
       const first = run.source || run.tokens;
       if (document.activeElement !== text) text.value = first.text || first.ids.join(" ");
+      if (document.activeElement !== pair) pair.value = run.pair || "";
       if (run.source && !app.source.live) target.value = run.tokens.text || "";
       showTokens(run);
       showPicture(run);
