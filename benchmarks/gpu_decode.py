@@ -32,10 +32,11 @@ from torch import Tensor
 import clearhead as ch
 from clearhead.fast import kernels as kernels_module
 from clearhead.fast import prepare
-from clearhead.generate import engine
+from clearhead.generate import steps as made
 from clearhead.generate.decode import Ends, Prompts, decode, prefill
-from clearhead.generate.engine import CompiledStep, Handover, Steps, decode_compiled
+from clearhead.generate.engine import decode_compiled
 from clearhead.generate.request import Request
+from clearhead.generate.steps import CompiledStep, Handover, Steps
 from clearhead.model.attend import KERNELS
 from clearhead.model.attention import Attention
 from gpu_kernels import BATCHES, Rows, kernel_equality, noted, seconds_of, tiles
@@ -113,8 +114,8 @@ def formula(
 def variant(name: str) -> tuple[Callable[[ch.Transformer], ch.Transformer], str]:
     """How a model is made ready for a variant, and the compiler's name."""
     kernels, backend, options, attention = VARIANTS[name]
-    engine.OPTIONS.clear()
-    engine.OPTIONS.update(options)
+    made.OPTIONS.clear()
+    made.OPTIONS.update(options)
     kernels_module.MOST_ROWS = 0 if kernels == "attention" else kernels_module.MOST_ROWS
     KERNELS["formula"] = formula
 

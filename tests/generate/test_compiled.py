@@ -11,8 +11,9 @@ import clearhead as ch
 from clearhead.fast.kernels import step_attend, step_linear
 from clearhead.fast.prepare import StepBlock, prepared
 from clearhead.generate.decode import Ends, Prompts, decode
-from clearhead.generate.engine import Steps, decode_compiled, rows_bucket, slots_bucket
+from clearhead.generate.engine import decode_compiled
 from clearhead.generate.request import Request
+from clearhead.generate.steps import Steps, rows_bucket, slots_bucket
 from clearhead.model.attend import fused
 from clearhead.model.norms import RMSNorm
 from clearhead.model.positions import Rotary, rotate

@@ -71,10 +71,35 @@ def _in_steps(
     gate: str | None,
     add: Tensor | None,
 ) -> Tensor:
+    if available(x) and not torch.compiler.is_compiling():  # a compiler fuses as much by itself
+        return _in_kernels(x, weight, bias, scale, eps, unit_offset, gate, add)
     y = nnf.linear(x if scale is None else norms.rms_norm(x, scale, eps, unit_offset), weight, bias)
     if gate is not None:
         pre, up = y.chunk(2, dim=-1)
         y = feedforward.ACTIVATIONS[gate](pre) * up
+    return y if add is None else y + add
+
+
+def _in_kernels(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    scale: Tensor | None,
+    eps: float,
+    unit_offset: bool,
+    gate: str | None,
+    add: Tensor | None,
+) -> Tensor:
+    """`_in_steps` with a kernel before the library's product and one after it; a sum joins the product."""
+    from clearhead.fast import triton_step
+
+    if scale is not None:
+        x = triton_step.norm(x, scale, eps, unit_offset)
+    if add is not None and bias is None and gate is None:
+        return torch.addmm(add.view(-1, add.shape[-1]), x.view(-1, x.shape[-1]), weight.t()).view_as(add)
+    y = nnf.linear(x, weight, bias)
+    if gate is not None:
+        y = triton_step.gated(y, gate)
     return y if add is None else y + add
 
 
@@ -123,19 +148,29 @@ def step_attend(
     n_heads: int,
     scale: float,
     softcap: float | None,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 0.0,
+    unit_offset: bool = False,
 ) -> Tensor:
     """Attend with one token's queries, keys and values, side by side: [B, 1, (H+K)·E + K·Ev] -> [B, 1, H·Ev].
 
     The keys and values go to `slot` [1] of the buffers [B, K, S, E] and [B, K, S, Ev]. `mask` [B|1, S] says
     which of the slots before it may be seen; the token sees itself. `cos` and `sin` are [B|1, 1, 1, R].
+    `q_norm` and `k_norm` [E] scale the RMS norm of each head, where there is one.
     """
     if available(qkv):
         from clearhead.fast import triton_step
 
-        return triton_step.attend(qkv, keys, values, slot, mask, cos, sin, layout, n_heads, scale, softcap)
+        return triton_step.attend(
+            qkv, keys, values, slot, mask, cos, sin, layout, n_heads, scale, softcap,
+            q_norm, k_norm, eps, unit_offset,
+        )  # fmt: skip
     B, K, _, E = keys.shape
     q, k, v = torch.split_with_sizes(qkv, [n_heads * E, K * E, K * values.shape[3]], dim=-1)
     q, k, v = q.view(B, n_heads, 1, E), k.view(B, K, 1, E), v.view(B, K, 1, -1)
+    if q_norm is not None and k_norm is not None:
+        q, k = (norms.rms_norm(x, norm, eps, unit_offset) for x, norm in ((q, q_norm), (k, k_norm)))
     if cos is not None and sin is not None:
         q, k = (positions.rotate(x, positions.Rotary(cos, sin), layout) for x in (q, k))
     keys.index_copy_(2, slot, k)
@@ -160,5 +195,9 @@ def _(
     n_heads: int,
     scale: float,
     softcap: float | None,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 0.0,
+    unit_offset: bool = False,
 ) -> Tensor:
     return qkv.new_empty(qkv.shape[0], 1, n_heads * values.shape[3])

@@ -6,14 +6,16 @@ kernels of `kernels` run, blocks that suit them take one token of each row throu
 Shapes: B batch, T length, D model, N width out.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from clearhead.config.kinds import Kind
+from clearhead.fast import library
+from clearhead.fast import native as in_c
 from clearhead.fast.fixed_cache import FixedCache, FixedKeys
 from clearhead.fast.kernels import available, materialise, step_attend, step_linear
 from clearhead.fast.parts import (
@@ -40,22 +42,26 @@ def prepared(
     model: Transformer,
     kernels: bool | None = None,
     then: Callable[[nn.Module], nn.Module] | None = None,
+    native: bool = True,
 ) -> Transformer:
     """Return the copy, in eval mode and without the model's hooks.
 
     It is valid while the model has the same parts and parameters; after their values change, `refresh` it.
 
     `kernels`: let blocks that suit them take each token through the kernels of a step; None: where those run.
+    `native`: on a CPU, let products of a few rows and blocks that suit it go through `native`, where it runs.
     `then` takes each part of the copy, before the parts within it, and returns what stands in its place.
     """
     weight = next(model.parameters())
     kernels = available(weight) if kernels is None else kernels
-    packs = not kernels and weight.device.type == "cpu" and weight.dtype == torch.float32 and can_pack()
+    plain = not kernels and weight.device.type == "cpu" and weight.dtype == torch.float32
+    compiled = plain and native and library.library() is not None
+    way = Way(kernels, compiled, packs=plain and not compiled and can_pack())
     made: dict[nn.Module, nn.Module] = {}  # a part that occurs twice is built once
 
     def built(part: nn.Module) -> nn.Module:
         if part not in made:
-            fast = part if isinstance(part, Direct) else _replacement(part, kernels, packs)
+            fast = part if isinstance(part, Direct) else _replacement(part, way)
             fast = made[part] = fast if then is None else then(fast)
             for name, child in list(fast.named_children()):
                 setattr(fast, name, built(child))
@@ -66,16 +72,33 @@ def prepared(
     return cast(Transformer, built(model).eval())
 
 
-def _replacement(part: nn.Module, kernels: bool, packs: bool) -> nn.Module:
+class Way(NamedTuple):
+    """How the parts of a copy compute."""
+
+    kernels: bool
+    native: bool
+    packs: bool
+
+
+def _replacement(part: nn.Module, way: Way) -> nn.Module:
     """Build what stands for a part; the parts within it are still those of the model, or fused from them."""
     kind: Any = original(part)
-    if packs and isinstance(part, nn.Linear):
+    if way.native and kind is nn.Linear:
+        return in_c.NativeLinear(cast(nn.Linear, part))
+    if way.packs and isinstance(part, nn.Linear):
         return PackedLinear(part)
-    if kernels and isinstance(part, Stack):
+    if way.kernels and isinstance(part, Stack):
         return like(part, StepStack)
+    if isinstance(part, Block) and way.native:
+        return cast(nn.Module, like(part, in_c.NativeBlock if all_known(part, in_c.KNOWN) else direct(kind)))
     if isinstance(part, Block):
-        return _fused(part, StepBlock if kernels and suits_kernels(part) else direct(kind))
+        return _fused(part, StepBlock if way.kernels and suits_kernels(part) else direct(kind))
     return cast(nn.Module, like(part, kind if kind is nn.ModuleList else direct(kind)))
+
+
+def all_known(part: nn.Module, known: Mapping[type[nn.Module], set[str]]) -> bool:
+    """Return True if the parts within this one have no more than the attributes that are known of each."""
+    return all(_features(one) <= known.get(original(one), set()) for one in part.modules())
 
 
 def _fused(block: Block, kind: type[Block]) -> Block:
@@ -104,7 +127,7 @@ KNOWN: dict[type[nn.Module], set[str]] = {
     Residual: {"before", "scale", "dropout", "skip"},
     norms.RMSNorm: {"weight", "eps", "unit_offset"},
     Attention: {"q", "k", "v", "out", "heads", "pruned", "n_heads", "n_kv_heads", "d_head", "d_value"}
-    | {"scale", "softcap", "layout", "norm_over", "dropout", "kernel"},
+    | {"scale", "softcap", "layout", "norm_over", "dropout", "kernel", "q_norm", "k_norm"},
     FeedForward: {"gate", "up", "down", "activation", "dropout"},
     nn.Linear: {"weight", "bias", "in_features", "out_features"},
 }
@@ -115,9 +138,10 @@ def suits_kernels(block: Block) -> bool:
     """Return True if the kernels of one step compute all that this block does."""
     feedforward, residuals = block.feedforward, (block.attention_residual, block.feedforward_residual)
     return (
-        all(_features(part) <= KNOWN.get(original(part), set()) for part in block.modules())
+        all_known(block, KNOWN)
         and all(residual.before is not None and residual.scale == 1 for residual in residuals)
         and isinstance(feedforward, FeedForward)
+        and getattr(block.attention, "norm_over", "none") != "full"
         and (feedforward.gate is None or feedforward.activation in ACTIVATION_NAMES)
     )
 
@@ -181,6 +205,7 @@ class StepBlock(Direct, Block):
             attention.n_heads,
             attention.d_head**-0.5 if attention.scale is None else attention.scale,
             attention.softcap,
+            *_head_norms(attention),
         )
         x = step_linear(z, attention.out.weight, attention.out.bias, add=x)
         norm = self.feedforward_residual.before
@@ -195,3 +220,11 @@ def _normed(x: Tensor, norm: nn.Module | None, layer: nn.Module, gate: str | Non
     """Apply a norm, a linear layer and a gate: [B, 1, D] -> [B, 1, N]."""
     assert isinstance(norm, norms.RMSNorm) and isinstance(layer, nn.Linear)
     return step_linear(x, layer.weight, layer.bias, norm.weight, norm.eps, norm.unit_offset, gate)
+
+
+def _head_norms(attention: Attention) -> tuple[Tensor | None, Tensor | None, float, bool]:
+    """Return the scales [E] of the norms of queries and keys, their eps, and if one is added to both."""
+    q, k = attention.q_norm, attention.k_norm
+    if not isinstance(q, norms.RMSNorm) or not isinstance(k, norms.RMSNorm):
+        return None, None, 0.0, False
+    return q.weight, k.weight, q.eps, q.unit_offset

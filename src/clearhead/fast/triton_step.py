@@ -122,9 +122,54 @@ def linear(
 
 
 @triton.jit
-def _turned(start, e, E: tl.constexpr, cos, sin, R: tl.constexpr, LAYOUT: tl.constexpr, within):
-    """The vector at `start`, rotated: its first R columns, in pairs."""
+def _norm_kernel(x, scale, out, eps, D: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr):
+    """One row: the RMS norm."""
+    row, d = tl.program_id(0).to(tl.int64) * D, tl.arange(0, WIDE)
+    value = tl.load(x + row + d, mask=d < D, other=0.0).to(tl.float32)
+    size = tl.rsqrt(tl.sum(value * value, 0) / D + eps)
+    factor = tl.load(scale + d, mask=d < D, other=0.0).to(tl.float32) + UNIT
+    tl.store(out + row + d, value * size * factor, mask=d < D)
+
+
+def norm(x: Tensor, scale: Tensor, eps: float, unit_offset: bool) -> Tensor:
+    """Apply RMS norm to each row: [B, 1, D] -> [B, 1, D]."""
+    x, D = x.contiguous(), x.shape[-1]
+    out, wide = torch.empty_like(x), triton.next_power_of_2(D)
+    _norm_kernel[(x.numel() // D,)](
+        x, scale, out, eps, D=D, WIDE=wide, UNIT=float(unit_offset), num_warps=8 if wide > 2048 else 4
+    )
+    return out
+
+
+@triton.jit
+def _gate_kernel(y, out, N, KIND: tl.constexpr, BLOCK: tl.constexpr):
+    """A part of one row: the activated first half times the second."""
+    row, n = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    pre = tl.load(y + row * 2 * N + n, mask=n < N, other=0.0).to(tl.float32)
+    up = tl.load(y + row * 2 * N + N + n, mask=n < N, other=0.0)
+    post = _activate(pre, KIND).to(out.dtype.element_ty).to(tl.float32)
+    tl.store(out + row * N + n, post * up.to(tl.float32), mask=n < N)
+
+
+def gated(y: Tensor, gate: str) -> Tensor:
+    """Activate the first half of each row and multiply it with the second: [B, 1, 2N] -> [B, 1, N]."""
+    y, N = y.contiguous(), y.shape[-1] // 2
+    out = y.new_empty(*y.shape[:-1], N)
+    grid = (out.numel() // N, triton.cdiv(N, 1024))
+    _gate_kernel[grid](y, out, N, KIND=ACTIVATION_NUMBERS[gate], BLOCK=1024)
+    return out
+
+
+@triton.jit
+def _turned(
+    start, e, E: tl.constexpr, cos, sin, R: tl.constexpr, LAYOUT: tl.constexpr, within, norm, eps,
+    NORM: tl.constexpr, UNIT: tl.constexpr, AXIS: tl.constexpr,
+):  # fmt: skip
+    """The vector at `start`, normed if NORM, and rotated: its first R columns, in pairs."""
     value = tl.load(start + e, mask=within, other=0.0).to(tl.float32)
+    if NORM:
+        size = tl.rsqrt(tl.sum(value * value, AXIS, keep_dims=True) / E + eps)
+        value *= size * (tl.load(norm + e, mask=e < E, other=0.0).to(tl.float32) + UNIT)
     if R > 0:
         half: tl.constexpr = R // 2
         if LAYOUT == 0:
@@ -132,6 +177,8 @@ def _turned(start, e, E: tl.constexpr, cos, sin, R: tl.constexpr, LAYOUT: tl.con
         else:
             partner, sign = e ^ 1, tl.where(e % 2 == 0, -1.0, 1.0)
         other = tl.load(start + partner, mask=within & (e < R), other=0.0).to(tl.float32)
+        if NORM:
+            other *= size * (tl.load(norm + partner, mask=e < R, other=0.0).to(tl.float32) + UNIT)
         value = value * tl.load(cos + e, mask=e < R, other=1.0) + other * sign * tl.load(
             sin + e, mask=e < R, other=0.0
         )
@@ -148,8 +195,9 @@ def _capped(scores, softcap, CAP: tl.constexpr):
 
 @triton.jit
 def _attend_kernel(
-    qkv, keys, values, slot, mask, cos, sin, out, partial, stats, mask_stride, angle_stride, scale, softcap,
-    H: tl.constexpr, K: tl.constexpr, S: tl.constexpr, E: tl.constexpr, EV: tl.constexpr, R: tl.constexpr,
+    qkv, keys, values, slot, mask, cos, sin, q_norm, k_norm, out, partial, stats,
+    S, mask_stride, angle_stride, scale, softcap, eps, NORM: tl.constexpr, UNIT: tl.constexpr,
+    H: tl.constexpr, K: tl.constexpr, E: tl.constexpr, EV: tl.constexpr, R: tl.constexpr,
     LAYOUT: tl.constexpr, CAP: tl.constexpr, GROUP: tl.constexpr, WIDE: tl.constexpr, WIDE_V: tl.constexpr,
     BLOCK_S: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
@@ -163,7 +211,10 @@ def _attend_kernel(
     sin += b * angle_stride
     kind = keys.dtype.element_ty
     in_group = (g < G)[:, None] & (e < E)[None, :]
-    q = _turned(row + (head * G + g)[:, None] * E, e[None, :], E, cos, sin, R, LAYOUT, in_group).to(kind)
+    heads_at = row + (head * G + g)[:, None] * E
+    q = _turned(
+        heads_at, e[None, :], E, cos, sin, R, LAYOUT, in_group, q_norm, eps, NORM, UNIT, 1
+    ).to(kind)  # fmt: skip
     keys += (b * K + head).to(tl.int64) * S * E
     values += (b * K + head).to(tl.int64) * S * EV
 
@@ -171,7 +222,8 @@ def _attend_kernel(
     weight = tl.zeros([GROUP], tl.float32)
     total = tl.zeros([GROUP, WIDE_V], tl.float32)
     if split == 0:
-        new_k = _turned(row + (H + head) * E, e, E, cos, sin, R, LAYOUT, e < E).to(kind)
+        key_at = row + (H + head) * E
+        new_k = _turned(key_at, e, E, cos, sin, R, LAYOUT, e < E, k_norm, eps, NORM, UNIT, 0).to(kind)
         new_v = tl.load(row + (H + K) * E + head * EV + ev, mask=ev < EV, other=0.0).to(kind)
         tl.store(keys + filled * E + e, new_k, mask=e < E)
         tl.store(values + filled * EV + ev, new_v, mask=ev < EV)
@@ -243,6 +295,10 @@ def attend(
     n_heads: int,
     scale: float,
     softcap: float | None,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 0.0,
+    unit_offset: bool = False,
     tile: Tile | None = None,
 ) -> Tensor:
     """See `kernels.step_attend`."""
@@ -256,10 +312,11 @@ def attend(
     cos, sin = (cos.contiguous(), sin.contiguous()) if turned else (stats, stats)
     wide_v = max(16, triton.next_power_of_2(EV))
     _attend_kernel[(B, K, tile.k)](
-        qkv.contiguous(), keys, values, slot, seen, cos, sin, out, partial, stats,
-        seen.stride(0) if seen.shape[0] > 1 else 0, cos.stride(0) if turned and cos.shape[0] > 1 else 0,
-        scale, softcap or 1.0,
-        H=H, K=K, S=S, E=E, EV=EV, R=cos.shape[-1] if turned else 0, LAYOUT=0 if layout == "half" else 1,
+        qkv.contiguous(), keys, values, slot, seen, cos, sin,
+        *((stats, stats) if q_norm is None else (q_norm, k_norm)), out, partial, stats,
+        S, seen.stride(0) if seen.shape[0] > 1 else 0, cos.stride(0) if turned and cos.shape[0] > 1 else 0,
+        scale, softcap or 1.0, eps, NORM=q_norm is not None, UNIT=float(unit_offset),
+        H=H, K=K, E=E, EV=EV, R=cos.shape[-1] if turned else 0, LAYOUT=0 if layout == "half" else 1,
         CAP=softcap is not None,
         GROUP=max(16, triton.next_power_of_2(H // K)), WIDE=max(16, triton.next_power_of_2(E)), WIDE_V=wide_v,
         BLOCK_S=tile.n, SPLITS=tile.k, num_warps=tile.warps,

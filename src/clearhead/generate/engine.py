@@ -1,24 +1,19 @@
-"""What generation keeps from call to call: a fast copy of the model, compiled steps, the prompt read last.
+"""What generation keeps from call to call: a fast copy of the model, recorded steps, the prompt read last.
 
-The step of a token is compiled once for a size of batch and cache and then replayed. Prompts are read by the
-model as it is, whatever their length; their keys then move into buffers of one size, and from there on one
-compiled step, on a GPU recorded as one CUDA graph, takes every row one token further. Sizes go by a few
-coarse buckets, so prompts of all lengths share a handful of steps. A row that has ended runs on unseen.
+Prompts are read by the model as it is, whatever their length. Their keys then move into buffers of one size,
+and from there on a step of `steps` takes every row one token further.
 
 Shapes: B rows, V vocabulary.
 """
 
-import math
-import warnings
-from collections.abc import Callable, Sequence
-from types import FunctionType, MethodType, NoneType
-from typing import Any, cast
+from collections.abc import Sequence
+from types import NoneType
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from clearhead.errors import first_line, refuse
-from clearhead.fast.fixed_cache import FixedCache
+from clearhead.errors import refuse
 from clearhead.fast.parts import JoinedLinear, PackedLinear, fingerprint, same
 from clearhead.fast.prepare import prepared
 from clearhead.generate.decode import (
@@ -33,149 +28,14 @@ from clearhead.generate.decode import (
 from clearhead.generate.prompts import Prompts, slides, steps_back, streams, turns_by_length
 from clearhead.generate.request import Request
 from clearhead.generate.sampling import NOT_NUMBERS, adjust_by, best_of
+from clearhead.generate.steps import NOTHING, Handover, Steps, warn_uncompiled
 from clearhead.model.attention import Attention
 from clearhead.model.cache import Cache
 from clearhead.model.taps import SILENT, tap_for
 from clearhead.model.transformer import Transformer
 from clearhead.parallel.shards import is_split
 
-SMALLEST = 512  # slots of the smallest cache; larger ones double
 AHEAD = 16  # greedy tokens made between two looks at them
-NOTHING = -1  # in place of a token: the logits are not numbers
-WORTH = 1024  # new tokens for which compiling pays by itself
-# Products with one row become fused reductions, which read weights faster than the library's matrix product.
-OPTIONS: dict[str, Any] = {"coordinate_descent_tuning": True, "triton.cudagraphs": False}
-
-
-def rows_bucket(rows: int) -> int:
-    """Round up to 1, 2, 4, 8, or a multiple of 8."""
-    return 1 << (rows - 1).bit_length() if rows <= 8 else 8 * math.ceil(rows / 8)
-
-
-def slots_bucket(slots: int, smallest: int = SMALLEST) -> int:
-    """Double the smallest size until it is enough."""
-    return max(smallest, 1 << (slots - 1).bit_length())
-
-
-class CompiledStep:
-    """One more token for each of `rows` rows, with room for `slots` tokens each."""
-
-    def __init__(
-        self, model: Transformer, rows: int, slots: int, source: int = 0, backend: str = "inductor"
-    ) -> None:
-        weight = next(model.parameters())
-        device, self.model = weight.device, model
-        self.cache = FixedCache(model.config, rows, slots, weight.dtype, device, source)
-        self.ids = torch.zeros(rows, 1, dtype=torch.long, device=device)  # what goes in next
-        # By slot: the most probable token after it.
-        self.made = torch.zeros(rows, slots, dtype=torch.long, device=device)
-        self.logits = torch.zeros(rows, model.config.vocab_size, dtype=weight.dtype, device=device)
-        self._forward()  # parts of the model make now what they make at first use, before the compiler
-        options = OPTIONS if backend == "inductor" and device.type == "cuda" else None
-        # The compiler keeps what it made by code object, a few for each: a step has a code object of its own.
-        step = FunctionType(CompiledStep._forward.__code__.replace(), globals())
-        run = torch.compile(
-            MethodType(step, self), fullgraph=True, dynamic=False, backend=backend, options=options
-        )
-        run()
-        self.replay: Callable[[], object] = _recorded(run) if device.type == "cuda" else run
-
-    def _forward(self) -> None:
-        logits = self.model(self.ids, cache=self.cache, logits="last").logits[:, -1]
-        chosen = logits.argmax(-1, keepdim=True)
-        best = logits.gather(1, chosen)  # not a number where any logit is not
-        self.logits.copy_(logits)
-        self.made.index_copy_(1, self.cache.index, torch.where(best.isnan(), NOTHING, chosen))
-        self.ids.copy_(chosen)
-
-    def __call__(self, chosen: Tensor, cache: Cache) -> Tensor:
-        """Run as a `Step` of `decode`, with a `Handover`: chosen [B] -> logits [B, V]."""
-        assert isinstance(cache, Handover)
-        rows = cache.settle(self.cache)
-        self.ids[rows, 0] = chosen
-        self.ahead(1)
-        return self.logits[rows]
-
-    def ahead(self, count: int) -> Tensor:
-        """Run `count` times, each time on the most probable token; return those tokens [B, count]."""
-        start, compiler = self.cache.length, torch._dynamo.exc
-        for _ in range(count):
-            try:
-                self.replay()
-            except (compiler.TorchDynamoException, compiler.FailOnRecompileLimitHit) as error:
-                # A setting of the process has changed, and compiling for it failed before anything ran.
-                warn_uncompiled(first_line(error))
-                self.replay = self._forward
-                self.replay()
-        # A step that runs uncompiled, because someone watches, counts by itself.
-        self.cache.length = start + count
-        return self.made[:, start : start + count]
-
-
-def _recorded(run: Callable[[], object]) -> Callable[[], object]:
-    """Record the kernels that `run` launches as one CUDA graph."""
-    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        run()
-    torch.cuda.current_stream().wait_stream(side)
-    with torch.cuda.graph(graph):
-        run()
-    return graph.replay
-
-
-class Handover(Cache):
-    """A growing cache while prompts are read; after that the list of rows that still run in a fixed one."""
-
-    places: Tensor | None = None
-
-    def settle(self, fixed: FixedCache) -> Tensor:
-        """Move into `fixed`, the first time; return the numbers of the rows there [B]."""
-        if self.places is None:
-            fixed.adopt(self)
-            self.places = torch.arange(self.rows or 0, device=fixed.cursor.device)
-            self.layers.clear()
-            self.cross.clear()
-        return self.places
-
-    def reorder(self, rows: Tensor, cross: bool = True) -> None:
-        """Keep these rows, as in `Cache`."""
-        if self.places is None:
-            super().reorder(rows, cross)
-        else:
-            self.places = self.places[rows]
-
-
-class Steps:
-    """The compiled steps of one model by size, each made when first needed and kept."""
-
-    def __init__(self, model: Transformer, backend: str = "inductor") -> None:
-        self.model, self.backend = model, backend
-        self.made: dict[tuple[int, int, int], CompiledStep] = {}
-        reasons = {
-            "its experts are chosen on the host": model.config.n_experts > 0,
-            "its layers take some tokens alone": min(model.config.main.capacities) < 1,
-            "its angles depend on the longest row in the batch": turns_by_length(model),
-        }
-        self.unfit = next(
-            (reason for reason, holds in reasons.items() if holds), None
-        )  # why none can be made
-
-    def find(self, rows: int, slots: int, source: int, may_make: bool) -> CompiledStep | None:
-        """Return the step for these sizes; None where there is none, and none may or can be made."""
-        size = (rows_bucket(rows), slots_bucket(slots), slots_bucket(source, 64) if source else 0)
-        if size not in self.made and may_make and self.unfit is None:
-            try:
-                self.made[size] = CompiledStep(self.model, *size, backend=self.backend)
-            except Exception as error:  # compilers fail in many ways, and none is a reason not to generate
-                self.unfit = first_line(error)
-                warn_uncompiled(self.unfit)
-        return self.made.get(size)
-
-
-def warn_uncompiled(reason: str) -> None:
-    """Warn that the step runs uncompiled."""
-    warnings.warn(f"the decode step runs uncompiled: {reason}", RuntimeWarning, stacklevel=2)
 
 
 @torch.inference_mode()
@@ -188,7 +48,7 @@ def decode_compiled(
     *,
     steps: Steps,
 ) -> list[Continuation]:
-    """`decode` through one of `steps`, if it is there already, is asked for, or would pay."""
+    """`decode` through one of `steps`, where there is one of this size or one can be made."""
     check_request(model, request, prompts, ends)
     step, source, most = None, prompts.source, request.max_new_tokens
     if request.compile and steps.unfit is not None:
@@ -198,7 +58,7 @@ def decode_compiled(
     moving = slides(model, request, prompts) or streams(model, request, prompts)
     if cache is None and not moving and request.early_exit is None:
         sizes = (len(prompts.ids), prompts.longest + most, 0 if source is None else source.shape[1])
-        step = steps.find(*sizes, may_make=bool(request.compile) or most >= WORTH)
+        step = steps.find(*sizes, compiles=bool(request.compile))
     if step is None:
         return decode(model, request, prompts, ends, cache)
     handover = Handover(prompts.longest)

@@ -204,7 +204,7 @@ def ragged(model: Transformer, exact: bool = False) -> Transformer:
             part.packed_rows = range(1, sys.maxsize)
         return part
 
-    return prepared(model, then=part_of)
+    return prepared(model, then=part_of, native=False)
 
 
 KINDS: dict[Any, Any] = {

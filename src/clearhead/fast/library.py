@@ -1,0 +1,150 @@
+"""The library compiled from `step.c` by the machine's C compiler, and the structures that it reads.
+
+Compiling takes a second, once for a machine: the library is kept in the user's cache. Where there is no
+compiler, or PyTorch's threads are not those of GNU OpenMP, `library` is None and nothing of it is used.
+"""
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from ctypes import c_double, c_int64, c_void_p
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+SOURCE = Path(__file__).with_name("step.c")
+FLAGS = ("-O3", "-march=native", "-shared", "-fPIC")
+OFF = "CLEARHEAD_NATIVE"  # in the environment: 0 leaves the library out
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """Return the compiled functions; None where they cannot be had."""
+    if os.environ.get(OFF) == "0" or torch.backends.mps.is_available() or os.name != "posix":
+        return None
+    threads, compiler = _openmp(), shutil.which(os.environ.get("CC", "cc"))
+    if threads is None or compiler is None:
+        return None
+    try:
+        ctypes.CDLL(threads, mode=ctypes.RTLD_GLOBAL)  # loaded already: its names become visible
+        found = ctypes.CDLL(str(_built(compiler)))
+    except (OSError, RuntimeError, subprocess.SubprocessError):
+        return None
+    found.clearhead_block.argtypes = (c_void_p, c_void_p)
+    found.clearhead_linear.argtypes = (c_void_p, c_void_p, c_void_p, c_int64, c_int64)
+    found.clearhead_linear.restype = None
+    return found if _agrees(found) else None
+
+
+def _agrees(found: ctypes.CDLL) -> bool:
+    """Return True if what was compiled and the plain product give the same numbers."""
+    layer, x, out = nn.Linear(19, 9), torch.linspace(-1, 1, 57).view(3, 19), torch.empty(3, 9)
+    fields = LINEAR(layer.weight.data_ptr(), layer.bias.data_ptr(), 9, 19)
+    found.clearhead_linear(ctypes.addressof(fields), x.data_ptr(), out.data_ptr(), 3, torch.get_num_threads())
+    return torch.allclose(out, layer(x), atol=1e-5)
+
+
+def _openmp() -> str | None:
+    """Return the path of the OpenMP library whose threads PyTorch uses, if it is GNU's."""
+    try:
+        maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return None
+    paths = {line.split(maxsplit=5)[-1] for line in maps if "libgomp" in line}
+    return paths.pop() if len(paths) == 1 else None  # two of them: whose threads are whose is not known
+
+
+def _built(compiler: str) -> Path:
+    """Return the path of the library, compiled now if it is not in the cache."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "clearhead"
+    about = os.stat(compiler)
+    made_of = (compiler, about.st_size, about.st_mtime_ns, *FLAGS, _processor(), SOURCE.read_text("utf-8"))
+    name = f"step-{hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]}.so"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if folder.stat().st_uid != os.getuid():
+        raise OSError(f"{folder} belongs to someone else")
+    if not (folder / name).exists():
+        with tempfile.TemporaryDirectory(dir=folder) as apart:
+            command = [compiler, *FLAGS, "-o", f"{apart}/{name}", str(SOURCE), "-lm"]
+            subprocess.run(command, capture_output=True, check=True, timeout=60)
+            os.replace(f"{apart}/{name}", folder / name)
+    return folder / name
+
+
+def _processor() -> str:
+    """Describe the processor that `-march=native` means."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return platform.processor()
+    return " ".join(
+        sorted({line for line in lines if line.lower().startswith(("flags", "features", "model n"))})
+    )
+
+
+def _structure(name: str, **fields: Any) -> Any:
+    """Return the class of a structure of `step.c`."""
+    return type(name, (ctypes.Structure,), {"_fields_": list(fields.items())})
+
+
+P, N, F = c_void_p, c_int64, c_double
+NORM = _structure("Norm", weight=P, bias=P, kind=N, unit_offset=N, eps=F)
+LINEAR = _structure("Linear", weight=P, bias=P, rows=N, columns=N)
+RESIDUAL = _structure("Residual", before=NORM, inside=NORM, after=NORM, scale=F)
+ATTENTION = _structure(
+    "Attention",
+    **dict.fromkeys(("q", "k", "v", "out"), LINEAR),
+    **dict.fromkeys(("q_norm", "k_norm"), NORM),
+    sink=P,
+    **dict.fromkeys(("heads", "kv_heads", "width", "value_width", "whole_norm", "interleaved"), N),
+    scale=F,
+    softcap=F,
+)
+FEEDFORWARD = _structure("FeedForward", gate=LINEAR, up=LINEAR, down=LINEAR, activation=N)
+BLOCK = _structure(
+    "Block",
+    attention=ATTENTION,
+    cross=ATTENTION,
+    feedforward=FEEDFORWARD,
+    **dict.fromkeys(("attention_residual", "cross_residual", "feedforward_residual"), RESIDUAL),
+    width=N,
+    parallel=N,
+)
+VIEW = _structure(
+    "View",
+    keys=P,
+    values=P,
+    **dict.fromkeys(("key_row", "key_head", "key_slot", "value_row", "value_head", "value_slot"), N),
+    shared_by=N,
+    slots=N,
+    mask=P,
+    mask_row=N,
+    mask_slot=N,
+    bias=P,
+    bias_row=N,
+    bias_head=N,
+    bias_slot=N,
+)
+CALL = _structure(
+    "Call",
+    x=P,
+    out=P,
+    batch=N,
+    own=VIEW,
+    source=VIEW,
+    slot=N,
+    slots=P,
+    slots_row=N,
+    cos=P,
+    sin=P,
+    rotary_row=N,
+    rotated=N,
+    threads=N,
+)

@@ -1,0 +1,236 @@
+"""A decode step on the CPU in one call a block, and products of a few rows, through `step.c`.
+
+Shapes: B batch, T length, S slots, D model, N width out.
+"""
+
+import ctypes
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as nnf
+from torch import Tensor, nn
+
+from clearhead.fast.library import ATTENTION, BLOCK, CALL, FEEDFORWARD, LINEAR, NORM, RESIDUAL, VIEW, library
+from clearhead.fast.parts import Direct
+from clearhead.model import masks, norms
+from clearhead.model.attention import Attention
+from clearhead.model.cache import CrossKeys, GrowingKeys, LayerKeys, RingKeys
+from clearhead.model.feedforward import ACTIVATIONS, FeedForward
+from clearhead.model.stack import Block, Residual
+from clearhead.model.taps import SILENT, Tap
+
+MOST_ROWS = 48  # up to so many rows our product is quicker than the plain one
+
+NORM_KINDS = {norms.LayerNorm: 1, norms.RMSNorm: 2}
+ACTIVATION_NUMBERS = {function: number for number, function in enumerate(ACTIVATIONS.values())}
+
+# All that a structure says, by class and attribute. A block with anything more keeps its own forward.
+KNOWN: dict[type[nn.Module], set[str]] = {
+    Block: {"attention", "cross", "feedforward", "parallel"}
+    | {"attention_residual", "cross_residual", "feedforward_residual"},
+    Residual: {"before", "inside", "after", "scale", "dropout", "skip"},
+    norms.LayerNorm: {"weight", "bias", "eps", "unit_offset"},
+    norms.RMSNorm: {"weight", "eps", "unit_offset"},
+    Attention: {"q", "k", "v", "out", "q_norm", "k_norm", "sink", "heads", "pruned", "n_heads", "n_kv_heads"}
+    | {"d_head", "d_value", "scale", "softcap", "layout", "norm_over", "dropout", "kernel"},
+    FeedForward: {"gate", "up", "down", "activation", "dropout"},
+    nn.Linear: {"weight", "bias", "in_features", "out_features"},
+}
+
+
+class Pointers:
+    """Structures that point to a block's weights, and those weights, which live as long."""
+
+    def __init__(self) -> None:
+        self.kept: list[Tensor] = []
+
+    def at(self, tensor: Tensor | None) -> int | None:
+        """Return where the numbers of a tensor begin; None for None."""
+        if tensor is None:
+            return None
+        self.kept.append(tensor.detach().contiguous())
+        return self.kept[-1].data_ptr()
+
+    def norm(self, norm: nn.Module | None) -> Any:
+        """Describe a norm, or that there is none."""
+        if not isinstance(norm, norms.Norm):
+            return NORM()
+        kind = next(number for base, number in NORM_KINDS.items() if isinstance(norm, base))
+        return NORM(self.at(norm.weight), self.at(norm.bias), kind, norm.unit_offset, norm.eps)
+
+    def linear(self, layer: Any) -> Any:
+        """Describe a linear layer, or that there is none."""
+        if layer is None:
+            return LINEAR()
+        return LINEAR(self.at(layer.weight), self.at(layer.bias), layer.out_features, layer.in_features)
+
+    def residual(self, residual: Residual | None) -> Any:
+        """Describe a residual, or that there is none."""
+        if residual is None:
+            return RESIDUAL()
+        places = (residual.before, residual.inside, residual.after)
+        return RESIDUAL(*map(self.norm, places), residual.scale)
+
+    def attention(self, part: Any) -> Any:
+        """Describe an attention, or that there is none."""
+        if part is None:
+            return ATTENTION()
+        return ATTENTION(
+            *map(self.linear, (part.q, part.k, part.v, part.out)),
+            self.norm(part.q_norm),
+            self.norm(part.k_norm),
+            self.at(part.sink),
+            part.n_heads,
+            part.n_kv_heads,
+            part.d_head,
+            part.d_value,
+            part.norm_over == "full",
+            part.layout != "half",
+            part.d_head**-0.5 if part.scale is None else part.scale,
+            part.softcap or 0.0,
+        )
+
+    def block(self, block: Block) -> Any:
+        """Describe a block."""
+        feedforward = cast(FeedForward, block.feedforward)
+        layers = (feedforward.gate, feedforward.up, feedforward.down)
+        return BLOCK(
+            self.attention(block.attention),
+            self.attention(block.cross),
+            FEEDFORWARD(*map(self.linear, layers), ACTIVATION_NUMBERS[feedforward.activation]),
+            *map(self.residual, (block.attention_residual, block.cross_residual, block.feedforward_residual)),
+            feedforward.down.out_features,
+            block.parallel,
+        )
+
+
+class NativeLinear(Direct):
+    """A linear layer that takes a few rows through `step.c`, from the model's own weight."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.weight, self.bias = layer.weight.detach(), None if layer.bias is None else layer.bias.detach()
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        self.pointers = Pointers()
+        self.fields = self.pointers.linear(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., D] -> [..., N]."""
+        rows = x.numel() // self.in_features
+        if not 0 < rows <= MOST_ROWS or not _plain(x):
+            return nnf.linear(x, self.weight, self.bias)
+        x, found = x.contiguous(), library()
+        assert found is not None
+        out = x.new_empty(*x.shape[:-1], self.out_features)
+        found.clearhead_linear(
+            ctypes.addressof(self.fields), x.data_ptr(), out.data_ptr(), rows, torch.get_num_threads()
+        )
+        return out
+
+
+def _plain(x: Tensor) -> bool:
+    """Return True if nothing but numbers is asked of this tensor: no gradient, no compiler, no autocast."""
+    return (
+        x.dtype == torch.float32
+        and not (torch.is_grad_enabled() and x.requires_grad)
+        and not torch.compiler.is_compiling()
+        and not torch.is_autocast_enabled("cpu")
+    )
+
+
+class NativeBlock(Direct, Block):
+    """A block of `KNOWN` parts: `step.c` takes one token with a cache, and `Block` takes all else."""
+
+    described: tuple[Pointers, Any] | None = None
+
+    def forward(
+        self,
+        x: Tensor,
+        view: masks.View,
+        memory: Tensor | None = None,
+        cross_view: masks.View | None = None,
+        keys: LayerKeys | None = None,
+        cross_keys: CrossKeys | None = None,
+        tap: Tap = SILENT,
+    ) -> Tensor:
+        """[B, T, D] -> [B, T, D]."""
+        suits = x.shape[1] == 1 and x.shape[0] <= MOST_ROWS and tap is SILENT and _plain(x)
+        own = self._own(view, keys, x.shape[0]) if suits else None
+        source = self._source(cross_view, cross_keys, x.shape[0]) if own is not None else None
+        if own is None or source is None:
+            return super().forward(x, view, memory, cross_view, keys, cross_keys, tap)
+        (seen, *slot), rotary = own, view.rotary
+        if self.described is None:
+            pointers = Pointers()
+            self.described = pointers, pointers.block(self)
+        x, found = x.contiguous(), library()
+        assert found is not None
+        out = torch.empty_like(x)
+        turns: tuple[int | None, ...] = (None, None, 0, 0)
+        if rotary is not None:
+            cos, sin = (part.contiguous() for part in rotary)
+            turns = cos.data_ptr(), sin.data_ptr(), _stride(cos, 0), cos.shape[-1]
+        call = CALL(
+            x.data_ptr(), out.data_ptr(), x.shape[0], seen, source, *slot, *turns, torch.get_num_threads()
+        )
+        failed = found.clearhead_block(ctypes.addressof(self.described[1]), ctypes.addressof(call))
+        if failed:
+            raise MemoryError("no memory for the values of one token")
+        return out
+
+    def _own(self, view: masks.View, keys: LayerKeys | None, rows: int) -> tuple[Any, ...] | None:
+        """Describe the keys of the text, and the slots of the new ones; None where `step.c` does not suit."""
+        if not isinstance(keys, GrowingKeys | RingKeys) or type(keys) not in (GrowingKeys, RingKeys):
+            return None  # caches that compute otherwise have keys of their own
+        if keys.k is None or keys.v is None or view.causal:
+            return None
+        if (
+            view.blocks is not None
+            or keys.k.shape[0] != rows
+            or (view.bias is not None and self.attention.pruned)
+        ):
+            return None
+        if isinstance(keys, RingKeys):
+            slots = keys.cache.slots[keys.kind]
+            seen = _seen(keys.k, keys.v, keys.k.shape[2], view, rows) if view.mask is not None else None
+            return None if seen is None else (seen, 0, slots.data_ptr(), _stride(slots, 0))
+        slot = keys.cache.length
+        seen = _seen(keys.k, keys.v, slot + 1, view, rows) if slot < keys.k.shape[2] else None
+        return None if seen is None else (seen, slot, None, 0)
+
+    def _source(self, view: masks.View | None, keys: CrossKeys | None, rows: int) -> Any:
+        """Describe the keys of the source, or that there is none; None where `step.c` does not suit."""
+        if self.cross is None:
+            return VIEW(shared_by=1)
+        if view is None or keys is None or keys.k is None or keys.v is None or view.rotary is not None:
+            return None
+        if view.bias is not None and self.cross.pruned:
+            return None
+        return _seen(keys.k, keys.v, keys.k.shape[2], view, rows)
+
+
+def _stride(x: Tensor, axis: int) -> int:
+    """Return the step from one index of an axis to the next; 0 where all are the same."""
+    return x.stride(axis) if x.shape[axis] > 1 else 0
+
+
+def _seen(k: Tensor, v: Tensor, slots: int, view: masks.View, rows: int) -> Any:
+    """Describe keys and values [B', K, S, E], mask and bias; None where `step.c` does not suit."""
+    mask, bias = view.mask, view.bias
+    shared, rest = divmod(rows, k.shape[0])
+    if rest or k.stride(3) != 1 or v.stride(3) != 1 or k.dtype != torch.float32:
+        return None
+    if mask is not None and (
+        mask.shape[0] not in (1, k.shape[0]) or mask.shape[1] != 1 or mask.shape[3] != slots
+    ):
+        return None
+    if bias is not None and (
+        bias.dtype != torch.float32 or bias.shape[0] not in (1, rows) or bias.shape[3] != slots
+    ):
+        return None
+    seen = (None, 0, 0) if mask is None else (mask.data_ptr(), _stride(mask, 0), mask.stride(3))
+    added: tuple[int | None, ...] = (None, 0, 0, 0)
+    if bias is not None:
+        added = bias.data_ptr(), _stride(bias, 0), _stride(bias, 1), bias.stride(3)
+    strides = (*k.stride()[:3], *v.stride()[:3])
+    return VIEW(k.data_ptr(), v.data_ptr(), *strides, shared, slots, *seen, *added)

@@ -1,0 +1,387 @@
+/* One token of each row through one block, and linear layers of a few rows: float32, on the CPU.
+
+A decode step reads every weight once. These functions read them as they lie in the model, keep all that is
+small in the cache, and meet at a barrier where threads need each other's results. Everything else each thread
+computes for itself, since that is quicker than waiting. The threads are PyTorch's own (GNU OpenMP).
+
+Sizes: B rows, D width of the stream, N width out, H heads, K key/value heads, E head width, S slots. */
+
+#include <math.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+extern void GOMP_parallel(void (*work)(void *), void *data, unsigned threads, unsigned flags);
+extern void GOMP_barrier(void);
+extern int omp_get_thread_num(void);
+extern int omp_get_num_threads(void);
+
+/* Filled in by `native.py`, whose structures have the same fields in the same order. */
+enum { NO_NORM, LAYER_NORM, RMS_NORM };
+typedef struct { const float *weight, *bias; int64_t kind, unit_offset; double eps; } Norm;
+typedef struct { const float *weight, *bias; int64_t rows, columns; } Linear;
+typedef struct { Norm before, inside, after; double scale; } Residual;
+typedef struct {
+    Linear q, k, v, out;
+    Norm q_norm, k_norm;
+    const float *sink;
+    int64_t heads, kv_heads, width, value_width, whole_norm, interleaved;
+    double scale, softcap;
+} Attention;
+typedef struct { Linear gate, up, down; int64_t activation; } FeedForward;
+typedef struct {
+    Attention attention, cross;
+    FeedForward feedforward;
+    Residual attention_residual, cross_residual, feedforward_residual;
+    int64_t width, parallel;
+} Block;
+typedef struct {
+    float *keys, *values; /* B' K S E; B' divides B: as many rows share one row of keys */
+    int64_t key_row, key_head, key_slot, value_row, value_head, value_slot, shared_by, slots;
+    const uint8_t *mask; /* 1: may be seen; NULL: all */
+    int64_t mask_row, mask_slot;
+    const float *bias;
+    int64_t bias_row, bias_head, bias_slot;
+} View;
+typedef struct {
+    const float *x;
+    float *out;
+    int64_t batch;
+    View own, source;
+    int64_t slot; /* where the new keys go; or for each row in `slots` */
+    const int64_t *slots;
+    int64_t slots_row;
+    const float *cos, *sin;
+    int64_t rotary_row, rotated, threads;
+} Call;
+
+#if defined(__AVX512F__)
+#define LANES 16
+#elif defined(__AVX__)
+#define LANES 8
+#else
+#define LANES 4
+#endif
+#define AHEAD 256 /* numbers between what is read and what is fetched for later */
+#define ACROSS (LANES == 8 ? 2 : 4) /* rows of a tile: as many as registers hold */
+typedef float Vector __attribute__((vector_size(4 * LANES), aligned(4)));
+typedef struct { int64_t number, count; } Thread;
+
+static inline float total(Vector v) {
+    float sum = 0;
+    for (int i = 0; i < LANES; i++) sum += v[i];
+    return sum;
+}
+
+static inline Vector load(const float *at) { return *(const Vector *)at; }
+
+#define EACH(i, count) _Pragma("GCC unroll 4") for (int i = 0; i < count; i++)
+
+/* One row of a weight with C rows of x. Read in a line, it comes as fast as memory gives it. */
+#define ONE_ROW(C)                                                                                         \
+    static void one_row_##C(const float *w, const float *x, int64_t D, float *y, int64_t stride,           \
+                            const float *bias) {                                                           \
+        Vector sums[C][4];                                                                                 \
+        EACH(c, C) EACH(l, 4) sums[c][l] = (Vector){0};                                                    \
+        int64_t d = 0;                                                                                     \
+        for (; d + 4 * LANES <= D; d += 4 * LANES) {                                                       \
+            __builtin_prefetch(w + d + AHEAD);                                                             \
+            EACH(l, 4) {                                                                                   \
+                Vector weights = load(w + d + l * LANES);                                                  \
+                EACH(c, C) sums[c][l] += weights * load(x + c * D + d + l * LANES);                        \
+            }                                                                                              \
+        }                                                                                                  \
+        EACH(c, C) {                                                                                       \
+            float sum = total((sums[c][0] + sums[c][1]) + (sums[c][2] + sums[c][3]));                      \
+            for (int64_t e = d; e < D; e++) sum += w[e] * x[c * D + e];                                    \
+            y[c * stride] = sum + (bias ? *bias : 0);                                                      \
+        }                                                                                                  \
+    }
+ONE_ROW(1)
+ONE_ROW(2)
+ONE_ROW(3)
+ONE_ROW(4)
+
+/* Four rows of a weight with C rows of x: what is read is used more often. */
+#define FOUR_ROWS(C)                                                                                       \
+    static void four_rows_##C(const float *w, const float *x, int64_t D, float *y, int64_t stride,         \
+                              const float *bias) {                                                         \
+        Vector sums[4][C];                                                                                 \
+        EACH(r, 4) EACH(c, C) sums[r][c] = (Vector){0};                                                    \
+        int64_t d = 0;                                                                                     \
+        for (; d + LANES <= D; d += LANES) {                                                               \
+            Vector xs[C];                                                                                  \
+            EACH(c, C) xs[c] = load(x + c * D + d);                                                        \
+            EACH(r, 4) {                                                                                   \
+                __builtin_prefetch(w + r * D + d + AHEAD);                                                 \
+                Vector weights = load(w + r * D + d);                                                      \
+                EACH(c, C) sums[r][c] += weights * xs[c];                                                  \
+            }                                                                                              \
+        }                                                                                                  \
+        EACH(r, 4) EACH(c, C) {                                                                            \
+            float sum = total(sums[r][c]);                                                                 \
+            for (int64_t e = d; e < D; e++) sum += w[r * D + e] * x[c * D + e];                            \
+            y[c * stride + r] = sum + (bias ? bias[r] : 0);                                                \
+        }                                                                                                  \
+    }
+FOUR_ROWS(1)
+FOUR_ROWS(2)
+FOUR_ROWS(3)
+FOUR_ROWS(4)
+
+typedef void Tile(const float *, const float *, int64_t, float *, int64_t, const float *);
+
+/* A thread's share of the numbers below `count`, which begins at a multiple of four. */
+static int64_t from(int64_t count, Thread thread) {
+    return thread.number == thread.count ? count : count * thread.number / thread.count / 4 * 4;
+}
+static int64_t until(int64_t count, Thread thread) {
+    return from(count, (Thread){thread.number + 1, thread.count});
+}
+
+/* y [B, stride] = x [B, D] Wᵀ + bias, for the thread's share of the rows of W. */
+static void product(const Linear *linear, const float *x, int64_t batch, float *y, int64_t stride,
+                    Thread thread) {
+    static Tile *const single[] = {one_row_1, one_row_2, one_row_3, one_row_4};
+    static Tile *const several[] = {four_rows_1, four_rows_2, four_rows_3, four_rows_4};
+    int64_t D = linear->columns, stop = until(linear->rows, thread), rows = batch <= 2 ? 1 : 4;
+    for (int64_t n = from(linear->rows, thread); n < stop; n += rows) {
+        if (n + rows > stop) rows = 1;
+        for (int64_t b = 0; b < batch;) {
+            int64_t count = batch - b < ACROSS ? batch - b : ACROSS;
+            Tile *tile = (rows == 1 ? single : several)[count - 1];
+            const float *bias = linear->bias ? linear->bias + n : NULL;
+            tile(linear->weight + n * D, x + b * D, D, y + b * stride + n, stride, bias);
+            b += count;
+        }
+    }
+}
+
+static float dot(const float *a, const float *b, int64_t width) {
+    Vector sums[2] = {{0}, {0}};
+    int64_t e = 0;
+    for (; e + 2 * LANES <= width; e += 2 * LANES) {
+        sums[0] += load(a + e) * load(b + e);
+        sums[1] += load(a + e + LANES) * load(b + e + LANES);
+    }
+    float sum = total(sums[0] + sums[1]);
+    for (; e < width; e++) sum += a[e] * b[e];
+    return sum;
+}
+
+static float sum(const float *x, int64_t width) {
+    Vector sums = {0};
+    int64_t e = 0;
+    for (; e + LANES <= width; e += LANES) sums += load(x + e);
+    float all = total(sums);
+    for (; e < width; e++) all += x[e];
+    return all;
+}
+
+/* Norm each of `count` runs of `width` numbers. */
+static void norm(const Norm *norm, const float *x, float *y, int64_t count, int64_t width) {
+    for (int64_t i = 0; i < count; i++, x += width, y += width) {
+        float mean = norm->kind == LAYER_NORM ? sum(x, width) / width : 0;
+        for (int64_t d = 0; d < width; d++) y[d] = x[d] - mean;
+        float factor = 1 / sqrtf(dot(y, y, width) / width + (float)norm->eps);
+        for (int64_t d = 0; d < width; d++)
+            y[d] = y[d] * factor * (norm->weight[d] + norm->unit_offset) + (norm->bias ? norm->bias[d] : 0);
+    }
+}
+
+/* x [B, D] += y, with what the residual does to both. */
+static void add(const Residual *residual, float *x, float *y, int64_t batch, int64_t D) {
+    if (residual->inside.kind) norm(&residual->inside, y, y, batch, D);
+    float scale = residual->scale;
+    for (int64_t i = 0; i < batch * D; i++) x[i] += y[i] * scale;
+    if (residual->after.kind) norm(&residual->after, x, x, batch, D);
+}
+
+static void rotate(float *head, const float *cos, const float *sin, int64_t R, int64_t interleaved) {
+    for (int64_t pair = 0; pair < R / 2; pair++) {
+        int64_t i = interleaved ? 2 * pair : pair, j = interleaved ? i + 1 : pair + R / 2;
+        float a = head[i], b = head[j];
+        head[i] = a * cos[i] - b * sin[i];
+        head[j] = b * cos[j] + a * sin[j];
+    }
+}
+
+/* The answer of one query to the slots of its key/value head; zeros where it may see none. */
+static void attend(const Attention *attention, const View *view, int64_t b, int64_t head, const float *q,
+                   float *scores, float *z) {
+    int64_t row = b / view->shared_by, kv = head / (attention->heads / attention->kv_heads);
+    const float *keys = view->keys + row * view->key_row + kv * view->key_head;
+    const float *values = view->values + row * view->value_row + kv * view->value_head;
+    const uint8_t *mask = view->mask ? view->mask + row * view->mask_row : NULL;
+    const float *bias = view->bias ? view->bias + b * view->bias_row + head * view->bias_head : NULL;
+    float scale = attention->scale, softcap = attention->softcap;
+    float most = attention->sink ? attention->sink[head] : -INFINITY, sum = 0;
+    for (int64_t s = 0; s < view->slots; s++) {
+        if (mask && !mask[s * view->mask_slot]) continue;
+        float score = dot(q, keys + s * view->key_slot, attention->width) * scale;
+        if (softcap > 0) score = softcap * tanhf(score / softcap);
+        if (bias) score += bias[s * view->bias_slot];
+        scores[s] = score;
+        if (!(score <= most)) most = score; /* also where it is no number */
+    }
+    memset(z, 0, attention->value_width * sizeof(float));
+    for (int64_t s = 0; s < view->slots; s++) {
+        if (mask && !mask[s * view->mask_slot]) continue;
+        float weight = most == -INFINITY ? 0 : expf(scores[s] - most);
+        const float *value = values + s * view->value_slot;
+        sum += weight;
+        for (int64_t e = 0; e < attention->value_width; e++) z[e] += weight * value[e];
+    }
+    if (attention->sink) sum += expf(attention->sink[head] - most);
+    for (int64_t e = 0; e < attention->value_width; e++) z[e] = sum == 0 ? 0 : z[e] / sum;
+}
+
+static float activated(float x, int64_t activation) {
+    switch (activation) { /* the order of ACTIVATIONS */
+    case 0: return x > 0 || x != x ? x : 0;
+    case 1: return 0.5f * x * (1 + erff(x * (float)M_SQRT1_2));
+    case 2: return x / (1 + expf(-2 * (float)(M_2_SQRTPI * M_SQRT1_2) * (x + 0.044715f * x * x * x)));
+    case 3: return x / (1 + expf(-1.702f * x));
+    case 4: return x / (1 + expf(-x));
+    default: return x > 0 || x != x ? x * x : 0;
+    }
+}
+
+/* What the threads of a call share. */
+typedef struct {
+    const Block *block;
+    const Call *call;
+    float *q, *k, *v, *z, *y, *gate, *up;
+    float *own; /* `each` numbers for every thread by itself */
+    int64_t each;
+} Shared;
+
+/* `normed` [B, D] through attention, into shared y; `own`: its keys are those of the text, not the source. */
+static void attention_part(const Attention *a, const Shared *s, const float *normed, int64_t own,
+                           float *scores, Thread thread) {
+    const Call *call = s->call;
+    const View *view = own ? &call->own : &call->source;
+    int64_t B = call->batch, H = a->heads, K = a->kv_heads, E = a->width, V = a->value_width;
+    product(&a->q, normed, B, s->q, H * E, thread);
+    if (own) {
+        product(&a->k, normed, B, s->k, K * E, thread);
+        product(&a->v, normed, B, s->v, K * V, thread);
+    }
+    GOMP_barrier();
+    for (int64_t b = thread.number; b < B; b += thread.count) {
+        const float *cos = call->cos ? call->cos + b * call->rotary_row : NULL;
+        const float *sin = call->sin ? call->sin + b * call->rotary_row : NULL;
+        int64_t groups = a->whole_norm ? 1 : H, width = H * E / groups;
+        if (a->q_norm.kind) norm(&a->q_norm, s->q + b * H * E, s->q + b * H * E, groups, width);
+        if (own && cos)
+            for (int64_t h = 0; h < H; h++)
+                rotate(s->q + (b * H + h) * E, cos, sin, call->rotated, a->interleaved);
+        if (!own) continue;
+        groups = a->whole_norm ? 1 : K, width = K * E / groups;
+        if (a->k_norm.kind) norm(&a->k_norm, s->k + b * K * E, s->k + b * K * E, groups, width);
+        int64_t slot = call->slots ? call->slots[b * call->slots_row] : call->slot;
+        for (int64_t h = 0; h < K; h++) {
+            float *key = s->k + (b * K + h) * E;
+            if (cos) rotate(key, cos, sin, call->rotated, a->interleaved);
+            int64_t to = b * view->key_row + h * view->key_head + slot * view->key_slot;
+            memcpy(view->keys + to, key, E * sizeof(float));
+            to = b * view->value_row + h * view->value_head + slot * view->value_slot;
+            memcpy(view->values + to, s->v + (b * K + h) * V, V * sizeof(float));
+        }
+    }
+    GOMP_barrier();
+    for (int64_t item = thread.number; item < B * H; item += thread.count)
+        attend(a, view, item / H, item % H, s->q + item * E, scores, s->z + item * V);
+    GOMP_barrier();
+    product(&a->out, s->z, B, s->y, a->out.rows, thread);
+    GOMP_barrier();
+}
+
+/* `normed` [B, D] through the feed-forward, into shared y. */
+static void feedforward_part(const FeedForward *f, const Shared *s, const float *normed, Thread thread) {
+    int64_t B = s->call->batch, F = f->up.rows;
+    float *pre = f->gate.weight ? s->gate : s->up;
+    product(&f->up, normed, B, s->up, F, thread);
+    if (f->gate.weight) product(&f->gate, normed, B, s->gate, F, thread);
+    for (int64_t b = 0; b < B; b++)
+        for (int64_t i = b * F + from(F, thread); i < b * F + until(F, thread); i++) {
+            float post = activated(pre[i], f->activation);
+            s->up[i] = f->gate.weight ? post * s->up[i] : post;
+        }
+    GOMP_barrier();
+    product(&f->down, s->up, B, s->y, f->down.rows, thread);
+    GOMP_barrier();
+}
+
+static void block_work(void *data) {
+    const Shared *s = data;
+    const Block *block = s->block;
+    const Call *call = s->call;
+    Thread thread = {omp_get_thread_num(), omp_get_num_threads()};
+    int64_t B = call->batch, D = block->width, size = B * D;
+    float *x = s->own + thread.number * s->each; /* the stream, as this thread has it */
+    float *normed = x + size, *y = normed + size, *other = y + size, *scores = other + size;
+    memcpy(x, call->x, size * sizeof(float));
+
+    const Residual *first = &block->attention_residual, *last = &block->feedforward_residual;
+    const float *read = x;
+    if (first->before.kind) norm(&first->before, x, normed, B, D), read = normed;
+    attention_part(&block->attention, s, read, 1, scores, thread);
+    memcpy(y, s->y, size * sizeof(float));
+    if (block->parallel) {
+        if (last->before.kind) norm(&last->before, x, other, B, D), read = other;
+    } else {
+        add(first, x, y, B, D);
+        if (block->cross.q.weight) {
+            const Residual *between = &block->cross_residual;
+            read = x;
+            if (between->before.kind) norm(&between->before, x, normed, B, D), read = normed;
+            attention_part(&block->cross, s, read, 0, scores, thread);
+            memcpy(y, s->y, size * sizeof(float));
+            add(between, x, y, B, D);
+        }
+        read = x;
+        if (last->before.kind) norm(&last->before, x, normed, B, D), read = normed;
+    }
+    feedforward_part(&block->feedforward, s, read, thread);
+    if (block->parallel) add(first, x, y, B, D);
+    memcpy(y, s->y, size * sizeof(float));
+    add(last, x, y, B, D);
+    if (thread.number == 0) memcpy(call->out, x, size * sizeof(float));
+}
+
+static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+
+/* Take one token of each row through a block; 0, or 1 where memory ran out. */
+int clearhead_block(const Block *block, const Call *call) {
+    const Attention *own = &block->attention, *cross = &block->cross;
+    int64_t q = larger(own->q.rows, cross->q.weight ? cross->q.rows : 0);
+    int64_t z = larger(own->out.columns, cross->q.weight ? cross->out.columns : 0);
+    int64_t sizes[] = {q, own->k.rows, own->v.rows, z, block->width, block->feedforward.up.rows,
+                       block->feedforward.up.rows};
+    int64_t each = 4 * call->batch * block->width + larger(call->own.slots, call->source.slots), all = 0;
+    for (int i = 0; i < 7; i++) all += sizes[i] * call->batch;
+    float *memory = malloc((all + call->threads * each) * sizeof(float)), *next = memory;
+    if (!memory) return 1;
+    Shared shared = {.block = block, .call = call, .own = memory + all, .each = each};
+    float **places[] = {&shared.q, &shared.k, &shared.v, &shared.z, &shared.y, &shared.gate, &shared.up};
+    for (int i = 0; i < 7; next += sizes[i++] * call->batch) *places[i] = next;
+    GOMP_parallel(block_work, &shared, call->threads, 0);
+    free(memory);
+    return 0;
+}
+
+typedef struct { const Linear *linear; const float *x; float *y; int64_t batch; } Product;
+
+static void linear_work(void *data) {
+    Product *p = data;
+    Thread thread = {omp_get_thread_num(), omp_get_num_threads()};
+    product(p->linear, p->x, p->batch, p->y, p->linear->rows, thread);
+}
+
+/* y [B, N] = x [B, D] Wᵀ + bias. */
+void clearhead_linear(const Linear *linear, const float *x, float *y, int64_t batch, int64_t threads) {
+    Product job = {linear, x, y, batch};
+    GOMP_parallel(linear_work, &job, threads, 0);
+}
