@@ -13,7 +13,7 @@ from clearhead.errors import refuse
 from clearhead.inside.choices import find_column
 from clearhead.inside.inputs import Prepared
 from clearhead.inside.names import AttentionHead, find_heads, kinds_of
-from clearhead.inside.trace.steps import filled_words
+from clearhead.inside.trace.facts import filled_words
 from clearhead.model.taps import Recording, tap_names
 
 HIDDEN = -1e30  # scores below this are masked

@@ -83,9 +83,10 @@ def lens(
     layers = _read_layers(prepared, choices, some)
     last = layers[-1]
     chosen, true = last.topk(1, -1).indices[:, 0], _true(prepared, choices)[some]
+    final = dtypes.wide(last).log_softmax(-1)
     read = []
     for scores in layers:
-        pieces = zip(*(torch.split(x, ROWS) for x in (scores, last, chosen, true)))
+        pieces = zip(*(torch.split(x, ROWS) for x in (scores, final, chosen, true)))
         read += [_measure(min(top, choices.count), *piece) for piece in pieces]
     whole = {name: torch.cat([each[name] for each in read]).cpu() for name in read[0]}
     found = {name: x.view(len(layers), len(last), *x.shape[1:]) for name, x in whole.items()}
@@ -141,9 +142,9 @@ def _true(prepared: inputs.Prepared, choices: Choices) -> Tensor:
     return torch.where(ids == prepared.m.special.get("mask", -1), unknown, ids)
 
 
-def _measure(top: int, scores: Tensor, last: Tensor, chosen: Tensor, true: Tensor) -> dict[str, Tensor]:
-    """Return what is kept of some columns of one layer's scores [C, N]."""
-    scores, final = dtypes.wide(scores), dtypes.wide(last).log_softmax(-1)
+def _measure(top: int, scores: Tensor, final: Tensor, chosen: Tensor, true: Tensor) -> dict[str, Tensor]:
+    """Return what is kept of some columns of one layer's scores [C, N]; `final` are the last log-shares."""
+    scores = dtypes.wide(scores)
     logs = scores.log_softmax(-1)  # C N
     best = scores.topk(top, -1).indices
     divergence = nnf.kl_div(logs, final, reduction="none", log_target=True).sum(-1).clamp(min=0)
