@@ -28,7 +28,6 @@ export const ribbonSection = {
     const list = el("div", { id: "ribbon-list", "aria-live": "polite" });
     let drawing = null;
     let pattern = null;
-    replace(root, problem, el("div", { class: "row toolbar" }, el("div", {}, el("label", { for: "ribbon-head" }, "Cross-attention of"), which)), picture, list, saveButtons(() => drawing, "alignment"));
 
     function draw() {
       const run = app.store.get("run");
@@ -86,6 +85,7 @@ export const ribbonSection = {
     async function load(run) {
       problem.textContent = "";
       if (!run.source) return;
+      replace(root, problem, el("div", { class: "row toolbar" }, el("div", {}, el("label", { for: "ribbon-head" }, "Cross-attention of"), which)), picture, list, saveButtons(() => drawing, "alignment"));
       const layers = app.store.get("model").attentions.filter((entry) => entry.kind === "cross" && entry.pattern !== false);
       replace(which, layers.flatMap(({ layer, heads }) => [el("option", { value: String(layer) }, `layer ${layer}, all heads`), ...Array.from({ length: heads }, (_, head) => el("option", { value: `${layer}.${head}` }, `head cross.${layer}.${head}`))]));
       which.value = String(layers.at(-1).layer);
