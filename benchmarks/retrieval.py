@@ -1,10 +1,13 @@
-"""Measure retrieval: nDCG@10 and recall@100 on judged collections; time and memory of many passages.
+"""Measure retrieval: nDCG@10 and recall on judged collections; time and memory of many passages; kills.
 
     python benchmarks/retrieval.py --data DATA [--model DIR] [--device cuda] [--save]
     python benchmarks/retrieval.py --many 100000 --text FILE... [--model DIR] [--device cuda] [--save]
+    python benchmarks/retrieval.py --kills 20 [--save]
 
 DATA has the folders scifact (BEIR's form) and cranfield (cran.all.1400.gz, cran.qry, cranqrel). Without
---model the embedder is a small encoder of random weights: words alone are judged, and times are of its size.
+--model the vector of a text is the sum of random vectors of its words: words alone are judged, and times are
+those of the index by itself, without an embedder's. --work DIR keeps the indexes: a run that is broken off
+goes on from there.
 """
 
 from __future__ import annotations
@@ -13,37 +16,41 @@ import argparse
 import gzip
 import json
 import math
+import os
+import random
 import re
 import resource
+import signal
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
 import clearhead as ch
-from clearhead.retrieval.index import Index, build_index
-from clearhead.tokens.training import READER, byte_tokenizer
+from clearhead.hub.files import read_json
+from clearhead.retrieval.index import MANIFEST, Index, build_index
+from clearhead.retrieval.parts import PARTS
+from clearhead.retrieval.words import words_of
 from common import device_name, processor_name, save
 
 Judged = dict[str, set[str]]  # of each query: the documents that fit
 
 
-def small_encoder(folder: Path) -> ch.Model:
-    """Return an encoder of random weights: two layers of width 64 over bytes."""
-    torch.manual_seed(0)
-    tokenizer = byte_tokenizer(READER)
-    config = ch.ModelConfig(
-        vocab_size=tokenizer.get_vocab_size(),
-        family="encoder",
-        d_model=64,
-        n_layers=2,
-        n_heads=4,
-        max_positions=64,
-    )
-    made = ch.Model(ch.Transformer(config), tokenizer)
-    made.save(folder)
-    return ch.load(folder)
+class WordVectors:
+    """Stands for an embedder that costs nothing: a text is the sum of random vectors of its words."""
+
+    sentences, folder = None, None
+
+    def __init__(self, width: int = 384) -> None:
+        """Draw 65,536 vectors."""
+        self.table = torch.randn(2**16, width, generator=torch.Generator().manual_seed(0))
+
+    def embed(self, texts: list[str], prompt: str | None = None) -> torch.Tensor:
+        """Return vectors [N, D]."""
+        rows = [torch.tensor([word % 2**16 for word in words_of(text)], dtype=torch.long) for text in texts]
+        return torch.stack([self.table[row].sum(0) for row in rows])
 
 
 def scifact(data: Path, work: Path) -> tuple[Path, dict[str, str], Judged]:
@@ -95,6 +102,16 @@ def ndcg(ranked: list[str], fitting: set[str], k: int = 10) -> float:
     return gains / sum(1 / math.log2(rank + 1) for rank in range(1, min(k, len(fitting)) + 1))
 
 
+def quality(ranked: dict[str, list[str]], judged: Judged) -> dict[str, float]:
+    """Return nDCG@10, recall@10 and recall@100 of the rankings of some queries."""
+    figures = {"ndcg_10": [ndcg(names, judged[query]) for query, names in ranked.items()]}
+    for k in (10, 100):
+        figures[f"recall_{k}"] = [
+            len(judged[query] & set(names[:k])) / len(judged[query]) for query, names in ranked.items()
+        ]
+    return {name: round(sum(values) / len(values), 4) for name, values in figures.items()}
+
+
 def judge(
     name: str, index: Index, queries: dict[str, str], judged: Judged, ways: list[str]
 ) -> list[dict[str, object]]:
@@ -105,13 +122,10 @@ def judge(
         found = index.search_all(list(queries.values()), 100, by)  # type: ignore[arg-type]
         took = time.perf_counter() - start
         ranked = {query: [hit.passage.name for hit in hits] for query, hits in zip(queries, found)}
-        gains = [ndcg(ranked[query], judged[query]) for query in queries]
-        recalls = [len(judged[query] & set(ranked[query])) / len(judged[query]) for query in queries]
         row = {
             "collection": name,
             "by": by,
-            "ndcg_10": round(sum(gains) / len(gains), 4),
-            "recall_100": round(sum(recalls) / len(recalls), 4),
+            **quality(ranked, judged),
             "ms_per_query": round(1000 * took / len(queries), 2),
         }
         print(row, flush=True)
@@ -119,8 +133,20 @@ def judge(
     return rows
 
 
-def many(count: int, texts: list[Path], model: ch.Model, work: Path) -> list[dict[str, object]]:
-    """Index many passages of plain text, bring the index up to date, and search it."""
+class Clock:
+    """Seconds since it was made: of the wall, and of this process."""
+
+    def __init__(self) -> None:
+        self.wall, self.cpu = time.perf_counter(), time.process_time()
+
+    def read(self, name: str, of: int = 1, digits: int = 1) -> dict[str, float]:
+        """Return both, for one of so many things."""
+        wall, cpu = time.perf_counter() - self.wall, time.process_time() - self.cpu
+        return {name: round(wall / of, digits), f"{name}_cpu": round(cpu / of, digits)}
+
+
+def many(count: int, texts: list[Path], model: Any, work: Path) -> list[dict[str, object]]:
+    """Index many passages of plain text, bring the index up to date, and search it, by a graph as well."""
     words = " ".join(
         (gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()).decode()
         for path in texts
@@ -128,34 +154,104 @@ def many(count: int, texts: list[Path], model: ch.Model, work: Path) -> list[dic
     size = len(words) // count
     lines = (json.dumps({"text": " ".join(words[n * size : (n + 1) * size])}) for n in range(count))
     (work / "many.jsonl").write_text("\n".join(lines))
-    start = time.perf_counter()
-    index = build_index(work / "many.index", model, [work / "many.jsonl"])
-    built = time.perf_counter() - start
-    start = time.perf_counter()
-    build_index(work / "many.index", model)
-    again = time.perf_counter() - start
-    start = time.perf_counter()
-    index = Index(work / "many.index", model)
+    folder, clock = work / "many.index", Clock()
+    build_index(folder, model, [work / "many.jsonl"])
+    row: dict[str, object] = {"passages": count, "words_each": size, **clock.read("index_seconds")}
+    clock = Clock()
+    build_index(folder, model)
+    row |= clock.read("again_seconds")
+    clock = Clock()
+    index = Index(folder, model)
     index.search("the whale")
-    opened = time.perf_counter() - start
+    row |= clock.read("open_seconds", digits=2)
+    row |= {"disk_mb": megabytes(folder), "width": index.parts[0][1].vectors.shape[1]}
     queries = [" ".join(words[n * 997 : n * 997 + 8]) for n in range(50)]
-    row: dict[str, object] = {
-        "passages": len(index),
-        "words_each": size,
-        "index_seconds": round(built, 1),
-        "again_seconds": round(again, 1),
-        "open_seconds": round(opened, 2),
-        "disk_mb": round(
-            sum(path.stat().st_size for path in (work / "many.index").rglob("*") if path.is_file()) / 1e6
-        ),
-        "width": model.config.d_model,
-    }
     for by in ("meaning", "words", "both"):
-        start = time.perf_counter()
+        clock = Clock()
         for query in queries:
             index.search(query, 10, by)  # type: ignore[arg-type]
-        row[f"{by}_ms"] = round(1000 * (time.perf_counter() - start) / len(queries), 1)
-    row["peak_memory_mb"] = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+        row |= clock.read(f"{by}_seconds", len(queries), 4)
+    row["peak_memory_mb"] = peak_memory()
+    print(row, flush=True)
+    clock = Clock()
+    graph = build_index(folder, model, nearest="hnsw")
+    row |= clock.read("hnsw_index_seconds")
+    graph.search("the whale")
+    clock = Clock()
+    found = [graph.search(query, 10, "meaning") for query in queries]
+    row |= clock.read("hnsw_meaning_seconds", len(queries), 4)
+    exact = [{hit.passage for hit in index.search(query, 10, "meaning")} for query in queries]
+    shared = [len({hit.passage for hit in hits} & wanted) / 10 for hits, wanted in zip(found, exact)]
+    row |= {"hnsw_recall_10": round(sum(shared) / len(shared), 4), "hnsw_disk_mb": megabytes(folder)}
+    row["hnsw_peak_memory_mb"] = peak_memory()
+    print(row, flush=True)
+    return [row]
+
+
+def megabytes(folder: Path) -> int:
+    """Return what a folder takes on disk."""
+    return round(sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) / 1e6)
+
+
+def peak_memory() -> int:
+    """Return the most memory that this process has had, in MB."""
+    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+
+
+def kills(count: int, work: Path) -> list[dict[str, object]]:
+    """Kill a process that brings an index up to date, at random moments; look at what it leaves.
+
+    Every round changes all files, so that every part and the graph are written again.
+    """
+    draw, model, folder = random.Random(0), WordVectors(64), work / "killed.index"
+    build_index.__globals__["BLOCK"] = 64  # many parts, so many moments
+
+    def write(edition: str) -> None:
+        for number in range(20):
+            rows = [{"text": f"{edition} {number} {row} river bridge"} for row in range(500)]
+            (work / f"{number}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+    def build() -> None:
+        build_index(folder, model, [work / f"{number}.jsonl" for number in range(20)], nearest="hnsw")
+
+    def begin() -> int:
+        """Return the id of a process that builds."""
+        if not (child := os.fork()):
+            build()
+            os._exit(0)
+        return child
+
+    def unnamed() -> int:
+        """Return how many parts were written that the index does not name yet."""
+        named = {
+            part["name"] for source in read_json(folder / MANIFEST)["sources"] for part in source["parts"]
+        }
+        return len({path.name for path in (folder / PARTS).glob("[!.]*.safetensors")} - named)
+
+    write("edition0")
+    build()
+    write("edition0 whole")
+    clock = Clock()
+    assert os.waitpid(begin(), 0)[1] == 0  # a child by itself comes to its end
+    whole, before, tally, left = clock.read("wall")["wall"], "edition0", {"old": 0, "new": 0}, []
+    for number in range(1, count + 1):
+        edition = f"edition{number}"
+        write(edition)
+        child = begin()
+        time.sleep(draw.uniform(0, 1.2 * whole))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        left.append(unnamed())
+        index = Index(folder, model, stale=True)
+        hits = [hit for by in ("words", "meaning") for hit in index.search(f"{before} {edition}", 50, by)]
+        editions = {hit.passage.text.split()[0] for hit in hits}
+        assert len(index) == 10_000 and len(editions) == 1 and editions <= {before, edition}, editions
+        tally["new" if editions == {edition} else "old"] += 1
+        build()  # goes on from there
+        assert {hit.passage.text.split()[0] for hit in Index(folder, model).search(edition, 9)} == {edition}
+        before = edition
+    row = {"kills": count, "seconds_of_a_build": whole, "index_left": tally, "parts": 20 * 8}
+    row |= {"parts_written_when_killed": sorted(left)}
     print(row, flush=True)
     return [row]
 
@@ -167,6 +263,8 @@ def main() -> None:
     )
     parser.add_argument("--data", type=Path)
     parser.add_argument("--many", type=int)
+    parser.add_argument("--kills", type=int)
+    parser.add_argument("--work", type=Path)
     parser.add_argument("--text", type=Path, nargs="+")
     parser.add_argument("--model", type=Path)
     parser.add_argument("--device", default="cpu")
@@ -174,8 +272,9 @@ def main() -> None:
     given = parser.parse_args()
     rows: list[dict[str, object]] = []
     with tempfile.TemporaryDirectory() as folder:
-        work = Path(folder)
-        model = ch.load(given.model, device=given.device) if given.model else small_encoder(work / "encoder")
+        work = given.work or Path(folder)
+        work.mkdir(parents=True, exist_ok=True)
+        model: Any = ch.load(given.model, device=given.device) if given.model else WordVectors()
         ways = ["words", "meaning", "both"] if given.model else ["words"]
         for name, read in {"scifact": scifact, "cranfield": cranfield}.items() if given.data else ():
             path, queries, judged = read(given.data / name, work)
@@ -185,13 +284,15 @@ def main() -> None:
             rows += judge(name, index, queries, judged, ways)
         if given.many:
             rows += many(given.many, given.text, model, work)
+        if given.kills:
+            rows += kills(given.kills, work)
     if given.save:
         facts = {
             "device": processor_name() if given.device == "cpu" else device_name(),
             "torch": torch.__version__,
         }
-        embedder = given.model.name if given.model else "random encoder, 2 x 64"
-        name = "retrieval_many" if given.many and not given.data else "retrieval"
+        embedder = given.model.name if given.model else "sums of random vectors of words"
+        name = "retrieval" if given.data else "retrieval_many" if given.many else "retrieval_kills"
         save(
             name if given.device == "cpu" else f"{name}_gpu", [{**facts, "embedder": embedder, "rows": rows}]
         )

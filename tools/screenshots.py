@@ -75,6 +75,7 @@ def show(page: Any, section: str) -> None:
         page.wait_for_selector("#flow-numbers td")
     elif section == "attention":
         page.locator("#attention-grid .head .role:not(:empty)").first.click()
+        page.select_option("#attention-colour", "direct")
     elif section == "next":
         page.fill("#next-temperature", "0.8")
         page.fill("#next-top-k", "8")

@@ -73,7 +73,7 @@ def test_a_file_shows_what_the_live_page_shows(watched, served, family, tmp_path
     seen, tried = offline(watched)
     seen.open((tmp_path / "page.html").as_uri())
     assert walk(seen) == first
-    online_only = {"Ablate", "Compare"}  # they need the model, and are not in the file
+    online_only = {"A / B"}  # it needs a second text, and is in the file of a page that has one
     assert set(online.texts("nav a:not([hidden])")) - set(seen.texts("nav a:not([hidden])")) == online_only
     assert not seen.page.is_visible("#input-run")
     assert "recording" in seen.texts("#status")[0]
@@ -149,7 +149,7 @@ def test_a_notebook_shows_the_same(watched, tmp_path):
     )
     best = ch.trace(m, text).logits[0, -1].double().softmax(-1).topk(20).values
     assert shown == pytest.approx(best.tolist(), abs=1e-6)
-    assert frame.locator("nav a:not([hidden])").count() == 7
+    assert frame.locator("nav a:not([hidden])").count() == 8
     assert seen.wrong == []
     assert tried == []
     assert json.dumps(cell.recorded)

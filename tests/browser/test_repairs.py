@@ -106,7 +106,7 @@ def test_no_empty_cards(watched):
     with serving(Opened("vectors", lambda: toy("vectors"))) as served:
         seen = watched().open(served.url)
         assert seen.texts("nav a:not([hidden])") == [
-            *("Similarity", "Attention", "Inside a head", "Compare", "Flow", "Cost")
+            *("Similarity", "Heads", "Inside a head", "A / B", "Flow", "Cost")
         ]
         assert not seen.page.is_visible("#answer")
         seen.look("attention", "canvas.heat")

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import math
 import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +19,7 @@ import torch
 
 import clearhead as ch
 from clearhead.cli import main
-from clearhead.errors import CheckpointError, ClearheadError, InputError
+from clearhead.errors import CheckpointError, ClearheadError, InputError, MissingExtraError
 from clearhead.hub import files as hub_files
 from clearhead.retrieval import index as indexing
 from clearhead.retrieval.index import Index, build_index, fuse
@@ -175,14 +178,14 @@ def test_an_index_survives_a_kill_at_any_write(model, texts, tmp_path, monkeypat
         shutil.copytree(tmp_path / "old", folder)
         left[0] = moment
         try:
-            build_index(folder)
+            build_index(folder, model)
             break
         except Killed:
             pass
         whole = Index(folder, model, stale=True)  # the old one or the new one
         found = "".join(hit.passage.text for hit in whole.search("first second", 5, "words"))
         assert ("first" in found) != ("second" in found)
-        assert "second" in build_index(folder).search("second", 1, "words")[0].passage.text
+        assert "second" in build_index(folder, model).search("second", 1, "words")[0].passage.text
     assert moment > 8
 
 
@@ -194,6 +197,73 @@ def test_a_killed_first_build_is_refused_and_goes_on(model, texts, tmp_path, mon
     with pytest.raises(InputError, match="was not finished"):
         Index(tmp_path / "index")
     assert len(build_index(tmp_path / "index", model, [texts]))
+
+
+def test_a_graph_finds_what_exact_search_finds(model, texts, tmp_path, monkeypatch):
+    pytest.importorskip("usearch")
+    monkeypatch.setattr(indexing, "BLOCK", 7)  # many parts
+    monkeypatch.setattr("clearhead.retrieval.graph.SEARCHING", 16)  # of 60 passages
+    folder = tmp_path / "index"
+    built = build_index(folder, model, [texts], words=12, nearest="hnsw")
+    exact = Index(folder, model, exact=True)
+    queries = [f"{one} {two}" for one, two in itertools.pairwise(WORDS)]
+    assert built.graph is not None and exact.graph is None
+    for by in ("meaning", "both"):
+        found, wanted = (one.search_all(queries, 3, by) for one in (built, exact))
+        shared = [hit for some, all_ in zip(found, wanted) for hit in some if hit.passage in
+                  [one.passage for one in all_]]  # fmt: skip
+        assert len(shared) >= 0.9 * 3 * len(queries)
+    scores = {hit.passage: hit.score for hit in exact.search(queries[0], 60, "meaning")}
+    for hit in built.search(queries[0], 3, "meaning"):
+        assert hit.score == pytest.approx(scores[hit.passage], abs=1e-6)
+    (texts / "b.txt").write_text("The miller sings.")
+    again = build_index(folder, model)  # has a graph, as before
+    assert len(again.graph) == len(again) and len(list((folder / "parts").glob("*.hnsw"))) == 1
+    assert build_index(folder, model, nearest="exact").graph is None
+    assert not list((folder / "parts").glob("*.hnsw"))
+
+
+def test_a_graph_without_its_library_is_refused_by_name(model, texts, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "usearch.index", None)
+    with pytest.raises(MissingExtraError, match=r"HNSW needs usearch: pip install 'clearhead\[search\]'"):
+        build_index(tmp_path / "index", model, [texts], nearest="hnsw")
+    assert not (tmp_path / "index").exists()
+
+
+def test_one_process_at_a_time_writes_an_index(model, texts, tmp_path):
+    """A second one is refused with who holds the lock; a lock that a dead process left behind is free."""
+    folder, source = (
+        tmp_path / "index",
+        "import sys, time; from pathlib import Path; "
+        + (
+            "from clearhead.hub.locks import locked_folder; "
+            "held = locked_folder(Path(sys.argv[1]), 'clearhead index', print); held.__enter__(); "
+            "print('held', flush=True); time.sleep(600)"
+        ),
+    )
+    held = subprocess.Popen([sys.executable, "-c", source, str(folder)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert held.stdout.readline() == "held\n"
+        refused = rf"another clearhead index is writing to .*index \(process {held.pid} on .*\): wait"
+        with pytest.raises(CheckpointError, match=refused):
+            build_index(folder, model, [texts])
+        assert [path.name for path in folder.iterdir()] == [".lock"]
+    finally:
+        held.kill()
+        held.communicate()
+    assert (folder / ".lock").exists()
+    assert len(build_index(folder, model, [texts], words=12)) > 50
+    assert not (folder / ".lock").exists()
+
+
+def test_a_changed_embedder_is_refused(texts, tmp_path):
+    """The folder keeps its name, and its weights are others."""
+    folder = tmp_path / "index"
+    build_index(folder, embedder(tmp_path / "encoder"), [texts])
+    embedder(tmp_path / "encoder", seed=1)
+    for act in (lambda: build_index(folder), lambda: Index(folder).search("song")):
+        with pytest.raises(InputError, match="embeds otherwise than the model that made"):
+            act()
 
 
 def test_what_does_not_fit_is_refused_by_name(model, texts, tmp_path):
@@ -216,7 +286,9 @@ def test_what_does_not_fit_is_refused_by_name(model, texts, tmp_path):
     (texts / "raw.bin").write_bytes(b"\xff\xfe")
     with pytest.raises(InputError, match=r"raw.bin is no text: byte 1 is not UTF-8; leave it out, or skip"):
         build_index(tmp_path / "new", model, [texts])
-    assert len(build_index(tmp_path / "new", model, [texts], skip=True)) > 0
+    assert not (tmp_path / "new").exists()  # nothing half-written
+    with pytest.warns(UserWarning, match=r"left out: .*raw.bin is no text: byte 1"):
+        assert len(build_index(tmp_path / "new", model, [texts], skip=True)) > 40
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"title": "no text"}\n')
     with pytest.raises(ClearheadError, match='line 1 is no JSON object with a "text"'):

@@ -30,7 +30,7 @@ GROUPS: dict[str, dict[str, Command]] = {
         "predict": Command("use:predict", "predict a number for a text or a pair of texts"),
         "tag": Command("use:tag", "tag each word of a text, and find the spans"),
         "fill": Command("use:fill", "fill in the masked words of a text"),
-        "answer": Command("use:answer", "find the answer to a question in a text"),
+        "answer": Command("retrieve:answer", "find the answer to a question in a text"),
         "embed": Command("use:embed", "turn a text into one vector"),
         "score": Command("use:score", "measure how probable a text is"),
         "index": Command("retrieve:index", "index the passages of files, for search"),

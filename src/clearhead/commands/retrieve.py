@@ -1,16 +1,17 @@
-"""The commands `index` and `search`, and passages of an index for other commands."""
+"""The commands `index`, `search` and `answer`, and passages of an index for other commands."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from tyro.conf import Positional
 
-import clearhead as ch
 from clearhead.commands.common import (
     Device,
+    Folder,
     Json,
     load_model,
     option,
@@ -22,6 +23,8 @@ from clearhead.commands.common import (
 from clearhead.commands.texts import Options, TextOptions
 from clearhead.errors import refuse
 from clearhead.report import table
+from clearhead.retrieval.prompts import cited
+from clearhead.tasks.results import Answer
 
 Retrieve = Annotated[Path | None, option("put the nearest passages of this index before the text")]
 Passages = Annotated[int, option("of --retrieve: how many passages")]
@@ -41,7 +44,11 @@ def index(
     words: Annotated[
         int | None, option("words of a passage of plain text, at most; default: as before, or 150")
     ] = None,
-    skip_unreadable: Annotated[bool, option("leave out files that cannot be read")] = False,
+    skip_unreadable: Annotated[bool, option("leave out files that cannot be read, and name them")] = False,
+    nearest: Annotated[
+        Literal["exact", "hnsw"] | None,
+        option("compare every vector, or those that a graph proposes; default: as before, or exact"),
+    ] = None,
     device: Device = "cpu",
     json: Json = False,
 ) -> None:
@@ -59,7 +66,7 @@ def index(
     from clearhead.retrieval.index import build_index
 
     with warnings_as_notes(), progress() as show:
-        made = build_index(out, embedder, files, words, skip_unreadable, show)
+        made = build_index(out, embedder, files, words, skip_unreadable, nearest, show)
     sources = made.manifest["sources"]
     body = {"index": str(out), "files": len(sources), "passages": len(made), "model": made.manifest["model"]}
     show_result(body, json, [f"{out}: {len(made):,} passages of {len(sources):,} files"])
@@ -73,6 +80,7 @@ def search(
     ] = None,
     k: Annotated[int, option("how many passages")] = 5,
     by: Annotated[Ways, option("compare meaning (vectors), words (BM25), or both ranks")] = "both",
+    exact: Annotated[bool, option("compare every vector, even where the index has a graph (hnsw)")] = False,
     model: Embedder = None,
     stale: Stale = False,
     options: Options = TextOptions(),  # noqa: B008
@@ -87,7 +95,7 @@ def search(
     _check_device(model, options.device)
     from clearhead.retrieval.index import Index
 
-    found = Index(folder, None if model is None else options.load(model), stale)
+    found = Index(folder, None if model is None else options.load(model), stale, exact)
 
     def line(fields: dict[str, Any], hits: list[Any]) -> str:
         return "\n".join(f"{hit.score:.4f}\t{hit.passage.place}\t{hit.passage.text}" for hit in hits)
@@ -113,11 +121,6 @@ def _check_device(model: Path | None, device: str) -> None:
     )
 
 
-def cited(hit: Any) -> dict[str, Any]:
-    """Return a passage that was found as JSON has it."""
-    return {"score": hit.score, **vars(hit.passage)}
-
-
 def reader(folder: Path | None, passages: int) -> Callable[[str], list[Any]]:
     """Return a function from a text to its nearest passages; of no index, to none."""
     if folder is None:
@@ -129,21 +132,63 @@ def reader(folder: Path | None, passages: int) -> Callable[[str], list[Any]]:
     return lambda text: opened.search(text, passages)
 
 
-def before_prompt(model: ch.Model, prompt: str, hits: list[Any], new_tokens: int) -> tuple[str, list[Any]]:
-    """Return a prompt after as many numbered passages as there is room for, the nearest last, and these."""
-    for count in range(len(hits), 0, -1):
-        shown = [f"[{number}] {hit.passage.text}\n\n" for number, hit in enumerate(hits[:count], start=1)]
-        whole = "".join([*reversed(shown), prompt])
-        if len(model.prompt_ids(whole)) + new_tokens <= model.max_length:
-            return whole, hits[:count]
-    refuse(
-        hits,
-        f"no passage fits before the prompt: the model takes {model.max_length} tokens, "
-        f"{new_tokens} of them new: shorten the prompt or --max-new-tokens, or index with fewer --words",
+def cite(fields: dict[str, Any], hits: list[Any], json: bool) -> None:
+    """Add passages to an input's fields, and print where they stand to stderr where JSON does not say it."""
+    fields["passages"] = list(map(cited, hits))
+    if not json:
+        print_notes(f"[{number}] {hit.passage.place}" for number, hit in enumerate(hits, start=1))
+
+
+def answer(
+    folder: Folder,
+    question: Annotated[
+        Positional[str | None],
+        option("- or nothing: stdin, question, tab, context on a line", metavar="QUESTION"),
+    ] = None,
+    context: Annotated[Positional[str | None], option("the text to look in", metavar="CONTEXT")] = None,
+    none: Annotated[bool, option("allow that the context has no answer")] = False,
+    max_tokens: Annotated[int, option("the longest answer")] = 30,
+    stride: Annotated[int, option("tokens that two windows over a long context share")] = 128,
+    retrieve: Annotated[
+        Path | None, option("look in the nearest passages of this index, in place of a context")
+    ] = None,
+    passages: Passages = 3,
+    options: Options = TextOptions(),  # noqa: B008
+) -> None:
+    """Find the part of a text that answers a question.
+
+    For example:
+      clearhead answer my-model/ "Who lives in Berlin?" "Anna lives in Berlin."
+      clearhead answer my-model/ --file questions.jsonl --json
+      clearhead answer my-model/ "Who lives in Berlin?" --retrieve notes.index
+    """
+    refuse(retrieve is not None and context is not None, "--retrieve finds the context: leave CONTEXT out")
+    find = reader(retrieve, passages)
+    model = options.load(folder)
+    limits = {"max_tokens": max_tokens, "stride": stride, "batch_size": options.batch_size}
+
+    def compute(batch: list[dict[str, Any]]) -> list[Answer]:
+        if retrieve is None or not batch:
+            asked, given = ([fields[name] for fields in batch] for name in ("question", "context"))
+            return model.answer(asked, given, none=none, **limits)
+        return list(map(from_passages, batch))
+
+    def from_passages(fields: dict[str, Any]) -> Answer:
+        """Read each passage by itself; cite the one with the likeliest answer first."""
+        hits = find(fields["question"])
+        found = model.answer(
+            [fields["question"]] * len(hits), [hit.passage.text for hit in hits], none=none, **limits
+        )
+        order = sorted(range(len(hits)), key=lambda n: (not found[n].text, -found[n].score))
+        cite(fields, [hits[n] for n in order], options.json)
+        return found[order[0]]
+
+    options.run(
+        {"question": question} | ({"context": context} if retrieve is None else {}),
+        compute,
+        body=lambda fields, made: {
+            **{name: value for name, value in fields.items() if name != "context"},
+            **asdict(made),
+        },
+        line=lambda fields, made: made.text,
     )
-    return prompt, []
-
-
-def print_cited(hits: list[Any]) -> None:
-    """Print where passages stand, to stderr."""
-    print_notes(f"[{number}] {hit.passage.place}" for number, hit in enumerate(hits, start=1))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from tyro.conf import Positional, UseAppendAction
 
 from clearhead.commands.common import Dtype, Folder, check_inputs, load_model, option, print_notes
+from clearhead.commands.retrieve import Passages, Retrieve
 from clearhead.errors import InputError, MissingExtraError, refuse
 
 if TYPE_CHECKING:
@@ -41,6 +42,8 @@ def serve(
     exact: Annotated[
         bool, option("logits with the same bits whoever shares the batch; slower for one text alone")
     ] = False,
+    retrieve: Retrieve = None,
+    passages: Passages = 3,
     drain: Annotated[
         float, option("seconds that running requests get when the server is told to end")
     ] = 30.0,
@@ -53,6 +56,7 @@ def serve(
       clearhead serve my-model/
       clearhead serve my-model/ --model small=other-model/ --port 9000
       clearhead serve my-model/ --host 0.0.0.0 --api-key-file keys.txt
+      clearhead serve my-model/ --retrieve notes.index
     """
     folders = {folder.resolve().name: folder, **dict(_named(one) for one in model)}
     for one in folders.values():
@@ -66,11 +70,14 @@ def serve(
 
         from clearhead.explorer.app import is_loopback
         from clearhead.serve.app import make_server
+        from clearhead.serve.passages import ServedPassages
     except ImportError:
         raise MissingExtraError("serving needs FastAPI and uvicorn: pip install 'clearhead[serve]'") from None
     from clearhead.commands.models import bind
+    from clearhead.retrieval.index import Index
     from clearhead.serve.limits import Limits
 
+    found = None if retrieve is None else ServedPassages(Index(retrieve), passages)
     limits = Limits(step_tokens, max_running, max_waiting, max_waiting_tokens, 64, cache_tokens, exact)
     listening = bind(host, port)
     engines = {name: _engine(where, limits, device, dtype) for name, where in folders.items()}
@@ -83,7 +90,7 @@ def serve(
         if exact and not engine.exact:
             print_notes([f"note: on this machine the last bits of {name}'s logits depend on the batch"])
     print_notes([f"clearhead serves {', '.join(engines)}: {address}/v1  (Ctrl-C ends it)"])
-    app = make_server(engines, host, keys, drain)
+    app = make_server(engines, host, keys, drain, found)
     config = uvicorn.Config(
         app,
         log_level="warning",

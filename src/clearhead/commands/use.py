@@ -1,4 +1,4 @@
-"""Commands that use a model: generate, translate, score, classify, predict, tag, fill, answer, embed."""
+"""Commands that use a model: generate, translate, score, classify, predict, tag, fill, embed."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from tyro.conf import Positional, arg
 
 from clearhead.commands.common import Folder, TokenIds, option, warnings_as_notes
 from clearhead.commands.requests import CommandRequest
-from clearhead.commands.retrieve import Passages, Retrieve, before_prompt, cited, print_cited, reader
+from clearhead.commands.retrieve import Passages, Retrieve, cite, reader
 from clearhead.commands.texts import Options, Text, TextOptions, together
 from clearhead.errors import refuse
 from clearhead.generate.request import make_request
 from clearhead.report import class_table, fill_table, score_table, tag_table
+from clearhead.retrieval.prompts import before_prompt
 from clearhead.tasks.results import Candidate, Generation
 
 PairText = Annotated[str | None, option("the second text, for a model of pairs; in JSON lines: pair")]
@@ -84,10 +85,11 @@ def generate(
             prompts = [fields["prompt"] for fields in batch]
             for number, fields in enumerate(batch if retrieve is not None else ()):
                 hits = find(prompts[number])
-                prompts[number], hits = before_prompt(model, prompts[number], hits, request.max_new_tokens)
-                fields["passages"] = list(map(cited, hits))
-                if not options.json:
-                    print_cited(hits)
+                room = model.max_length - request.max_new_tokens
+                prompts[number], hits = before_prompt(
+                    prompts[number], hits, lambda text: len(model.prompt_ids(text)), room
+                )
+                cite(fields, hits, options.json)
             return generation.generate(model, prompts, asked, hooks)
 
         def body(fields: dict[str, Any], made: list[Generation]) -> dict[str, Any]:
@@ -274,36 +276,6 @@ def fill(
         body=lambda fields, masks: {**fields, "masks": [[asdict(one) for one in mask] for mask in masks]},
         line=line,
         show=fill_table,
-    )
-
-
-def answer(
-    folder: Folder,
-    question: Annotated[
-        Positional[str | None],
-        option("- or nothing: stdin, question, tab, context on a line", metavar="QUESTION"),
-    ] = None,
-    context: Annotated[Positional[str | None], option("the text to look in", metavar="CONTEXT")] = None,
-    none: Annotated[bool, option("allow that the context has no answer")] = False,
-    max_tokens: Annotated[int, option("the longest answer")] = 30,
-    stride: Annotated[int, option("tokens that two windows over a long context share")] = 128,
-    options: Options = TextOptions(),  # noqa: B008
-) -> None:
-    """Find the part of a text that answers a question.
-
-    For example:
-      clearhead answer my-model/ "Who lives in Berlin?" "Anna lives in Berlin."
-      clearhead answer my-model/ --file questions.jsonl --json
-    """
-    model = options.load(folder)
-    limits = {"max_tokens": max_tokens, "stride": stride, "batch_size": options.batch_size}
-    options.run(
-        {"question": question, "context": context},
-        compute=lambda batch: model.answer(
-            _texts(batch, "question"), _texts(batch, "context"), none=none, **limits
-        ),
-        body=lambda fields, made: {"question": fields["question"], **asdict(made)},
-        line=lambda fields, made: made.text,
     )
 
 

@@ -194,8 +194,10 @@ def inside_routes(session: Session) -> APIRouter:
     def ablate(name: str, asked: Asked) -> Any:
         run, position = session.run(name), _whole(asked, "position")
         heads, layers, feedforwards = (_names(asked, key) for key in ("heads", "layers", "feedforwards"))
+        how = str(asked.get("how", "zero"))
+        second = session.run(str(asked.get("second"))) if how == "second" else None
         with session.lock:
-            return finite(run.ablate(heads, layers, feedforwards, str(asked.get("how", "zero")), position))
+            return finite(run.ablate(heads, layers, feedforwards, how, position, second))
 
     @router.post("/run/{name}/steer")
     def steer(name: str, asked: Asked) -> Any:
@@ -210,10 +212,10 @@ def inside_routes(session: Session) -> APIRouter:
             return finite(steered_view(run, (toward, away), layer, strength, position))
 
     @router.get("/export")
-    def export(run: str, state: str = "") -> HTMLResponse:
-        found = session.run(run)
+    def export(run: str, state: str = "", second: str = "") -> HTMLResponse:
+        found, other = session.run(run), session.run(second) if second else None
         with session.lock:
-            page = single_file(record_run(found, session.models[found.number].name, state))
+            page = single_file(record_run(found, session.models[found.number].name, state, other))
         return HTMLResponse(
             page,
             headers={
@@ -221,6 +223,11 @@ def inside_routes(session: Session) -> APIRouter:
                 "Content-Security-Policy": "sandbox; default-src 'none'",
             },
         )
+
+    @router.get("/run/{name}/job/{path:path}")
+    def job(name: str, path: str, request: Request) -> Json:
+        query = f"?{request.url.query}" if request.url.query else ""
+        return Json(session.job(name, path + query))
 
     @router.get("/run/{name}/{path:path}")
     async def views(name: str, path: str, request: Request) -> Response:

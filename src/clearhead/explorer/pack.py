@@ -37,6 +37,11 @@ def _packed(array: NDArray[Any], kind: str) -> dict[str, Any]:
     return {"shape": list(array.shape), "type": kind, "data": data}
 
 
+def short(value: float) -> float:
+    """Return a float32 with the digits that it has: in a file the others would be most of the bytes."""
+    return float(f"{value:.9g}")
+
+
 def finite(value: Any) -> Any:
     """Return plain JSON: numbers that are not finite become null, in lists and objects too."""
     if isinstance(value, float):

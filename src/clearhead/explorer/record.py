@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qsl
 
 from clearhead.api import Model
 from clearhead.costs import cost
@@ -20,12 +21,15 @@ from clearhead.explorer.table import view
 from clearhead.explorer.views import PageRun, begin
 from clearhead.hub.files import write_text
 from clearhead.inside import names
+from clearhead.inside.parts.each import single_parts
 from clearhead.model.transformer import Transformer
 
 PATTERN_BYTES = 10_000_000  # of all patterns together, before base64
 SMALLEST_SIDE = 16  # cells of a pattern, however many there are
 LOGIT_BYTES = 3_000_000
+STOP_NUMBERS = 300_000  # of all heads whose inside is recorded
 EXPLAINED = 12  # edges of the path whose reasons are recorded
+BATCH_TOKENS = 100_000  # that interventions of a file may take: longer ones are left out
 STEP_LAYERS = 2  # blocks whose numbers are recorded, step by step
 COST_LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096)
 
@@ -42,8 +46,11 @@ def record(
     return record_run(replace(begin(m, given, target, pair), roles=lambda: roles or {}), name)
 
 
-def record_run(run: PageRun, name: str, state: str = "") -> dict[str, Any]:
-    """Return a run with all its views, as the page reads them from a file, and the selection it opens on."""
+def record_run(run: PageRun, name: str, state: str = "", second: PageRun | None = None) -> dict[str, Any]:
+    """Return a run with all its views, as the page reads them from a file, and the selection it opens on.
+
+    `second` is the run beside it, of a second text of the same model.
+    """
     m = run.m
     known = names.kinds_of(m.config)
     heads = sum(one.n_heads for one in known)
@@ -55,7 +62,8 @@ def record_run(run: PageRun, name: str, state: str = "") -> dict[str, Any]:
         "model": {**model_view(m, name), "recorded": True},
         "roles": {"ready": True, "roles": run.roles()},
     }
-    for path in _paths(small, kinds, about):
+    opened = Selected.of(about, state)
+    for path in _paths(small, kinds, about, opened):
         with suppress(ClearheadError):  # a view that this model does not have is not in the file
             views[f"run/recorded/{path}"] = view(small, path)
     views |= {
@@ -63,13 +71,17 @@ def record_run(run: PageRun, name: str, state: str = "") -> dict[str, Any]:
         for kind in kinds
         for body in small.attentions(kind)
     }
-    for edge in views.get(f"run/recorded/paths?position={about['position']}", {"edges": []})["edges"][
-        :EXPLAINED
-    ]:
-        looks = f"looks/{edge['part']}/{edge['reader']}/{edge['source']}"
-        for path in (looks, f"stops/{edge['part']}/{edge['reader']}"):
-            with suppress(ClearheadError):
-                views[f"run/recorded/{path}"] = view(small, path)
+    edges = [edge for path, body in views.items() if "/paths?" in path for edge in body["edges"][:EXPLAINED]]
+    for edge in edges:
+        with suppress(ClearheadError):
+            path = f"looks/{edge['part']}/{edge['reader']}/{edge['source']}"
+            views[f"run/recorded/{path}"] = view(small, path)
+    views |= {
+        f"run/recorded/stops/{body['head']}/{body['reader']}": finite(body)
+        for body in _stops(small, about, opened, edges)
+    }
+    if second is not None and second.m is m:
+        views |= _beside(small, replace(second, cells=small.cells, number=0), about, opened)
     early = _early_steps(views["run/recorded/trace"]["steps"])
     views |= {f"run/recorded/step/{name}": finite(body) for name, body in small.steps(early).items()}
     limit = m.config.max_positions if m.config.bounded else max(COST_LENGTHS)
@@ -87,20 +99,100 @@ def record_run(run: PageRun, name: str, state: str = "") -> dict[str, Any]:
     return {"run": about, "views": views, "says": says, "state": state}
 
 
-def _paths(run: PageRun, kinds: list[str], about: dict[str, Any]) -> list[str]:
+@dataclass(frozen=True)
+class Selected:
+    """What a file opens on: the selection of the page that was saved, else what any page begins with."""
+
+    position: int
+    head: str | None
+    column: int  # of the answer
+    second: int | None  # the token of the second text
+    asked: str  # about the answer, as the page writes it: "position=3&token=7&against=9"
+
+    @classmethod
+    def of(cls, about: dict[str, Any], state: str) -> "Selected":
+        """Read the selection that an address holds."""
+        stated = dict(parse_qsl(state))
+        tokens, columns = len(about["tokens"]["labels"]), len(about["columns"])
+        numbers = {name: int(text) for name, text in stated.items() if text.isascii() and text.isdecimal()}
+        position = numbers.get("position", about["position"])
+        position = position if position < tokens else about["position"]
+        column = position if columns == tokens else min(position, max(columns - 1, 0))
+        more = [(name, numbers.get(key)) for name, key in (("token", "target"), ("against", "foil"))]
+        chosen = "".join(f"&{name}={number}" for name, number in more if number is not None)
+        return cls(position, stated.get("head"), column, numbers.get("at"), f"position={column}{chosen}")
+
+
+def _stops(
+    run: PageRun, about: dict[str, Any], opened: Selected, edges: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return what the file has of the inside of heads, one pass for each attention and reader.
+
+    Every head where the file opens and where the page begins; of more than fit, those of the path and the
+    first ones.
+    """
+    patterned = [one for one, own in names.kinds_of(run.m.config).items() if own.patterned]
+    heads = {str(head): head for head in names.heads_in(patterned)}
+    source, own = (len((about[side] or about["tokens"])["labels"]) for side in ("source", "tokens"))
+    at = [
+        (name, min(position, (source if head.kind == "encoder" else own) - 1))
+        for position in (opened.position, about["position"])
+        for name, head in heads.items()
+    ]
+    first = [pair for pair in at if pair[0] == opened.head or heads[pair[0]].number == 0]
+    wanted = dict.fromkeys([*first, *((edge["part"], edge["reader"]) for edge in edges), *at])
+    groups: dict[tuple[str, int], list[str]] = {}
+    for name, reader in list(wanted)[: max(len(first), STOP_NUMBERS // (5 * max(source, own)))]:
+        groups.setdefault((heads[name].part, reader), []).append(name)
+    found: list[dict[str, Any]] = []
+    for (_, reader), some in groups.items():
+        with suppress(ClearheadError):
+            found += run.all_stops(some, reader)
+    return found
+
+
+def _beside(run: PageRun, second: PageRun, about: dict[str, Any], opened: Selected) -> dict[str, Any]:
+    """Return what the file has of a second text: what the bench asks of both, and patches between them."""
+    other = second.about("second")
+    views: dict[str, Any] = {"second": finite(other)}
+    paired = {"recorded": run, "second": second}
+    asked = dict(parse_qsl(opened.asked))
+    choice = asked.get("token") or str(int(run.scores(opened.column).argmax()))
+    against = f"&against={asked['against']}" if "against" in asked else ""
+    place = min(opened.second if opened.second is not None else other["position"], len(other["columns"]) - 1)
+    wanted = [("recorded", f"followed/{choice}"), ("second", f"followed/{choice}")]
+    wanted += [("second", path) for path in ("lens", f"next?position={place}")]
+    wanted += [
+        (name, f"contributions?position={column}&token={choice}{against}")
+        for name, column in (("recorded", opened.column), ("second", place))
+    ]
+    tokens = len(about["tokens"]["labels"])
+    maps = ("heads", "residual", "attention", "feedforward")
+    if run.m.config.main.n_layers * tokens * tokens < BATCH_TOKENS:
+        wanted += [("recorded", f"patch/second/{part}?{opened.asked}") for part in maps]
+    for name, path in wanted:
+        with suppress(ClearheadError):
+            views[f"run/{name}/{path}"] = view(replace(paired[name], others=paired.__getitem__), path)
+    return views
+
+
+def _paths(run: PageRun, kinds: list[str], about: dict[str, Any], opened: Selected) -> list[str]:
     """Return the paths of the views that go into the file, but for attention and steps."""
     paths = ["stages", "trace", "lens", *(f"thumbnails/{kind}" for kind in kinds)]
     paths += [f"rollout/{kind}" for kind in kinds if kind != "cross"]
     paths += ["similar"] if run.pair is not None else []
     if about["columns"]:
         fit = max(1, LOGIT_BYTES // (4 * run.choices.count))
-        chosen = sorted({about["position"], *range(len(about["columns"]))[-fit:]})
-        paths += [f"next?position={position}" for position in chosen[-fit:]]
-        paths += [
-            f"{kind}?position={about['position']}"
-            for kind in ("contributions", "paths", "occlusion", "neurons")
-        ]
-        paths += [f"map?position={about['position']}"]
+        chosen = [opened.column, about["position"], *reversed(range(len(about["columns"])))]
+        paths += [f"next?position={position}" for position in list(dict.fromkeys(chosen))[:fit]]
+        begins = f"position={about['position']}"
+        paths += [f"paths?{asked}" for asked in dict.fromkeys([opened.asked, begins])]
+        asked = dict.fromkeys([f"position={opened.column}", begins, opened.asked])
+        paths += [f"{kind}?{one}" for kind in ("contributions", "occlusion", "neurons") for one in asked]
+        paths += [f"map?position={place}" for place in dict.fromkeys([opened.position, about["position"]])]
+        rows = len(single_parts(run.m.config)) * (len(about["tokens"]["labels"]))
+        if rows < BATCH_TOKENS:
+            paths += [f"effects/zero?{one}" for one in dict.fromkeys([f"position={opened.column}", begins])]
     return paths
 
 

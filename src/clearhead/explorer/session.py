@@ -15,8 +15,10 @@ from typing import Any
 
 from clearhead.api import Model
 from clearhead.errors import ClearheadError, InputError, refuse
+from clearhead.explorer.atlas import PageJobs
 from clearhead.explorer.described import TASKS, model_view
 from clearhead.explorer.findings import findings, shapes
+from clearhead.explorer.table import view
 from clearhead.explorer.views import PageRun, begin
 from clearhead.hub.pixels import read_image
 from clearhead.inside.heads import MIXED, head_roles
@@ -105,6 +107,7 @@ class Session:
         self.aside = threading.Lock()  # of views that take long and hold up no other
         self._runs: OrderedDict[str, PageRun] = OrderedDict()
         self._count = itertools.count(1)
+        self.jobs = PageJobs()
 
     def start(self) -> None:
         """Load the models in the background; then look for what each head does, and for examples."""
@@ -151,7 +154,8 @@ class Session:
         opened = self.models[number]
         with self.lock:
             run = begin(m, given, target or None, pair or None)
-            return self.keep(replace(run, number=number, roles=lambda: opened.roles or {}))
+            known = replace(run, number=number, roles=lambda: opened.roles or {})
+            return self.keep(replace(known, others=self.run))
 
     def keep(self, run: PageRun) -> dict[str, Any]:
         """Remember a run; of many, forget the oldest."""
@@ -167,6 +171,11 @@ class Session:
         for older in list(self._runs.values())[:-RECORDED]:
             older.prepared.forget()
         return run.about(name)
+
+    def job(self, name: str, path: str) -> dict[str, Any]:
+        """Return how far a view of many passes is, and its body once that is there; begin it first."""
+        run = self.run(name)
+        return self.jobs.ask(f"{name}/{path}", lambda tell: view(replace(run, progress=tell), path))
 
     def run(self, name: str) -> PageRun:
         """Return a run that is remembered."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from clearhead.errors import refuse
+from clearhead.explorer.pack import short
 from clearhead.inside.choices import find_column
 from clearhead.inside.inputs import Prepared
 from clearhead.inside.names import AttentionHead, find_heads, kinds_of
@@ -64,11 +65,11 @@ def _stops_of(prepared: Prepared, seen: Recording, head: AttentionHead, reader: 
     stops = []
     for stop, (step, values) in numbers.items():
         words = filled_words(model.config, f"{head.part}.{step}", values)
-        shown = [None if value <= HIDDEN else _short(value) for value in values.tolist()]
+        shown = [None if value <= HIDDEN else short(value) for value in values.tolist()]
         stops.append({"stop": stop, "formula": words.formula, "why": words.why, "values": shown})
     mix = shares[head.number, place] * of_group("v", len(shares)).norm(dim=-1)
     stops.append(
-        {"stop": "mix", "formula": "share × |v|", "why": MIX, "values": [_short(x) for x in mix.tolist()]}
+        {"stop": "mix", "formula": "share × |v|", "why": MIX, "values": [short(x) for x in mix.tolist()]}
     )
     return {
         "head": str(head),
@@ -77,8 +78,3 @@ def _stops_of(prepared: Prepared, seen: Recording, head: AttentionHead, reader: 
         "columns": list(columns),
         "stops": stops,
     }
-
-
-def _short(value: float) -> float:
-    """Return a float32 with the digits that it has: in a file the others would be most of the bytes."""
-    return float(f"{value:.9g}")

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from clearhead.errors import InputError, nearest
+from clearhead.explorer import atlas
 from clearhead.explorer.pack import finite
 from clearhead.explorer.views import PageRun
 from clearhead.explorer.worth import map_view, neurons_view, occlusion_view, similar_view
@@ -22,6 +23,7 @@ def whole_numbers(text: str) -> list[int]:
     return [whole(part) for part in text.split(",")]
 
 
+ASKED: dict[str, str | None] = {"position": "-1", "token": None, "against": None}
 # By the first word of a path: the view, what the further words are, and the options with their defaults.
 VIEWS: dict[str, tuple[Callable[..., Any], tuple[Callable[[str], Any], ...], dict[str, str | None]]] = {
     "stages": (PageRun.stages, (), {}),
@@ -33,11 +35,14 @@ VIEWS: dict[str, tuple[Callable[..., Any], tuple[Callable[[str], Any], ...], dic
     "lens": (PageRun.lens, (), {"first": None, "count": None}),
     "said": (PageRun.said, (whole_numbers,), {}),
     "next": (PageRun.next, (), {"position": "-1"}),
-    "contributions": (PageRun.contributions, (), {"position": "-1", "token": None}),
-    "paths": (PageRun.paths, (), {"position": "-1", "token": None, "against": None}),
+    "contributions": (PageRun.contributions, (), ASKED),
+    "paths": (PageRun.paths, (), ASKED),
+    "effects": (atlas.effects, (str,), {"position": "-1"}),
+    "patch": (atlas.patches, (str, str), ASKED),
+    "followed": (atlas.followed_view, (whole,), {}),
     "occlusion": (occlusion_view, (), {"position": "-1", "token": None}),
     "similar": (similar_view, (), {}),
-    "neurons": (neurons_view, (), {"position": "-1", "token": None, "against": None}),
+    "neurons": (neurons_view, (), ASKED),
     "map": (map_view, (), {"position": "-1"}),
     "stops": (PageRun.stops, (str, whole), {}),
     "looks": (PageRun.looks, (str, whole, whole), {}),

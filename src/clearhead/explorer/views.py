@@ -20,7 +20,8 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from clearhead.api import Model
-from clearhead.errors import refuse
+from clearhead.errors import InputError, refuse
+from clearhead.explorer import atlas
 from clearhead.explorer.described import TASKS
 from clearhead.explorer.pack import packed_bytes, packed_floats, packed_numbers, packed_picture
 from clearhead.explorer.stops import head_stops
@@ -30,7 +31,7 @@ from clearhead.inside.choices import Choices, choices_of, find_column
 from clearhead.inside.inputs import InputTokens, prepare
 from clearhead.inside.lens import best_choices, contributions, lens
 from clearhead.inside.once import RecordedOnce, recorded_once
-from clearhead.inside.parts.ablate import effect
+from clearhead.inside.patch import OnRows
 from clearhead.inside.paths import looks, paths
 from clearhead.inside.results import plain
 from clearhead.inside.trace import Trace, trace
@@ -58,6 +59,10 @@ def tokens_view(m: Model, tokens: InputTokens | None) -> dict[str, Any] | None:
     }
 
 
+def _alone(name: str) -> PageRun:
+    raise InputError(f'there is no second run "{name[:20]}" beside this one')
+
+
 @dataclass(frozen=True)
 class PageRun:
     """One input of one model; its methods are the views.
@@ -73,6 +78,8 @@ class PageRun:
     cells: int = CELLS
     roles: Callable[[], dict[str, str]] = field(default=dict, compare=False)
     number: int = 0  # of the model, where the page has two
+    others: Callable[[str], PageRun] = field(default=_alone, compare=False)
+    progress: OnRows = field(default=lambda done, total: None, compare=False)
 
     def scores(self, column: int) -> Tensor:
         """Return the scores of the head at one column [V], in float32 on the CPU."""
@@ -239,34 +246,14 @@ class PageRun:
         feedforwards: list[str],
         how: str,
         position: int,
+        second: PageRun | None = None,
     ) -> dict[str, Any]:
         """Return the scores at one position with parts of the model off, beside those of the whole model."""
-        seen = effect(
-            self.m,
-            self.given,
-            heads=heads,
-            layers=layers,
-            feedforwards=feedforwards,
-            how=how,  # type: ignore[arg-type]
-            target=self.target,
-            pair=self.pair,
-            position=position,
-        )
-        before, after = seen.before.softmax(-1).tolist(), seen.after.softmax(-1).tolist()
-        likely = {
-            choice
-            for scores in (seen.before, seen.after)
-            for choice in scores.softmax(-1).topk(min(12, len(scores))).indices.tolist()
-        }
-        rows = [
-            {"id": i, "label": self.choices.name(i), "before": before[i], "after": after[i]}
-            for i in sorted(likely, key=lambda i: -before[i])
-        ]
-        return {"ablated": list(seen.ablated), "how": how, "kl": seen.kl, "position": position, "rows": rows}
+        return atlas.ablated(self, heads, layers, feedforwards, how, position, second)
 
-    def contributions(self, position: int, token: int | None) -> dict[str, Any]:
+    def contributions(self, position: int, token: int | None, against: int | None) -> dict[str, Any]:
         """Return what each head, feed-forward and embedding adds to one choice's logit."""
-        return contributions(self.m, self.prepared, token, position).to_dict()
+        return contributions(self.m, self.prepared, token, position, against=against).to_dict()
 
     def paths(self, position: int, token: int | None, against: int | None) -> dict[str, Any]:
         """Return what heads carried to one choice's logit, by source token: the largest edges, and sums."""
@@ -297,9 +284,8 @@ class PageRun:
         refuse(self.m.config.head != "lm", "only a model that writes can go on: this one reads")
         ids = [*self.prepared.tokens.ids, token]
         given, target = (ids, None) if self.prepared.source is None else (self.given, ids)
-        return replace(
-            begin(self.m, given, target, self.pair), cells=self.cells, roles=self.roles, number=self.number
-        )
+        kept = {name: getattr(self, name) for name in ("cells", "roles", "number", "others")}
+        return replace(begin(self.m, given, target, self.pair), **kept)
 
 
 def begin(m: Model, given: Any, target: Any = None, pair: str | None = None) -> PageRun:

@@ -41,6 +41,15 @@ def _(x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
+def step_norm(x: Tensor, scale: Tensor, eps: float, unit_offset: bool) -> Tensor:
+    """Apply RMS norm with `scale` [D]: [..., D] -> [..., D]."""
+    if torch.compiler.is_compiling() or torch.is_grad_enabled() or not available(x):
+        return norms.rms_norm(x, scale, eps, unit_offset)
+    from clearhead.fast import triton_step
+
+    return triton_step.norm(x, scale, eps, unit_offset)
+
+
 def step_linear(
     x: Tensor,
     weight: Tensor,
@@ -71,7 +80,7 @@ def _in_steps(
     gate: str | None,
     add: Tensor | None,
 ) -> Tensor:
-    if available(x) and not torch.compiler.is_compiling():  # a compiler fuses as much by itself
+    if not torch.compiler.is_compiling() and available(x):  # a compiler fuses as much by itself
         return _in_kernels(x, weight, bias, scale, eps, unit_offset, gate, add)
     y = nnf.linear(x if scale is None else norms.rms_norm(x, scale, eps, unit_offset), weight, bias)
     if gate is not None:
@@ -94,7 +103,7 @@ def _in_kernels(
     from clearhead.fast import triton_step
 
     if scale is not None:
-        x = triton_step.norm(x, scale, eps, unit_offset)
+        x = step_norm(x, scale, eps, unit_offset)
     if add is not None and bias is None and gate is None:
         return torch.addmm(add.view(-1, add.shape[-1]), x.view(-1, x.shape[-1]), weight.t()).view_as(add)
     y = nnf.linear(x, weight, bias)

@@ -17,7 +17,7 @@ from clearhead.config.kinds import Kind
 from clearhead.fast import library
 from clearhead.fast import native as in_c
 from clearhead.fast.fixed_cache import FixedCache, FixedKeys
-from clearhead.fast.kernels import available, materialise, step_attend, step_linear
+from clearhead.fast.kernels import available, materialise, step_attend, step_linear, step_norm
 from clearhead.fast.parts import (
     Direct,
     FusedAttention,
@@ -89,6 +89,8 @@ def _replacement(part: nn.Module, way: Way) -> nn.Module:
         return PackedLinear(part)
     if way.kernels and isinstance(part, Stack):
         return like(part, StepStack)
+    if way.kernels and kind is norms.RMSNorm:
+        return like(part, StepNorm)
     if isinstance(part, Block) and way.native:
         return cast(nn.Module, like(part, in_c.NativeBlock if all_known(part, in_c.KNOWN) else direct(kind)))
     if isinstance(part, Block):
@@ -214,6 +216,14 @@ class StepBlock(Direct, Block):
         else:
             post = feedforward.activation(_normed(x, norm, feedforward.up))
         return step_linear(post, feedforward.down.weight, feedforward.down.bias, add=x)
+
+
+class StepNorm(Direct, norms.RMSNorm):
+    """An RMS norm in one kernel."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [..., width] -> [..., width]."""
+        return step_norm(x, self.weight, self.eps, self.unit_offset)
 
 
 def _normed(x: Tensor, norm: nn.Module | None, layer: nn.Module, gate: str | None = None) -> Tensor:

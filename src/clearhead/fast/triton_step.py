@@ -236,21 +236,24 @@ def _attend_kernel(
     for block in range(split * share, tl.minimum(split * share + share, blocks)):
         s = block * BLOCK_S + tl.arange(0, BLOCK_S)
         seen = tl.load(mask + b * mask_stride + s, mask=s < filled, other=0) != 0
-        k = tl.load(
-            keys + s[None, :] * E + e[:, None], mask=(s < filled)[None, :] & (e < E)[:, None], other=0.0
-        )
-        scores = _capped(tl.dot(q, k, input_precision="ieee") * scale, softcap, CAP)
-        scores = tl.where(seen[None, :], scores, float("-inf"))
-        higher = tl.maximum(best, tl.max(scores, 1))
-        base = tl.where(higher == float("-inf"), 0.0, higher)  # nothing seen yet
-        shrink = tl.exp(best - base)
-        pattern = tl.exp(scores - base[:, None])
-        v = tl.load(
-            values + s[:, None] * EV + ev[None, :], mask=(s < filled)[:, None] & (ev < EV)[None, :], other=0.0
-        )
-        total = total * shrink[:, None] + tl.dot(pattern.to(kind), v, input_precision="ieee")
-        weight = weight * shrink + tl.sum(pattern, 1)
-        best = higher
+        if tl.max(seen.to(tl.int32), 0) > 0:  # of a row padded on the left, the first slots are not read
+            k = tl.load(
+                keys + s[None, :] * E + e[:, None], mask=(s < filled)[None, :] & (e < E)[:, None], other=0.0
+            )
+            scores = _capped(tl.dot(q, k, input_precision="ieee") * scale, softcap, CAP)
+            scores = tl.where(seen[None, :], scores, float("-inf"))
+            higher = tl.maximum(best, tl.max(scores, 1))
+            base = tl.where(higher == float("-inf"), 0.0, higher)  # nothing seen yet
+            shrink = tl.exp(best - base)
+            pattern = tl.exp(scores - base[:, None])
+            v = tl.load(
+                values + s[:, None] * EV + ev[None, :],
+                mask=(s < filled)[:, None] & (ev < EV)[None, :],
+                other=0.0,
+            )
+            total = total * shrink[:, None] + tl.dot(pattern.to(kind), v, input_precision="ieee")
+            weight = weight * shrink + tl.sum(pattern, 1)
+            best = higher
 
     heads = b * H + head * G + g
     inside = (g < G)[:, None] & (ev < EV)[None, :]

@@ -7,9 +7,10 @@ unseen.
 Shapes: B rows, V vocabulary.
 """
 
+import contextlib
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -65,7 +66,11 @@ class CompiledStep:
                 MethodType(step, self), fullgraph=True, dynamic=False, backend=backend, options=options
             )
             run()
-        self.replay: Callable[[], object] = _recorded(run) if device.type == "cuda" else run
+        self.replay = run
+        if device.type == "cuda":
+            with _never_waiting():
+                run()
+                self.replay = _recorded(run)
 
     def _forward(self) -> None:
         logits = self.model(self.ids, cache=self.cache, logits="last").logits[:, -1]
@@ -97,6 +102,19 @@ class CompiledStep:
         # A step that runs uncompiled, because someone watches, counts by itself.
         self.cache.length = start + count
         return self.made[:, start : start + count]
+
+
+@contextlib.contextmanager
+def _never_waiting() -> Iterator[None]:
+    """Raise where the host waits for the GPU: a recording that fails for it leaves the generator unusable."""
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it says that it does not see every wait
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
 
 
 def _recorded(run: Callable[[], object]) -> Callable[[], object]:

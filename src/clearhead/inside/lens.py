@@ -3,6 +3,7 @@
     seen = lens(m, "Once upon a time")
     seen.layers, seen.columns                        # L + 1 layers, T tokens
     seen.top_names[3][-1]                            # the five best tokens after block 2, at the last token
+    followed(m, "Once upon a time", " there")        # [L + 1, T] the probability of one answer
     found = contributions(m, "The cat sat on the", token=" mat", against=" floor")
     found.largest(5), found.total, found.logit       # total = logit
 
@@ -124,6 +125,21 @@ def _read_layers(prepared: inputs.Prepared, choices: Choices, some: list[int]) -
     groups = [torch.cat(states)] if len(some) <= TOGETHER else states
     scores = [row for group in groups for row in choices.scores(stopped_at(prepared.model, group))]
     return scores if alone else [row[some] for row in scores]
+
+
+def followed(
+    m: inputs.AnyModel,
+    given: inputs.Given,
+    token: str | int,
+    target: inputs.Target = None,
+    pair: str | None = None,
+) -> Tensor:
+    """Return the probability of one choice after each layer, at each column: [L + 1, C]; see `lens`."""
+    prepared = inputs.prepare(m, given, target, pair)
+    choices = choices_of(prepared)
+    choice, columns = choices.find(token), list(range(len(choices.columns)))
+    scores = _read_layers(prepared, choices, columns)
+    return torch.stack([dtypes.wide(one).softmax(-1)[:, choice].float().cpu() for one in scores])
 
 
 def stopped_at(model: Transformer, state: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ N choices.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -73,6 +73,7 @@ class Patching(results.Result):
 
 
 Sites = list[list[Site | None]]  # of each cell of a map
+OnRows = Callable[[int, int], None]  # rows that are done, of how many
 
 
 def patch(
@@ -84,6 +85,7 @@ def patch(
     parts: Sequence[str] = ("residual", "attention", "feedforward"),
     position: int = -1,
     target: inputs.Target = None,
+    on_progress: OnRows = lambda done, total: None,
 ) -> Patching:
     """Patch every layer and token, or head, of the corrupt run, one at a time.
 
@@ -96,6 +98,7 @@ def patch(
         parts: of residual, attention (cross-attention too), feedforward and heads (at all tokens).
         position: where the answer is read; -1 is the last token.
         target: what the decoder of an encoder-decoder has written; None: what it writes for both alike.
+        on_progress: told how many of all patches are done.
     """
     refuse(not parts, f"no part is named: choose from {', '.join(PARTS)}")
     for part in parts:
@@ -118,10 +121,11 @@ def patch(
         "there is nothing to bring back; choose another answer, or prompts that differ",
     )
 
-    def measure(sites: Sites) -> Tensor:
-        filled = [site for row in sites for site in row if site is not None]
-        scores = patched_scores(second, seen, [(site,) for site in filled], column)  # B N
-        values = iter(((scores[:, good] - scores[:, bad] - bottom) / (top - bottom)).tolist())
+    every = [(site,) for _, sites in tables for row in sites for site in row if site is not None]
+    patched = patched_scores(second, seen, every, column, on_progress, (good, bad))  # B 2
+    values = iter(((patched[:, 0] - patched[:, 1] - bottom) / (top - bottom)).tolist())
+
+    def filled(sites: Sites) -> Tensor:
         return torch.tensor([[math.nan if site is None else next(values) for site in row] for row in sites])
 
     return Patching(
@@ -132,17 +136,23 @@ def patch(
         wrong=choices.name(bad),
         clean_difference=top,
         corrupt_difference=bottom,
-        maps=tuple(replace(table, values=measure(sites)) for table, sites in tables),
+        maps=tuple(replace(table, values=filled(sites)) for table, sites in tables),
         note=note,
     )
 
 
 def patched_scores(
-    corrupt: inputs.Prepared, clean: Mapping[str, Tensor], rows: Sequence[Sequence[Site]], column: int = -1
+    corrupt: inputs.Prepared,
+    clean: Mapping[str, Tensor],
+    rows: Sequence[Sequence[Site]],
+    column: int = -1,
+    on_progress: OnRows = lambda done, total: None,
+    kept: Sequence[int] | None = None,
 ) -> Tensor:
     """Run a prompt for each row of sites with the clean activations there; return one column's scores [B, N].
 
-    `clean` has the activations of the other prompt by name; `column` is as in `choices`.
+    `clean` has the activations of the other prompt by name; `column` is as in `choices`; `on_progress` is
+    told after each batch how many rows are done; `kept` names the choices that are returned, None: all N.
     """
     choices, length = choices_of(corrupt), len(corrupt.tokens) + len(corrupt.source_tokens or ())
     column = find_column(column, choices.columns)
@@ -160,7 +170,9 @@ def patched_scores(
         }
         with torch.no_grad(), evaluating(corrupt.model), edit(corrupt.model, changes):
             hidden = corrupt.model(**repeated, logits="none").hidden
-            found.append(choices.column_scores(hidden, column).float())
+            scores = choices.column_scores(hidden, column).float()
+            found.append(scores if kept is None else scores[:, list(kept)])
+        on_progress(start + len(some), len(rows))
     return torch.cat(found).cpu()
 
 

@@ -197,7 +197,7 @@ def _floating(x: Tensor, name: str) -> None:
 
 
 def _range(x: Tensor, below: int, name: str, limit: str) -> None:
-    if x.device.type != "meta":
+    if x.device.type != "meta" and not (x.is_cuda and torch.cuda.get_sync_debug_mode() == 2):  # must not wait
         low, high = (int(end) for end in torch.aminmax(x))
         bad = low if low < 0 else high
         refuse(not 0 <= bad < below, f"{name} contain {bad}: allowed are 0 to {below - 1} ({limit} {below})")

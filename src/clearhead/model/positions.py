@@ -218,7 +218,8 @@ class AlibiPositions(PositionScheme):
     def bias(self, queries: Tensor, keys: Tensor, dtype: torch.dtype, tap: Tap = SILENT) -> Tensor:
         """Map [B|1, T], [B|1, S] -> [B|1, H, T, S]."""
         distance = (queries[:, :, None] - keys[:, None, :]).abs()  # B T S
-        slopes = alibi_slopes(self.spec.n_heads).to(queries.device, torch.promote_types(dtype, torch.float32))
+        wide_enough = torch.promote_types(dtype, torch.float32)
+        slopes = alibi_slopes(self.spec.n_heads, distance.device).to(wide_enough)
         return tap.step("bias", (-slopes[:, None, None] * distance[:, None]).to(dtype))
 
     @staticmethod
@@ -229,12 +230,12 @@ class AlibiPositions(PositionScheme):
             yield Step(f"{name}.bias", "positions", kept=spec.n_heads * tokens**2 * run.size if whole else 0)
 
 
-def alibi_slopes(n_heads: int) -> Tensor:
+def alibi_slopes(n_heads: int, device: torch.device | None = None) -> Tensor:
     """Return 2^(-8/n), 2^(-16/n), ... for the power of two n <= H, then every other slope of 2n: [H]."""
     power = 2 ** int(math.log2(n_heads))
-    slopes = [2 ** (-8 * (head + 1) / power) for head in range(power)]
-    slopes += [2 ** (-4 * (head + 1) / power) for head in range(0, 2 * (n_heads - power), 2)]
-    return torch.tensor(slopes, dtype=torch.float64)
+    count = torch.arange(1, 2 * n_heads + 1, dtype=torch.float64, device=device)
+    others = count[: 2 * (n_heads - power) : 2]
+    return torch.exp2(torch.cat([-8 / power * count[:power], -4 / power * others]))
 
 
 class RelativePositions(PositionScheme):

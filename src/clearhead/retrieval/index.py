@@ -3,13 +3,14 @@
 A folder holds `index.json` and parts of up to `BLOCK` passages, each one file that is named by what it holds.
 Parts are written whole, `index.json` last, and parts that it no longer names are removed after that. So a
 process may be killed at any moment: the index is the old one or the new one, and the parts that were ready
-are not embedded again.
+are not embedded again. One process at a time writes to the folder: it holds a lock, which ends with it.
 
 N passages, D width of a vector, Q queries.
 """
 
 import hashlib
 import json
+import warnings
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -19,22 +20,25 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors.numpy import load, save
+from safetensors.numpy import save
 
 from clearhead.api import Model
 from clearhead.api import load as load_model
-from clearhead.errors import CheckpointError, InputError, refuse, refusing
+from clearhead.errors import CheckpointError, InputError, refuse
 from clearhead.hub.files import read_json, write_bytes, write_text
+from clearhead.hub.locks import locked_folder
+from clearhead.retrieval.graph import library, make_graph, near, read_graph
+from clearhead.retrieval.parts import PARTS, IndexPart, Vectors, read_entry, read_part
 from clearhead.retrieval.passages import WORDS, IndexedFile, IndexedPassage, find_files, read_passages
 from clearhead.retrieval.words import Postings, bm25, join, post
 
-MANIFEST, PARTS, VERSION = "index.json", "parts", 1
+MANIFEST, VERSION = "index.json", 1
 BLOCK = 1024  # passages of a part
 PROBES = ("A quiet town by the river.", "Do 17 proteins fold within 3.5 seconds?")
 AGREE = 1e-3  # between vectors of length one that the same embedder made on different machines
 DEPTH, FUSED = 100, 60  # of fusing two rankings: passages of each, and the constant added to a rank
 By = Literal["meaning", "words", "both"]
-Vectors = NDArray[np.float32]
+Nearest = Literal["exact", "hnsw"]
 OnPassages = Callable[[str, int, int], None]
 
 
@@ -46,34 +50,22 @@ class Hit:
     score: float
 
 
-@dataclass(frozen=True)
-class IndexPart:
-    """A block of passages, read from its file."""
-
-    vectors: Vectors  # N D, of length one
-    postings: Postings
-    rows: bytes  # a JSON object a line: text, line, name
-    ends: NDArray[np.int64]  # N, where each ends
-
-    def passage(self, number: int, file: str) -> IndexedPassage:
-        """Return one passage."""
-        start = int(self.ends[number - 1]) if number else 0
-        return IndexedPassage(file=file, **json.loads(self.rows[start : int(self.ends[number])]))
-
-
 class Index:
     """An open index."""
 
-    def __init__(self, folder: str | Path, model: Model | None = None, stale: bool = False) -> None:
+    def __init__(
+        self, folder: str | Path, model: Model | None = None, stale: bool = False, exact: bool = False
+    ) -> None:
         """Open an index.
 
         Args:
             folder: that `build_index` wrote.
             model: the embedder; None: that of the directory which the index names, once it is needed.
             stale: search even where files have changed since.
+            exact: compare every vector, even where the index has a graph.
         """
         self.folder = Path(folder)
-        self.manifest = _manifest(self.folder)
+        self.manifest, self.exact = _manifest(self.folder), exact
         refuse(
             not self.manifest["complete"],
             f"{folder} was not finished: give the command `clearhead index` again, it goes on from there",
@@ -100,10 +92,16 @@ class Index:
     def parts(self) -> list[tuple[str, IndexPart]]:
         """All parts, each with the file that it is of."""
         return [
-            (source["file"], _read_part(self.folder, part))
+            (source["file"], read_part(self.folder, part))
             for source in self.manifest["sources"]
             for part in source["parts"]
         ]
+
+    @cached_property
+    def graph(self) -> Any:
+        """The graph of the vectors; None: every vector is compared."""
+        entry = None if self.exact else self.manifest.get("graph")
+        return None if entry is None else read_graph(read_entry(self.folder, entry))
 
     @cached_property
     def postings(self) -> Postings:
@@ -117,8 +115,8 @@ class Index:
     def search_all(self, queries: Sequence[str], k: int = 10, by: By = "both") -> list[list[Hit]]:
         """Return the k nearest passages of each query.
 
-        `by` is "meaning" (cosine of the embedder's vectors, every passage compared), "words" (BM25), or
-        "both", which sums the reciprocal ranks of the two.
+        `by` is "meaning" (cosine of the embedder's vectors; every passage is compared, or those that a graph
+        proposes), "words" (BM25), or "both", which sums the reciprocal ranks of the two.
         """
         refuse(k < 1, f"k {k} must be 1 or more")
         refuse(by not in get_args(By), f"by {by!r} is not known: choose from {', '.join(get_args(By))}")
@@ -134,9 +132,22 @@ class Index:
 
     def _by_meaning(self, queries: Sequence[str], k: int) -> list[dict[int, float]]:
         asked = embedded(self.model, queries, "query")  # Q D
+        if self.graph is not None:
+            starts = np.cumsum([0, *(len(part.ends) for _, part in self.parts)])
+            return [
+                self._exactly(row, found, starts, k) for row, found in zip(asked, near(self.graph, asked, k))
+            ]
         scores = [part.vectors @ asked.T for _, part in self.parts]  # N Q of each
         whole = np.concatenate([*scores, np.zeros((0, len(queries)), np.float32)])
         return [_best(column, k) for column in whole.T]
+
+    def _exactly(
+        self, asked: Vectors, found: list[int], starts: NDArray[np.int64], k: int
+    ) -> dict[int, float]:
+        """Return the k best of some passages by their vectors [D]."""
+        places = np.searchsorted(starts, found, "right") - 1
+        rows = [self.parts[place][1].vectors[number - starts[place]] for place, number in zip(places, found)]
+        return {found[at]: score for at, score in _best(np.stack(rows) @ asked, k).items()}
 
     def _hit(self, number: int, score: float) -> Hit:
         for file, part in self.parts:
@@ -182,6 +193,7 @@ def build_index(
     files: Sequence[str | Path] = (),
     words: int | None = None,
     skip: bool = False,
+    nearest: Nearest | None = None,
     on_passages: OnPassages = lambda stage, done, total: None,
 ) -> Index:
     """Index the passages of files; blocks of passages that are in the index already are not embedded again.
@@ -191,45 +203,56 @@ def build_index(
         model: the embedder; None: that of the index.
         files: files and folders of text; none: those of the index.
         words: of a passage of plain text, at most; None: as before, or 150.
-        skip: leave out files that cannot be read, in place of refusing them.
+        skip: leave out files that cannot be read, with a warning that names each, in place of refusing them.
+        nearest: "exact" compares every vector with a query, "hnsw" those that a graph proposes; None: as
+            before, or exact.
         on_passages: told what is being done, and how many passages of how many are embedded.
     """
     folder = Path(folder)
     refuse(words is not None and words < 1, f"words {words} must be 1 or more")
-    before = _manifest(folder) if (folder / MANIFEST).exists() else None
-    given = [str(file) for file in files] or (before or {}).get("given", [])
-    refuse(not given, f"no files were named, and {folder} is no index yet: name files or folders of text")
-    if model is None:
-        refuse(before is None, f"{folder} is no index yet, so it needs an embedder: name a model directory")
-        model = load_model(str((before or {})["model"]))
-    words = words or (before or {}).get("words", WORDS)
-    manifest = before or _empty(folder, model, words)
-    _fitting(model, manifest, folder)
-    read = list(_read_all(find_files(given), words, skip, folder))
-    total, done, sources = sum(len(passages) for _, passages in read), 0, []
-    refuse(not total, f"there is no text in {', '.join(given[:3])}: name files of text")
-    for source, passages in read:
-        parts = []
-        for start in range(0, len(passages), BLOCK):
-            parts.append(_part(folder, model, manifest["embedder"], passages[start : start + BLOCK]))
-            done += parts[-1]["passages"]
-            on_passages("embedding", done, total)
-        sources.append({**asdict(source), "parts": parts})
-    manifest = manifest | {"given": given, "words": words, "sources": sources, "complete": True}
-    write_text(folder / MANIFEST, json.dumps(manifest))
-    named = {part["name"] for source in sources for part in source["parts"]}
-    for path in (folder / PARTS).iterdir():
-        if path.name not in named:
-            path.unlink(missing_ok=True)
+    if nearest == "hnsw":
+        library()  # refused before anything is embedded
+    with locked_folder(folder, "clearhead index", lambda line: warnings.warn(line, stacklevel=2)):
+        before = _manifest(folder) if (folder / MANIFEST).exists() else None
+        refuse(
+            before is None and any(folder.glob("[!.]*")),
+            f"{folder} exists and is no index: name another folder",
+        )
+        given = [str(file) for file in files] or (before or {}).get("given", [])
+        refuse(not given, f"no files were named, and {folder} is no index yet: name files or folders of text")
+        if model is None:
+            refuse(
+                before is None, f"{folder} is no index yet, so it needs an embedder: name a model directory"
+            )
+            model = load_model(str((before or {})["model"]))
+        if before is not None:
+            _fitting(model, before, folder)
+        words = words or (before or {}).get("words", WORDS)
+        read = list(_read_all(find_files(given), words, skip, folder))
+        total, done, sources = sum(len(passages) for _, passages in read), 0, []
+        refuse(not total, f"there is no text in {', '.join(given[:3])}: name files of text")
+        manifest = before or _empty(folder, model, words)
+        for source, passages in read:
+            parts = []
+            for start in range(0, len(passages), BLOCK):
+                parts.append(_part(folder, model, manifest["embedder"], passages[start : start + BLOCK]))
+                done += parts[-1]["passages"]
+                on_passages("embedding", done, total)
+            sources.append({**asdict(source), "parts": parts})
+        entries = [part for source in sources for part in source["parts"]]
+        wanted = nearest == "hnsw" or (nearest is None and (before or {}).get("graph"))
+        graph = _graph(folder, entries) if wanted else None
+        facts = {"given": given, "words": words, "sources": sources, "graph": graph, "complete": True}
+        write_text(folder / MANIFEST, json.dumps(manifest | facts))
+        named = {entry["name"] for entry in [*entries, *([graph] if graph else [])]}
+        for path in (folder / PARTS).iterdir():
+            if path.name not in named:
+                path.unlink(missing_ok=True)
     return Index(folder, model)
 
 
 def _empty(folder: Path, model: Model, words: int) -> dict[str, Any]:
     """Write the manifest of an index that is still to be built, which says by whom; return it."""
-    refuse(
-        folder.exists() and (not folder.is_dir() or any(folder.glob("[!.]*"))),
-        f"{folder} exists and is no index: name another folder",
-    )
     probes = embedded(model, PROBES, "passage")
     name = hashlib.sha256(probes.tobytes()).hexdigest()[:16]
     place = str(model.folder.resolve()) if model.folder is not None else ""
@@ -249,6 +272,7 @@ def _read_all(
             yield read_passages(path, words)
         except InputError as error:
             refuse(not skip, f"{error}; leave it out, or skip what cannot be read (skip)")
+            warnings.warn(f"left out: {error}", stacklevel=3)
 
 
 def _part(folder: Path, model: Model, embedder: str, passages: Sequence[IndexedPassage]) -> dict[str, Any]:
@@ -272,6 +296,15 @@ def _part(folder: Path, model: Model, embedder: str, passages: Sequence[IndexedP
     return {"name": name, "passages": len(passages), "checksum": zlib.crc32(path.read_bytes())}
 
 
+def _graph(folder: Path, entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Write the graph of all parts, where it is not there yet; return its entry in the manifest."""
+    name = hashlib.sha256("".join(entry["name"] for entry in entries).encode()).hexdigest()[:24] + ".hnsw"
+    path = folder / PARTS / name
+    if not path.exists():
+        write_bytes(path, make_graph([read_part(folder, entry).vectors for entry in entries]))
+    return {"name": name, "checksum": zlib.crc32(path.read_bytes())}
+
+
 # Reading ----------------------------------------------------------------------------------------------------
 
 
@@ -290,20 +323,6 @@ def _manifest(folder: Path) -> dict[str, Any]:
 
 def _source(entry: dict[str, Any]) -> IndexedFile:
     return IndexedFile(**{name: value for name, value in entry.items() if name != "parts"})
-
-
-def _read_part(folder: Path, entry: dict[str, Any]) -> IndexPart:
-    path = folder / PARTS / entry["name"]
-    with refusing(f"{path} cannot be read: make the index again", CheckpointError):
-        raw = path.read_bytes()
-    refuse(
-        zlib.crc32(raw) != entry["checksum"],
-        f"{path} has changed since it was written: remove it and make the index again",
-        CheckpointError,
-    )
-    arrays = load(raw)
-    postings = Postings(*(arrays[f"postings.{key}"] for key in Postings._fields))
-    return IndexPart(arrays["vectors"], postings, arrays["rows"].tobytes(), arrays["ends"])
 
 
 def _fitting(model: Model, manifest: dict[str, Any], folder: Path) -> Model:

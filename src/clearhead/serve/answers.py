@@ -67,6 +67,7 @@ class ServedTexts:
     asked: Asked
     best: int | None = None  # tokens reported at each step; None: nothing is reported
     echo: bool = False
+    cited: dict[str, Any] = field(default_factory=dict)  # said once, in the answer or in the first event
     jobs: list[Job] = field(default_factory=list)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -189,7 +190,8 @@ class ServedTexts:
         }
 
     def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+        cited, self.cited = self.cited, {}
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model, **cited}
 
     def usage(self) -> dict[str, Any]:
         """Return how many tokens were read and written."""

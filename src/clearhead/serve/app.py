@@ -23,6 +23,7 @@ from clearhead.serve.answers import LOOK, ServedTexts, completion, conversation,
 from clearhead.serve.engine import ServeEngine
 from clearhead.serve.guard import Guard
 from clearhead.serve.metrics import Metrics
+from clearhead.serve.passages import ServedPassages
 from clearhead.tasks import reading
 
 RETRY_AFTER = "1"
@@ -33,6 +34,7 @@ def make_server(
     host: str = "127.0.0.1",
     keys: Collection[str] = (),
     drain: float = 30.0,
+    passages: ServedPassages | None = None,
 ) -> FastAPI:
     """Return the routes for models by name; the first is the one a request without a name gets."""
     metrics, known = Metrics(), list(engines)
@@ -74,7 +76,13 @@ def make_server(
             )
         return found, engines[found]
 
-    async def answered(choices: ServedTexts, body: protocol.Writing, request: Request) -> Response:
+    async def cite(engine: ServeEngine, body: Any) -> dict[str, Any]:
+        return {} if passages is None else {"passages": await run_in_threadpool(passages.put, engine, body)}
+
+    async def answered(
+        choices: ServedTexts, body: protocol.Writing, request: Request, cited: dict[str, Any]
+    ) -> Response:
+        choices.cited = cited
         await choices.begin(metrics)
         if body.stream:
             usage = body.stream_options is not None and body.stream_options.include_usage
@@ -85,14 +93,16 @@ def make_server(
     async def completions(body: protocol.CompletionBody, request: Request) -> Response:
         name, engine = engine_of(body.model)
         engine.check_room()  # before anything is encoded
-        return await answered(completion(engine, name, body), body, request)
+        cited = await cite(engine, body)
+        return await answered(completion(engine, name, body), body, request, cited)
 
     @app.post("/v1/chat/completions")
     async def chat(body: protocol.ChatBody, request: Request) -> Response:
         name, engine = engine_of(body.model)
         engine.check_room()
+        cited = await cite(engine, body)
         choices = await run_in_threadpool(conversation, engine, name, body)
-        return await answered(choices, body, request)
+        return await answered(choices, body, request, cited)
 
     async def read(engine: ServeEngine, inputs: Sequence[Any], run: Any, request: Request) -> Sequence[Any]:
         """Let the engine read inputs, as long as the client waits."""

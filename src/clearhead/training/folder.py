@@ -1,12 +1,6 @@
-"""The folder of a run: made for one run, locked while a run writes it, given back as it was on failure.
+"""The folder of a run: made for one run, locked while a run writes it, given back as it was on failure."""
 
-The lock is the operating system's (`flock`) on a file in the folder. It ends with the process that holds it,
-however that ends, so what a killed run leaves behind locks nothing.
-"""
-
-import fcntl
 import os
-import platform
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -18,12 +12,12 @@ from clearhead.data.files import RECIPE
 from clearhead.data.given import ROWS
 from clearhead.errors import CheckpointError, refuse
 from clearhead.hub.files import write_text
+from clearhead.hub.locks import LOCK, locked_folder
 from clearhead.parallel.launch import launch, restarts
 from clearhead.training.events import CURVE, LOG, Note, OnEvent
 from clearhead.training.state import BEST, CACHE, CHECKPOINTS, LAST, PRETRAIN, newest
 from clearhead.training.tries import PICTURE
 
-LOCK = ".lock"
 LAUNCH = ".launch"  # the name of the launch of several processes that writes the folder
 BEFORE = ".before"  # an earlier run, which waits for the first checkpoint of the one that replaces it
 MOVING = ".moving"  # the same on its way in or out: what it holds belongs into the folder
@@ -58,22 +52,16 @@ def new_folder(
     was there.
     """
     folder = folder.resolve()
-    created = [place for place in (folder, *folder.parents) if not place.exists()]
-    try:
-        with locked(folder, on_event), ExitStack() as undo:
-            _check(folder, overwrite, needed)
-            undo.callback(_put_back, folder)
-            _move_away(folder)
+    with locked(folder, on_event), ExitStack() as undo:
+        _check(folder, overwrite, needed)
+        undo.callback(_put_back, folder)
+        _move_away(folder)
 
-            def keep() -> None:
-                undo.pop_all()
-                shutil.rmtree(folder / BEFORE, ignore_errors=True)
+        def keep() -> None:
+            undo.pop_all()
+            shutil.rmtree(folder / BEFORE, ignore_errors=True)
 
-            yield keep
-    finally:
-        with suppress(OSError):  # a folder with something in it stays
-            for place in created:
-                place.rmdir()
+        yield keep
 
 
 @contextmanager
@@ -113,51 +101,13 @@ def locked(folder: Path, on_event: OnEvent) -> Iterator[None]:
     A run that was killed while it took the place of an earlier one is undone, unless it has a checkpoint.
     """
     first_stage = folder.name == PRETRAIN and (folder.parent / RECIPE).is_file()
-    path = (folder.parent if first_stage else folder) / LOCK
-    number = _lock(path, on_event)
-    try:
-        if (path.parent / BEFORE).is_dir() and resumable(path.parent):
-            shutil.rmtree(path.parent / BEFORE, ignore_errors=True)
-        elif any((path.parent / name).is_dir() for name in (BEFORE, MOVING)):
-            _put_back(path.parent)
+    whole = folder.parent if first_stage else folder
+    with locked_folder(whole, "run", lambda line: on_event(Note(line))):
+        if (whole / BEFORE).is_dir() and resumable(whole):
+            shutil.rmtree(whole / BEFORE, ignore_errors=True)
+        elif any((whole / name).is_dir() for name in (BEFORE, MOVING)):
+            _put_back(whole)
         yield
-    finally:
-        path.unlink(missing_ok=True)
-        os.close(number)
-
-
-def _lock(path: Path, on_event: OnEvent) -> int:
-    """Make and lock a file; return its descriptor, whose end is that of the lock."""
-    folder = path.parent
-    refuse(
-        folder.exists() and not folder.is_dir(),
-        f"{folder} is a file: name a folder to write to",
-        CheckpointError,
-    )
-    while True:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            number = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        except OSError as error:
-            raise CheckpointError(f"cannot make {folder}: {error.strerror}") from None
-        try:
-            fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            owner = os.pread(number, 200, 0).decode(errors="replace")
-            os.close(number)
-            raise CheckpointError(
-                f"another run is writing to {folder}{f' ({owner})' if owner else ''}: "
-                "wait for its end, stop it, or name another folder with --out"
-            ) from None
-        except OSError as error:  # some network file systems have no locks
-            on_event(Note(f"{folder} cannot be locked ({error.strerror}): start no second run in it"))
-            return number
-        with suppress(OSError):
-            if os.path.samestat(os.fstat(number), path.stat()):  # else its owner removed it just now
-                os.truncate(number, 0)
-                os.pwrite(number, f"process {os.getpid()} on {platform.node()}".encode(), 0)
-                return number
-        os.close(number)
 
 
 # An earlier run ---------------------------------------------------------------------------------------------

@@ -1,82 +1,100 @@
 // Switch heads, feed-forwards and whole layers off, and see what the model says without them, beside what it said before.
 
-import { el, figure, percent, replace } from "./dom.js";
+import { ATLAS_ASKED, atlasName, beforeAfter, cellText, effectRows, effectsAt, effectsOf, jobProgress, paintCell, partGrid } from "./atlas.js";
+import { amountColour } from "./colour.js";
+import { el, figure, replace } from "./dom.js";
+import { scaleBar } from "./heatmap.js";
 import { whileWorking } from "./near.js";
 import { columnOf } from "./selection.js";
 
-const ABLATE_KINDS = { self: "self-attention", encoder: "encoder", cross: "cross-attention" };
+const ABLATE_KINDS = { self: "", encoder: "encoder ", cross: "cross " };
+const ABLATE_HOWS = { zero: "set to zero", mean: "set to their mean over this text", second: "taken from the second text" };
 
-/** The name of a layer as the model's stacks count them: "3", or "encoder.3". */
-function ablateLayerName(kind, layer) {
-  return kind === "encoder" ? `encoder.${layer}` : String(layer);
-}
-
-function ablateRow(entry, widest) {
-  const change = entry.after - entry.before;
-  const bar = (value, kind) => el("div", { class: `bar ${kind}`, style: { width: `${(100 * value) / (widest || 1)}%` } });
-  return el(
-    "tr",
-    { "data-id": entry.id },
-    el("th", { scope: "row", class: "mono token", dir: "auto" }, entry.label),
-    el("td", { class: "number", "data-before": entry.before }, percent(entry.before)),
-    el("td", { class: "number", "data-after": entry.after }, percent(entry.after)),
-    el("td", { class: `number ${change < 0 ? "less" : "more"}` }, `${change < 0 ? "−" : "+"}${percent(Math.abs(change))}`),
-    el("td", { class: "fill" }, bar(entry.before, "before"), bar(entry.after, "after")),
-  );
+/** The kind of a part's name, as the model's argument is called, and the rest of it. */
+function ablatePart(name) {
+  const [kind, rest] = name.includes(":") ? name.split(":") : ["head", name];
+  return [`${kind}s`, rest];
 }
 
 export const ablateSection = {
   id: "ablate",
-  title: "Ablate",
-  hint: "Switch parts of the model off: what does it say without them?",
-  applies: (model, live) => live && ["next", "fill", "classify", "tag"].includes(model.task),
+  title: "Switch off",
+  hint: "What does the model say without a part? Each cell is a head, a feed-forward (FF) or a whole layer; its colour says how far the answer moves when it alone is off. Choose parts to switch them off together.",
+  applies: (model, live, source) => ATLAS_ASKED.includes(model.task) && (live || source.list("run/recorded/effects/").length > 0),
 
   mount(root, app) {
-    const off = { heads: new Set(), layers: new Set(), feedforwards: new Set() };
+    const off = new Set();
     const grid = el("div", { class: "wide", id: "ablate-grid" });
+    const where = el("p", { class: "soft", id: "ablate-where" });
     const problem = el("p", { role: "alert", class: "problem" });
     const answer = el("div", { id: "ablate-answer", "aria-live": "polite" });
-    const how = el("select", { id: "ablate-how", onchange: () => later() }, el("option", { value: "zero" }, "set to zero"), el("option", { value: "mean" }, "set to their mean over this text"));
+    const progress = jobProgress("Switching each part off by itself");
+    const how = el("select", { id: "ablate-how", onchange: () => app.store.set("how", how.value) });
+    const howBox = el("div", {}, el("label", { for: "ablate-how" }, "What is off is"), how);
     const reset = el("button", { type: "button", id: "ablate-reset", onclick: () => app.store.set("off", "") }, "All on");
-    replace(root, el("div", { class: "row toolbar" }, el("div", {}, el("label", { for: "ablate-how" }, "What is off is"), how), reset), problem, grid, answer);
+    const legend = el("div", { id: "ablate-scale" });
+    replace(root, el("div", { class: "row toolbar" }, howBox, reset), problem, el("div", { class: "panes" }, el("div", { class: "pane-grid" }, grid, legend, where, progress.root), answer));
+    let buttons = new Map();
+    let effects = null; // of the run and position that the grid shows
     let waiting = 0;
     let asked = 0;
-
-    function toggle(set, name, label, text) {
-      const button = el("button", { type: "button", class: "part", "aria-pressed": String(off[set].has(name)), "aria-label": label, [`data-${set}`]: name }, text);
-      button.addEventListener("click", () => {
-        if (off[set].has(name)) off[set].delete(name);
-        else off[set].add(name);
-        app.store.set("off", written());
-      });
-      return button;
-    }
 
     function showGrid() {
       const model = app.store.get("model");
       if (!model || !model.attentions) return;
       const most = Math.max(...model.attentions.map((entry) => entry.heads));
-      const head = el("tr", {}, el("th", { scope: "col" }, "layer"), Array.from({ length: most }, (_, number) => el("th", { scope: "col" }, `head ${number}`)), el("th", { scope: "col" }, "feed-forward"), el("th", { scope: "col" }, "all of it"));
       const rows = model.attentions.map(({ kind, layer, heads }) => {
-        const prefix = kind === "self" ? "" : `${kind}.`;
-        const whole = ablateLayerName(kind, layer);
-        const cells = Array.from({ length: most }, (_, number) => el("td", {}, number < heads ? toggle("heads", `${prefix}${layer}.${number}`, `head ${prefix}${layer}.${number} off`, `${layer}.${number}`) : null));
-        const others = kind === "cross" ? [el("td", {}), el("td", {})] : [el("td", {}, toggle("feedforwards", whole, `feed-forward of layer ${whole} off`, "off")), el("td", {}, toggle("layers", whole, `layer ${whole} off`, "off"))];
-        return el("tr", {}, el("th", { scope: "row" }, `${ABLATE_KINDS[kind]} ${layer}`), cells, others);
+        const whole = kind === "encoder" ? `encoder.${layer}` : String(layer);
+        const others = kind === "cross" ? [null, null] : [`feedforward:${whole}`, `layer:${whole}`];
+        return { title: `${ABLATE_KINDS[kind]}${layer}`, names: [...Array.from({ length: most }, (_, number) => (number < heads ? atlasName(kind, layer, number) : null)), ...others] };
       });
-      replace(grid, el("table", { class: "parts" }, el("thead", {}, head), el("tbody", {}, rows)));
+      const made = partGrid({
+        rows,
+        columns: [...Array.from({ length: most }, (_, number) => number), "FF", "all"],
+        make: (name) => {
+          const [set, rest] = ablatePart(name);
+          return [{ class: "head part", [`data-${set}`]: rest, "aria-pressed": String(off.has(name)), onclick: () => toggle(name) }, el("span", { class: "thumb", "aria-hidden": "true" })];
+        },
+      });
+      buttons = made.buttons;
+      replace(grid, made.root);
+      paint();
     }
 
-    /** What is off, as the selection has it: heads by their names, the others with their kind before them. */
-    const written = () => [...off.heads, ...[...off.layers].map((name) => `layer:${name}`), ...[...off.feedforwards].map((name) => `feedforward:${name}`)].join(",");
+    /** In a file only single parts are recorded: choosing one lets go of the other. */
+    function toggle(name) {
+      const next = new Set(app.source.live ? off : off.has(name) ? [name] : []);
+      if (!next.delete(name)) next.add(name);
+      app.store.set("off", [...next].join(","));
+    }
+
+    function paint() {
+      const most = effects ? Math.max(...Object.values(effects.parts).map((part) => part.kl), 1e-9) : 1;
+      for (const [name, button] of buttons) {
+        const kl = effects?.parts[name]?.kl;
+        const [set, rest] = ablatePart(name);
+        const words = `${{ heads: "head", feedforwards: "feed-forward of layer", layers: "layer" }[set]} ${rest} off${kl === undefined ? "" : `: ${figure(kl)} bits`}`;
+        button.setAttribute("aria-label", words);
+        button.title = words;
+        if (kl !== undefined) button.dataset.value = kl;
+        paintCell(button.firstChild, kl === undefined ? null : amountColour(kl / most), cellText(kl, most));
+      }
+      replace(legend, effects ? scaleBar("bits (KL divergence)", 0, Number(most.toPrecision(3))) : null);
+    }
+
+    function showHows() {
+      const second = app.store.get("other");
+      const run = app.store.get("run");
+      const there = Object.entries(ABLATE_HOWS).filter(([value]) => value !== "second" || (second && run && second.model === run.model));
+      if (!there.some(([value]) => value === app.store.get("how"))) app.store.values.how = "zero";
+      replace(how, there.map(([value, words]) => el("option", { value, selected: value === app.store.get("how") }, words)));
+      howBox.hidden = !app.source.live;
+    }
 
     function follow(text) {
-      for (const set of Object.values(off)) set.clear();
-      for (const name of (text || "").split(",").filter(Boolean)) {
-        const [kind, rest] = name.includes(":") ? name.split(":") : ["head", name];
-        off[`${kind}s`]?.add(rest);
-      }
-      for (const button of grid.querySelectorAll(".part")) for (const set of Object.keys(off)) if (set in button.dataset) button.setAttribute("aria-pressed", String(off[set].has(button.dataset[set])));
+      off.clear();
+      for (const name of (text || "").split(",").filter(Boolean)) off.add(name);
+      for (const [name, button] of buttons) button.setAttribute("aria-pressed", String(off.has(name)));
       later();
     }
 
@@ -85,38 +103,75 @@ export const ablateSection = {
       waiting = setTimeout(() => whileWorking(answer, ask()), 120);
     }
 
+    /** The effect of every part alone, in the background; the grid gets its colours when it is there. */
+    async function loadEffects() {
+      const run = app.store.get("run");
+      if (!run || !root.offsetParent) return;
+      const position = effectsAt(app, run);
+      if (position === null) return;
+      const wanted = () => app.store.get("run") === run && effectsAt(app, run) === position && root.offsetParent !== null;
+      try {
+        const found = await effectsOf(app, run, position, progress.tell, wanted);
+        if (!found || !wanted()) return;
+        effects = found;
+        where.textContent = `Read at “${run.columns[position]}”.${app.source.live ? "" : " In this file: one part at a time, set to zero."}`;
+        paint();
+      } catch (error) {
+        if (wanted()) problem.textContent = error.message;
+      } finally {
+        if (wanted()) progress.end();
+      }
+    }
+
+    /** What is off, computed, or taken from what is recorded. */
+    async function switched(run, position) {
+      const names = [...off];
+      if (!app.source.live) {
+        const body = await effectsOf(app, run, effectsAt(app, run), () => {}, () => true);
+        return { ablated: [body.parts[names[0]].says], kl: body.parts[names[0]].kl, rows: effectRows(body, names[0]), position: body.position };
+      }
+      const of = (set) => names.map(ablatePart).filter(([kind]) => kind === set).map(([, rest]) => rest);
+      return app.source.post(`run/${run.run}/ablate`, { heads: of("heads"), layers: of("layers"), feedforwards: of("feedforwards"), how: app.store.get("how"), second: app.store.get("other")?.run, position });
+    }
+
     async function ask() {
       const run = app.store.get("run");
       problem.textContent = "";
-      const heads = [...off.heads];
-      const layers = [...off.layers];
-      const feedforwards = [...off.feedforwards];
-      if (!run || !(heads.length + layers.length + feedforwards.length)) return replace(answer, el("p", { class: "soft" }, "Everything is on."));
+      if (!run || !off.size) return replace(answer, el("p", { class: "soft" }, "Everything is on."));
       const mine = ++asked;
-      const position = columnOf(run, app.store.get("position"));
       try {
-        const made = await app.source.post(`run/${run.run}/ablate`, { heads, layers, feedforwards, how: how.value, position });
+        const made = await switched(run, columnOf(run, app.store.get("position")));
         if (mine !== asked || app.store.get("run") !== run) return null;
-        const widest = Math.max(...made.rows.map((entry) => Math.max(entry.before, entry.after)), 1e-12);
+        const words = made.how === "second" ? `From the second text: ${made.ablated.join(", ")}` : `Off: ${made.ablated.join(", ")}`;
         return replace(
           answer,
-          el("p", {}, `Off: ${made.ablated.join(", ")}, read at “${run.columns[position]}”. The distribution moves by `, el("strong", { id: "ablate-kl", "data-value": made.kl }, `${figure(made.kl)} bits`), " (KL divergence)."),
-          el("div", { class: "wide", tabindex: "0", role: "group", "aria-label": "Before and after" }, el("table", { id: "ablate-table" }, el("thead", {}, el("tr", {}, ["choice", "before", "after", "change"].map((name, place) => el("th", { class: place ? "number" : null }, name)), el("th", {}, el("span", { class: "hidden-words" }, "bars")))), el("tbody", {}, made.rows.map((entry) => ablateRow(entry, widest))))),
+          el("p", {}, `${words}, read at “${run.columns[made.position]}”. The distribution moves by `, el("strong", { id: "ablate-kl", "data-value": made.kl }, `${figure(made.kl)} bits`), " (KL divergence)."),
+          beforeAfter(made.rows, "ablate-table"),
         );
       } catch (error) {
+        if (mine !== asked) return null;
         problem.textContent = error.message;
         return replace(answer);
       }
     }
 
     app.store.on("model", () => {
-      for (const set of Object.values(off)) set.clear();
+      off.clear();
+      effects = null;
       showGrid();
     });
     app.store.on("run", (run) => {
-      if (run && app.source.live && run.task !== "embed") follow(app.store.get("off"));
+      effects = null;
+      paint();
+      showHows();
+      if (run && run.task !== "embed") follow(app.store.get("off"));
+      loadEffects();
     });
     app.store.listen("off", follow);
-    app.store.listen("position", () => later());
+    app.store.listen("other", showHows);
+    app.store.listen("how", () => { showHows(); later(); });
+    app.store.listen("position", () => { later(); loadEffects(); });
+    app.store.listen("view", () => loadEffects());
+    app.store.listen("theme", paint);
   },
 };

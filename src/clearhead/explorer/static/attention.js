@@ -1,18 +1,22 @@
-// Attention: every head small, one head large, where one token looks; self, encoder and cross, and all layers rolled into one.
+// The head atlas: every head small, coloured by choice; one head large, or two side by side; and all layers rolled into one.
 
+import { ATLAS_COLOURS, atlasName, cellText, colourPath, colourValues, jobProgress, paintCell, partGrid, roleColours } from "./atlas.js";
+import { besidePanel } from "./beside.js";
+import { amountColour, signedColour } from "./colour.js";
 import { el, figure, replace } from "./dom.js";
 import { enlarged } from "./enlarged.js";
-import { paintAt } from "./heatmap.js";
+import { paintAt, scaleBar } from "./heatmap.js";
 import { whenNear, whileWorking } from "./near.js";
 import { unpack } from "./source.js";
 
 const ATTENTION_KINDS = { self: "Self-attention", encoder: "Encoder", cross: "Cross-attention" };
+const ATTENTION_RANKED = 8; // heads in a row where they are ordered by size
 const ATTENTION_FRAME = 6; // milliseconds of one frame that painting thumbnails may take
 
 export const attentionSection = {
   id: "attention",
-  title: "Attention",
-  hint: "Each square is a head: layers down, heads across. Choose one to enlarge it; in it a row looks, a column is looked at.",
+  title: "Heads",
+  hint: "Every head of the model: layers down, heads across, coloured by what you choose. Choose a head to enlarge it (a row looks, a column is looked at); with the shift key, a second one beside it.",
   applies: (model) => model.attentions.length > 0,
 
   mount(root, app) {
@@ -23,13 +27,21 @@ export const attentionSection = {
     const roleList = el("ul", { class: "legend roles", id: "attention-roles", "aria-label": "Roles of heads: choose one to see which heads have it" });
     const grid = el("div", { class: "wide", id: "attention-grid" });
     const large = el("div", { id: "attention-large" });
-    replace(root, el("div", { class: "row toolbar" }, tabs, rollout), problem, el("div", { class: "panes" }, el("div", { class: "pane-grid" }, roleList, grid, note), large));
+    const colours = el("select", { id: "attention-colour", onchange: () => app.store.set("colour", colours.value) });
+    const order = el("select", { id: "attention-order", onchange: () => drawGrid() }, el("option", { value: "layer" }, "layer by layer"), el("option", { value: "most" }, "largest first"));
+    const beside = el("select", { id: "attention-beside", onchange: () => app.store.set("beside", beside.value || null) });
+    const legend = el("div", { id: "attention-legend" });
+    const without = el("p", { id: "attention-without", "aria-live": "polite" });
+    const progress = jobProgress("Computing");
+    const choice = (label, node) => el("div", {}, el("label", { for: node.id }, label), node);
+    replace(root, el("div", { class: "row toolbar" }, tabs, choice("Colour by", colours), choice("Order", order), choice("Beside", beside), rollout), problem, el("div", { class: "panes" }, el("div", { class: "pane-grid" }, roleList, grid, legend, progress.root, note), el("div", { class: "pane-large" }, without, large)));
     let kind = null;
     let small = null;
     let thumbs = [];
     let chosen = null;
     let role = null;
     let painting = 0;
+    let values = null; // of each head, for the colour
     let sheetAddress = "";
     let panel = null;
     let followRow = () => {};
@@ -65,37 +77,121 @@ export const attentionSection = {
       return whileWorking(large, load(app.store.get("run")));
     }
 
-    const headName = (layer, number) => `${kind === "self" ? "" : `${kind}.`}${layer}.${number}`;
+    const headName = (layer, number) => atlasName(kind, layer, number);
     const roleOf = (name) => (app.store.get("roles") || {})[name] || "";
+
+    /** The rows of the grid: layers, or the heads by what they are coloured with. */
+    function rowsOf() {
+      const most = Math.max(...small.heads);
+      const layers = small.layers.map((layer, row) => ({ title: layer, names: Array.from({ length: most }, (_, number) => (number < small.heads[row] ? headName(layer, number) : null)) }));
+      if (order.value === "layer") return layers;
+      const colour = app.store.get("colour");
+      const size = (name) => (colour === "role" ? (roleOf(name) ? 1 : 0) : Math.abs((values || new Map()).get(name) ?? -1));
+      const names = layers.flatMap((row) => row.names).filter((name) => name !== null);
+      if (colour === "role") names.sort((a, b) => size(b) - size(a) || roleOf(a).localeCompare(roleOf(b)));
+      else names.sort((a, b) => size(b) - size(a));
+      const wide = Math.min(most, ATTENTION_RANKED);
+      return Array.from({ length: Math.ceil(names.length / wide) }, (_, row) => ({ title: `${row * wide + 1}.`, names: Array.from({ length: wide }, (_, at) => names[row * wide + at] ?? null) }));
+    }
 
     /** The squares of all heads; their pixels come frame by frame, so that many heads do not hold the page up. */
     function drawGrid() {
       if (!small) return;
-      const { shape, values } = unpack(small.pattern);
+      const { shape, values: pixels } = unpack(small.pattern);
       const [, heads, height, width] = shape;
       const size = height * width;
+      const places = new Map(small.layers.flatMap((layer, row) => Array.from({ length: small.heads[row] }, (_, number) => [headName(layer, number), { layer, row, number }])));
+      const part = (place, count) => `${count > 1 ? (100 * place) / (count - 1) : 0}%`;
+      const sorted = order.value !== "layer";
+      const rows = rowsOf();
       thumbs = [];
-      const cells = small.layers.map((layer, row) => {
-        const buttons = Array.from({ length: small.heads[row] }, (_, number) => {
-          const part = (place, count) => `${count > 1 ? (100 * place) / (count - 1) : 0}%`;
+      const made = partGrid({
+        rows,
+        columns: rows[0].names.map((_, number) => (sorted ? "" : number)),
+        corner: sorted ? "rank" : "layer",
+        first: chosen,
+        make: (name) => {
+          const { layer, row, number } = places.get(name);
           const thumb = el("span", { class: "thumb", "aria-hidden": "true", style: { "background-size": `${100 * heads}% ${100 * small.layers.length}%`, "background-position": `${part(number, heads)} ${part(row, small.layers.length)}` } });
-          const name = headName(layer, number);
           const words = el("span", { class: "role" });
-          const button = el("button", { type: "button", class: "head", "data-head": name, "data-entropy": small.entropy[row][number], tabindex: "-1", "aria-pressed": String(name === chosen), onclick: () => pinHead(name, layer, number) }, thumb, words);
           const start = (row * heads + number) * size;
-          thumbs.push({ name, button, words, left: number * width, top: row * height, matrix: values.subarray(start, start + size), height, width, entropy: small.entropy[row][number] });
-          return el("td", {}, button);
-        });
-        return el("tr", {}, el("th", { scope: "row" }, layer), buttons);
+          thumbs.push({ name, thumb, words, left: number * width, top: row * height, matrix: pixels.subarray(start, start + size), height, width, entropy: small.entropy[row][number] });
+          return [{ class: "head", "data-head": name, "data-entropy": small.entropy[row][number], "aria-pressed": String(name === chosen), onclick: (event) => (event.shiftKey && name !== chosen ? app.store.set("beside", name) : pinHead(name, layer, number)) }, thumb, words];
+        },
       });
-      const most = Math.max(...small.heads);
-      replace(grid, el("table", { class: `heads${most > 16 ? " tiny" : most > 8 ? " many" : ""}`, onkeydown: moveHead }, el("thead", {}, el("tr", {}, el("th", { scope: "col" }, el("span", { class: "hidden-words" }, "layer")), Array.from({ length: most }, (_, number) => el("th", { scope: "col" }, number)))), el("tbody", {}, cells)));
-      const first = grid.querySelector('[aria-pressed="true"]') || grid.querySelector(".head");
-      if (first) first.tabIndex = 0;
+      for (const one of thumbs) one.button = made.buttons.get(one.name);
+      made.root.classList.toggle("named", sorted);
+      replace(grid, made.root);
       const scale = small.aggregated > 1 ? [`Each cell of a small picture stands for ${small.aggregated} tokens.`] : [];
       note.textContent = [...scale, ...(app.store.get("model").unpatterned || [])].join(" ");
       showRoles();
+      paintColours();
       paintThumbs();
+    }
+
+    /** What can be chosen: colours that this run has, heads to lay beside the pinned one. */
+    function showChoices() {
+      const run = app.store.get("run");
+      const there = Object.entries(ATLAS_COLOURS).filter(([name]) => ["pattern", "role", "entropy"].includes(name) || (run && colourPath(app, run, name) !== null));
+      if (!there.some(([name]) => name === app.store.get("colour"))) app.store.values.colour = "pattern";
+      replace(colours, there.map(([name, { title }]) => el("option", { value: name, selected: name === app.store.get("colour") }, title)));
+      const others = small ? small.layers.flatMap((layer, row) => Array.from({ length: small.heads[row] }, (_, number) => headName(layer, number))).filter((name) => name !== chosen) : [];
+      replace(beside, el("option", { value: "" }, "no other head"), others.map((name) => el("option", { value: name, selected: name === app.store.get("beside") }, `head ${name}`)));
+    }
+
+    /** Fetch the numbers of the colour that is chosen, and paint them. */
+    async function recolour() {
+      const [run, colour] = [app.store.get("run"), app.store.get("colour")];
+      if (!run || !small) return;
+      showChoices();
+      const path = colourPath(app, run, colour);
+      const wanted = () => app.store.get("run") === run && app.store.get("colour") === colour && colourPath(app, run, colour) === path && root.offsetParent !== null;
+      values = null;
+      paintColours();
+      problem.textContent = "";
+      try {
+        const found = ["pattern", "role"].includes(colour) ? null : await colourValues(app, run, colour, small, progress.tell, wanted);
+        if (!wanted()) return;
+        values = found;
+      } catch (error) {
+        if (wanted()) problem.textContent = error.message;
+      } finally {
+        if (wanted()) progress.end();
+      }
+      if (order.value !== "layer") drawGrid();
+      else paintColours();
+    }
+
+    /** The colours of the cells: pictures of the patterns, roles, or numbers on a scale. */
+    function paintColours() {
+      const colour = app.store.get("colour");
+      const { title, unit, signed } = ATLAS_COLOURS[colour];
+      const own = thumbs.map(({ name }) => values?.get(name)).filter((value) => value !== undefined);
+      const most = own.reduce((best, value) => Math.max(best, Math.abs(value)), 1e-9);
+      const roles = roleColours([...roleList.querySelectorAll("[data-role]")].map((button) => button.dataset.role));
+      for (const { name, thumb, words, button } of thumbs) {
+        const value = values?.get(name);
+        const shade = colour === "role" ? roles.get(roleOf(name)) : value === undefined ? null : signed ? signedColour(value / most) : amountColour(value / most);
+        paintCell(thumb, colour === "pattern" || (colour !== "role" && !values) ? null : shade || amountColour(0), colour === "role" ? roleOf(name).slice(0, 2) : cellText(value, most));
+        words.textContent = order.value === "layer" ? roleOf(name) : name;
+        if (value === undefined) delete button.dataset.value;
+        else button.dataset.value = value;
+        const label = [`head ${name}`, roleOf(name), value === undefined ? null : `${title} ${figure(value)}`, colour === "entropy" ? null : `entropy ${figure(Number(button.dataset.entropy))} bits`].filter(Boolean).join(", ");
+        button.setAttribute("aria-label", label);
+        button.title = label;
+      }
+      for (const button of roleList.querySelectorAll("[data-role]")) button.style.setProperty("--role", colour === "role" ? `rgb(${roles.get(button.dataset.role).join(",")})` : "transparent");
+      replace(legend, own.length ? scaleBar(unit, signed ? Number((-most).toPrecision(3)) : 0, Number(most.toPrecision(3)), Boolean(signed)) : null);
+      showWithout();
+    }
+
+    /** What the model says without the pinned head, where that is computed already, and where to switch it off. */
+    function showWithout() {
+      const run = app.store.get("run");
+      const name = app.store.get("head");
+      const bits = app.store.get("colour") === "off" ? values?.get(name) : undefined;
+      const offered = run && name && colourPath(app, run, "off") !== null;
+      replace(without, offered ? [bits === undefined ? null : [`Without head ${name} the answer moves by `, el("strong", { "data-value": bits }, `${figure(bits)} bits`), ". "], el("button", { type: "button", onclick: () => { app.store.set("off", name); app.open("ablate"); } }, `Switch head ${name} off`)] : null);
     }
 
     function paintThumbs() {
@@ -127,12 +223,8 @@ export const attentionSection = {
     /** What the heads do, where it is known: as labels, and as a list that shows which heads do it. */
     function showRoles() {
       const counts = new Map();
-      for (const { name, button, words, entropy } of thumbs) {
+      for (const { name } of thumbs) {
         const own = roleOf(name);
-        const label = `head ${name}${own ? `, ${own}` : ""}, entropy ${figure(entropy)} bits`;
-        words.textContent = own;
-        button.setAttribute("aria-label", label);
-        button.title = label;
         if (own) counts.set(own, (counts.get(own) || 0) + 1);
       }
       if (!counts.has(role)) role = null;
@@ -160,20 +252,6 @@ export const attentionSection = {
       return found ? { kind: found.kind, layer: found.layer, number: Number(number) } : null;
     }
 
-    function moveHead(event) {
-      const step = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] }[event.key];
-      const cell = event.target.closest("td");
-      if (!step || !cell) return;
-      event.preventDefault();
-      const row = cell.parentElement.parentElement.children[cell.parentElement.sectionRowIndex + step[0]];
-      const next = row && row.children[cell.cellIndex + step[1]];
-      const button = next && next.querySelector(".head");
-      if (!button) return;
-      event.target.tabIndex = -1;
-      button.tabIndex = 0;
-      button.focus();
-    }
-
     function mark(name) {
       chosen = name;
       for (const { name: each, button } of thumbs) button.setAttribute("aria-pressed", String(each === chosen));
@@ -184,6 +262,7 @@ export const attentionSection = {
     /** Put a matrix beside the grid; its rows are tokens of the selection, but for an encoder's before a decoder. */
     function show(found, run, aggregated) {
       const own = kind !== "encoder";
+      large.closest(".panes").classList.remove("paired");
       const place = () => Math.min(Math.floor(app.store.get("position") / aggregated), found.rows.length - 1);
       panel = enlarged(large, found, run, own ? place() : 0, (row) => { if (own && row >= 0) app.store.set("position", row * aggregated); });
       followRow = () => { if (own) panel.choose(place()); };
@@ -196,15 +275,42 @@ export const attentionSection = {
       try {
         const body = await app.source.get(`run/${run.run}/attention/${kind}/${layer}`);
         if (app.store.get("run") !== run || chosen !== name) return;
-        const { shape, values } = unpack(body.pattern);
+        const { shape, values: weights } = unpack(body.pattern);
         const size = shape[1] * shape[2];
         const head = body.heads[number];
         const does = roleOf(head.name) || head.role;
+        const other = await besideOf(run);
+        if (chosen !== name) return;
+        if (other) return showPair(body, number, other, run);
         const words = `Entropy ${figure(head.entropy)} bits: ${head.entropy < 1 ? "it looks at one or two places" : `as if it looked at ${figure(2 ** head.entropy, 2)} places alike`}.${body.aggregated > 1 ? ` Each cell stands for ${body.aggregated} tokens.` : ""}`;
-        show({ name: head.name, title: `Head ${head.name}${does ? `: ${does}` : ""}`, words, matrix: values.subarray(number * size, (number + 1) * size), rows: body.rows, columns: body.columns, scale: "attention weight" }, run, body.aggregated);
+        show({ name: head.name, title: `Head ${head.name}${does ? `: ${does}` : ""}`, words, matrix: weights.subarray(number * size, (number + 1) * size), rows: body.rows, columns: body.columns, scale: "attention weight" }, run, body.aggregated);
       } catch (error) {
         problem.textContent = error.message;
       }
+    }
+
+    /** The head that is pinned beside: {name, title, matrix, shape}; null where there is none of this kind. */
+    async function besideOf(run) {
+      const found = headOf(app.store.get("beside"));
+      if (!found || found.kind !== kind || app.store.get("beside") === chosen) return null;
+      const body = await app.source.get(`run/${run.run}/attention/${kind}/${found.layer}`);
+      return picked(body, found.number);
+    }
+
+    /** One head of a layer's patterns. */
+    function picked(body, number) {
+      const { shape, values: weights } = unpack(body.pattern);
+      const size = shape[1] * shape[2];
+      const { name } = body.heads[number];
+      return { name, title: `${name}${roleOf(name) ? ` ${roleOf(name)}` : ""}`, matrix: weights.subarray(number * size, (number + 1) * size) };
+    }
+
+    function showPair(body, number, other, run) {
+      const own = kind !== "encoder";
+      large.closest(".panes").classList.add("paired");
+      panel = { redraw: () => showPair(body, number, other, run) };
+      followRow = () => {};
+      besidePanel(large, picked(body, number), other, { ...body, scale: "attention weight" }, (row) => { if (own && row >= 0) app.store.set("position", row * body.aggregated); });
     }
 
     async function showRollout() {
@@ -235,7 +341,7 @@ export const attentionSection = {
         app.store.values.head = headName(layer, number);
         chosen = rolled ? "rollout" : headName(layer, number);
         drawGrid();
-        await (rolled ? showRollout() : open(layer, number));
+        await Promise.all([rolled ? showRollout() : open(layer, number), recolour()]);
       } catch (error) {
         small = null;
         note.textContent = (app.store.get("model").unpatterned || []).join(" ");
@@ -246,9 +352,12 @@ export const attentionSection = {
     }
 
     app.store.on("model", () => showTabs());
-    app.store.on("roles", () => showRoles());
-    app.store.on("theme", () => { paintThumbs(); if (panel) panel.redraw(); });
+    app.store.on("roles", () => { showRoles(); paintColours(); });
+    app.store.on("theme", () => { paintThumbs(); paintColours(); if (panel) panel.redraw(); });
     app.store.listen("position", () => followRow());
+    for (const key of ["colour", "position", "target", "foil", "other", "view"]) app.store.listen(key, () => { if (root.offsetParent) recolour(); });
+    app.store.listen("beside", () => { const found = headOf(app.store.get("head")); showChoices(); if (found && small && found.kind === kind) open(found.layer, found.number); });
+    app.store.listen("head", () => showWithout());
     app.store.listen("head", (name) => {
       const found = headOf(name);
       if (!found || !small) return;

@@ -24,7 +24,8 @@ export const headSection = {
     const stops = el("ol", { class: "stops", "aria-label": "Stops" });
     const words = el("div", { id: "head-words", "aria-live": "polite" });
     const table = el("div", { class: "wide", id: "head-table", tabindex: "0", role: "group", "aria-label": "Numbers at each stop" });
-    replace(root, problem, which, stops, words, table);
+    const recorded = el("p", { class: "soft", id: "head-recorded" });
+    replace(root, problem, recorded, which, stops, words, table);
     let body = null;
     let at = 4;
 
@@ -52,6 +53,19 @@ export const headSection = {
       replace(table, el("table", { class: "stop-table" }, el("thead", {}, el("tr", {}, el("th", { class: "past" }, "looks at"), body.stops.map((stop, place) => el("th", { class: state(place) }, stop.stop)))), el("tbody", {}, rows)), left ? el("p", { class: "soft" }, `The ${HEAD_ROWS} tokens with the largest shares; ${left} more have less.`) : null);
     }
 
+    /** What a file has of this head, or of another: it opens on the nearest, and says so. */
+    function nearest(run, name, reader) {
+      const wanted = `${name}/${reader}`;
+      replace(recorded);
+      if (app.source.has(`run/${run.run}/stops/${wanted}`)) return wanted;
+      const there = app.source.list(`run/${run.run}/stops/`);
+      const found = there.filter((path) => path.startsWith(`${name}/`)).sort((a, b) => Math.abs(a.split("/")[1] - reader) - Math.abs(b.split("/")[1] - reader))[0] || there[0];
+      if (!found) throw new Error("the inside of heads was not recorded in this file");
+      const [head, place] = found.split("/");
+      replace(recorded, head === name ? `In this file, head ${name} can be looked into at token ${place} only.` : `In this file, the inside of head ${name} is not recorded; this is head ${head}.`);
+      return found;
+    }
+
     async function load(run) {
       if (!run) return;
       const name = nameOf();
@@ -60,7 +74,7 @@ export const headSection = {
       const stale = () => app.store.get("run") !== run || nameOf() !== name || Math.min(app.store.get("position"), count - 1) !== reader;
       problem.textContent = "";
       try {
-        const found = await app.source.get(`run/${run.run}/stops/${name}/${reader}`);
+        const found = await app.source.get(`run/${run.run}/stops/${nearest(run, name, reader)}`);
         if (stale()) return;
         body = found;
         at = Math.min(at, body.stops.length - 1);

@@ -3,7 +3,7 @@
 import { ablateSection } from "./ablate.js";
 import { answerSection } from "./answer.js";
 import { attentionSection } from "./attention.js";
-import { compareSection } from "./compare.js";
+import { compareSection } from "./bench.js";
 import { costSection } from "./cost.js";
 import { el, replace } from "./dom.js";
 import { drawersSection } from "./drawers.js";
@@ -27,7 +27,7 @@ const VIEWS = [ribbonSection, similarSection, pathSection, worthSection, attenti
 const byId = (id) => document.getElementById(id);
 
 function makeApp(source) {
-  const store = new Store({ model: null, run: null, selected: null, view: null, second: null, position: null, layer: null, head: null, target: null, foil: null, off: "", roles: {}, theme: null, example: false, failed: false });
+  const store = new Store({ model: null, run: null, selected: null, view: null, second: null, other: null, at: null, beside: null, colour: "pattern", how: "zero", position: null, layer: null, head: null, target: null, foil: null, off: "", roles: {}, theme: null, example: false, failed: false });
   return {
     source,
     store,
@@ -78,9 +78,7 @@ function mountSections(app) {
   const views = el("div", { id: "views" }, byId("sections"));
   const stays = el("div", { id: "stays" });
   byId("main").append(stays, views);
-  for (const section of STAYS) stays.append(mountSection(section, app));
-  for (const section of VIEWS) views.append(mountSection(section, app));
-  const applies = (section) => !section.applies || !app.store.get("model") || section.applies(app.store.get("model"), app.source.live, app.store.get("run"));
+  const applies = (section) => !section.applies || !app.store.get("model") || section.applies(app.store.get("model"), app.source.live, app.source);
   const show = () => {
     const there = VIEWS.filter(applies);
     const chosen = there.find((section) => section.id === app.store.get("view")) || there[0];
@@ -92,7 +90,9 @@ function mountSections(app) {
     });
     byId("answer").hidden = !applies(answerSection);
   };
-  for (const key of ["model", "view", "run"]) app.store.listen(key, show);
+  for (const key of ["model", "view"]) app.store.listen(key, show); // before the views hear of it: they ask whether they are seen
+  for (const section of STAYS) stays.append(mountSection(section, app));
+  for (const section of VIEWS) views.append(mountSection(section, app));
   show();
 }
 
@@ -101,7 +101,7 @@ function mountTools(app) {
   const tour = el("button", { type: "button", id: "tour", onclick: () => startTour(app) }, "Guided tour");
   const save = el("a", { id: "export", class: "button", href: "#", download: "" }, "Save this page");
   app.store.on("run", (run) => save.setAttribute("href", run && app.source.live ? `/inside/export?run=${encodeURIComponent(run.run)}` : "#"));
-  save.addEventListener("click", () => save.setAttribute("href", `/inside/export?run=${encodeURIComponent(app.store.get("run").run)}&state=${encodeURIComponent(writeSelection(app))}`));
+  save.addEventListener("click", () => save.setAttribute("href", `/inside/export?run=${encodeURIComponent(app.store.get("run").run)}&state=${encodeURIComponent(writeSelection(app))}${app.store.get("other") ? `&second=${app.store.get("other").run}` : ""}`));
   replace(byId("tools"), tour, dark, app.source.live ? save : null);
   const kept = localTheme();
   if (kept) applyTheme(app, kept);

@@ -1,5 +1,6 @@
 // The path: from which tokens the answer came, through which heads. Tokens across, layers up; an arc is what one head carried.
 
+import { ATLAS_ASKED } from "./atlas.js";
 import { css, signedColour } from "./colour.js";
 import { el, figure, replace, svg } from "./dom.js";
 import { whenNear, whileWorking } from "./near.js";
@@ -131,6 +132,25 @@ export const pathSection = {
       replace(table, edges.length ? tableOf(direct) : el("p", { class: "soft" }, "No head carried anything: the answer is made at its own token."));
     }
 
+    const offered = () => ATLAS_ASKED.includes(app.store.get("run").task) && (app.source.live || app.source.list(`run/${app.store.get("run").run}/effects/`).length > 0);
+    const second = () => app.source.live && app.store.get("other")?.model === app.store.get("run").model;
+
+    /** Switch an edge's head off, or take what it gives from the second text. */
+    function takeOff(edge, how) {
+      app.store.set("how", how);
+      app.store.set("off", edge.part);
+      app.open("ablate");
+    }
+
+    const has = (path) => app.source.has(`run/${app.store.get("run").run}/${path}`);
+
+    /** In a file, where the answer that is asked about is not recorded: the ones that are, to go to. */
+    function offer(run) {
+      const there = app.source.list(`run/${run.run}/paths?`).map((asked) => new URLSearchParams(asked)).filter((asked) => !asked.has("token"));
+      const go = (asked) => { for (const key of ["target", "foil"]) app.store.set(key, null); app.store.set("position", Number(asked.get("position"))); };
+      replace(sum, "This file has the path of the answer at ", there.map((asked) => el("button", { type: "button", class: "mono", "data-go": asked.get("position"), onclick: () => go(asked) }, run.columns[Number(asked.get("position"))])), " only: a live page has it everywhere.");
+    }
+
     function tableOf(direct) {
       const rows = direct.slice(0, PATH_LISTED).map((edge, number) => {
         const pressed = number === chosen;
@@ -141,7 +161,7 @@ export const pathSection = {
           el("td", { class: "mono token", dir: "auto" }, named(edge.from, edge.source), el("span", { class: "soft" }, ` ${edge.source}`)),
           el("td", { class: "mono token", dir: "auto" }, named(edge.to, edge.reader), el("span", { class: "soft" }, ` ${edge.reader}`)),
           el("td", { class: "number", "data-value": edge.value }, figure(edge.value)),
-          el("td", { class: "path-acts" }, el("button", { type: "button", "aria-pressed": String(pressed), "aria-label": `Why head ${edge.part} looks there`, onclick: () => explain(edge, number) }, "Why?"), el("button", { type: "button", "aria-label": `Open head ${edge.part}`, onclick: () => openHead(edge, "attention") }, "Open"), el("button", { type: "button", "aria-label": `Inside head ${edge.part}`, onclick: () => openHead(edge, "head") }, "Inside"), app.source.live ? el("button", { type: "button", "aria-label": `Switch head ${edge.part} off`, onclick: () => { app.store.set("off", edge.part); app.open("ablate"); } }, "Off") : null),
+          el("td", { class: "path-acts" }, has(`looks/${keyOf(edge)}`) && el("button", { type: "button", "aria-pressed": String(pressed), "aria-label": `Why head ${edge.part} looks there`, onclick: () => explain(edge, number) }, "Why?"), el("button", { type: "button", "aria-label": `Open head ${edge.part}`, onclick: () => openHead(edge, "attention") }, "Open"), has(`stops/${edge.part}/${edge.reader}`) && el("button", { type: "button", "aria-label": `Inside head ${edge.part}`, onclick: () => openHead(edge, "head") }, "Inside"), offered() && el("button", { type: "button", "aria-label": `Switch head ${edge.part} off`, onclick: () => takeOff(edge, "zero") }, "Off"), offered() && second() && el("button", { type: "button", "aria-label": `Take head ${edge.part} from the second text`, onclick: () => takeOff(edge, "second") }, "From B")),
         );
       });
       return el("table", {}, el("thead", {}, el("tr", {}, ["head", "from", "read at"].map((name) => el("th", {}, name)), el("th", { class: "number" }, "logits"), el("th", {}, el("span", { class: "hidden-words" }, "what to do")))), el("tbody", {}, rows));
@@ -211,8 +231,9 @@ export const pathSection = {
       } catch (error) {
         if (stale()) return;
         body = null;
-        for (const node of [sum, picture, table, why]) replace(node);
-        problem.textContent = error.message;
+        for (const node of [sum, picture, left, table, why]) replace(node);
+        if (app.source.has(`run/${run.run}/paths?${asked}`)) problem.textContent = error.message;
+        else offer(run);
       }
     }
 
@@ -220,6 +241,6 @@ export const pathSection = {
     for (const key of ["position", "target", "foil"]) app.store.listen(key, () => { if (root.offsetParent) whileWorking(root, load(app.store.get("run"))); });
     app.store.listen("view", () => { if (body && root.offsetParent && app.store.get("run")) whileWorking(root, load(app.store.get("run"))); });
     app.store.listen("theme", () => draw());
-    app.store.listen("roles", () => draw());
+    for (const key of ["roles", "other"]) app.store.listen(key, () => draw());
   },
 };

@@ -1,7 +1,8 @@
 // One selection for the whole page: what is looked at, at which token, in which head, for which answer; and the same in the address.
 
-const SELECTION_NUMBERS = ["position", "layer", "target", "foil"];
-const SELECTION_KEYS = ["view", "position", "layer", "head", "target", "foil", "off", "second"];
+const SELECTION_NUMBERS = ["position", "layer", "target", "foil", "at"];
+const SELECTION_KEYS = ["view", "position", "layer", "head", "beside", "colour", "target", "foil", "off", "how", "second", "at"];
+const SELECTION_USUAL = { colour: "pattern", how: "zero" }; // what the address need not say
 
 /** The column of the answer that belongs to a token: its own, or the only one there is. */
 export function columnOf(run, position) {
@@ -37,7 +38,7 @@ export function writeSelection(app) {
   }
   for (const key of SELECTION_KEYS) {
     const value = app.store.get(key);
-    if (value !== null && value !== undefined && value !== "") parts.set(key, String(value));
+    if (value !== null && value !== undefined && value !== "" && value !== SELECTION_USUAL[key]) parts.set(key, String(value));
   }
   return parts.toString();
 }
@@ -49,6 +50,9 @@ export function openRun(app, run, given = {}) {
   Object.assign(app.store.values, { target: kept.target, foil: kept.foil, layer: kept.layer });
   app.store.values.position = within(given.position, run.tokens.labels.length) ?? run.position;
   if (given.head) app.store.values.head = given.head;
+  for (const key of ["beside", "second"]) if (given[key]) app.store.values[key] = given[key];
+  for (const [key, usual] of Object.entries(SELECTION_USUAL)) app.store.values[key] = given[key] || app.store.values[key] || usual;
+  app.store.values.at = given.at ?? null;
   app.store.values.off = kept.off || "";
   app.store.set("run", run);
   app.store.set("selected", {});
@@ -58,7 +62,7 @@ export function openRun(app, run, given = {}) {
 export function releasePins(app) {
   const run = app.store.get("run");
   if (!run) return;
-  for (const [key, value] of Object.entries({ target: null, foil: null, layer: null, off: "", position: run.position })) app.store.set(key, value);
+  for (const [key, value] of Object.entries({ target: null, foil: null, layer: null, off: "", beside: null, at: null, position: run.position })) app.store.set(key, value);
 }
 
 /** Keep the address up to date, and follow it where somebody changes it. */
@@ -89,7 +93,7 @@ export function followSelection(app) {
   for (const key of ["run", "selected", ...SELECTION_KEYS]) app.store.listen(key, write);
   addEventListener("hashchange", () => {
     const stated = readSelection(location.hash);
-    for (const key of SELECTION_KEYS) if (stated[key] !== null && key !== "second") app.store.set(key, stated[key]);
+    for (const key of SELECTION_KEYS) if (stated[key] !== null) app.store.set(key, stated[key]);
   });
   document.addEventListener("keydown", (event) => {
     if (event.key === "Escape" && !document.querySelector(".tour")) releasePins(app);

@@ -104,10 +104,30 @@ export class LiveSource {
     while (this.waited.size) await new Promise((done) => setTimeout(done, 60));
   }
 
+  /** Whether a path can be answered: live, every path can. */
+  has() {
+    return true;
+  }
+
   /** A path whose answer changes: `model` while it loads, `roles`. */
   async fresh(path) {
     this.kept.delete(path);
     return this.get(path);
+  }
+
+  /** A view of many passes, asked for until it is there: `tell(done, total)` hears how far it is; null once `wanted()` is false. */
+  async job(run, path, tell, wanted) {
+    const whole = `run/${run}/${path}`;
+    for (let wait = 40; !this.kept.has(whole); wait = Math.min(2 * wait, 400)) {
+      const state = await this.ask(`run/${run}/job/${path}`);
+      if (state.ready) this.kept.set(whole, Promise.resolve(state.body));
+      else if (!wanted()) return null;
+      else {
+        tell(state.done, state.total);
+        await new Promise((done) => setTimeout(done, wait));
+      }
+    }
+    return this.kept.get(whole);
   }
 
   async post(path, body) {
@@ -135,8 +155,17 @@ export class RecordedSource {
     this.record = record;
   }
 
+  has(path) {
+    return Object.hasOwn(this.record.views, path);
+  }
+
+  /** The recorded paths that begin so, without their beginning. */
+  list(prefix) {
+    return Object.keys(this.record.views).filter((path) => path.startsWith(prefix)).map((path) => path.slice(prefix.length));
+  }
+
   async get(path) {
-    if (!(path in this.record.views)) throw new Error("this was not recorded: open the model with `clearhead explore` to compute it");
+    if (!this.has(path)) throw new Error("this was not recorded: open the model with `clearhead explore` to compute it");
     return this.record.views[path];
   }
 
@@ -147,6 +176,10 @@ export class RecordedSource {
   drop() {}
 
   async idle() {}
+
+  async job(run, path) {
+    return this.get(`run/${run}/${path}`);
+  }
 
   async post() {
     throw new Error("this page is a recording: open the model with `clearhead explore` to run it again");

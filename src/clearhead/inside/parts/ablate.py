@@ -285,25 +285,38 @@ def effect(
     """
     refuse(top < 1, f"top {top} must be 1 or more")
     prepared = prepare(m, given, target, pair)
-    config = prepared.m.config
-    refuse(
-        config.head not in ("lm", "mlm", "classifier", "tagger"),
-        f"a model with head {config.head} chooses nothing that could change: "
-        "take one with lm, mlm, classifier or tagger",
-    )
-    model, choices = prepared.model, choices_of(prepared)
-    ablated, parts = selected(config, heads, layers, feedforwards)
+    where, model = asked_place(prepared, position), prepared.model
+    choices = choices_of(prepared)
+    ablated, parts = selected(prepared.m.config, heads, layers, feedforwards)
     refuse(not ablated, NOTHING_NAMED)
-    where = None if config.head == "classifier" else _position(prepared, position)
 
     def logits() -> Tensor:
         return choices.scores(prepared.run().required_logits)[0, where or 0].float().cpu()  # C
 
-    means = means_for(how, means, lambda: _averaged(model, [{"ids": prepared.main, **prepared.given}]))
+    means = means_for(how, means, lambda: means_of_text(prepared))
     with torch.no_grad():
         before = logits()
         with _off(model, parts, means):
             after = logits()
+    return compared(prepared, ablated, how, where, before, after, top)
+
+
+def means_of_text(prepared: Prepared) -> Means:
+    """Return the mean of what every head and sublayer gives, over the tokens of one text."""
+    return _averaged(prepared.model, [{"ids": prepared.main, **prepared.given}])
+
+
+def compared(
+    prepared: Prepared,
+    ablated: tuple[str, ...],
+    how: How,
+    where: int | None,
+    before: Tensor,
+    after: Tensor,
+    top: int,
+) -> Effect:
+    """Return what changed between logits [C] with and without some parts."""
+    choices = choices_of(prepared)
     log_p, log_q = (x.double().log_softmax(-1) for x in (before, after))
     p, q = (x.double().softmax(-1) for x in (before, after))
     kl = float((p * (log_p - log_q)).sum().clamp(min=0)) / math.log(2)
@@ -315,12 +328,19 @@ def effect(
     return Effect(ablated, how, prepared.tokens.labels, where, before, after, kl, listed)
 
 
-def _position(prepared: Prepared, position: int | None) -> int:
-    """Return the place of a token, counted from the start."""
-    ids, length, mask = prepared.tokens.ids, len(prepared.tokens), prepared.m.special.get("mask")
+def asked_place(prepared: Prepared, position: int | None) -> int | None:
+    """Return the token at which a model is asked, None: the whole text; refuse one that chooses nothing."""
+    head, ids, length = prepared.m.config.head, prepared.tokens.ids, len(prepared.tokens)
+    refuse(
+        head not in ("lm", "mlm", "classifier", "tagger"),
+        f"a model with head {head} chooses nothing that could change: "
+        "take one with lm, mlm, classifier or tagger",
+    )
+    if head == "classifier":
+        return None
     if position is None:
-        masked = prepared.m.config.head == "mlm" and mask in ids
-        position = ids.index(mask) if masked and mask is not None else -1
+        mask = prepared.m.special.get("mask")
+        position = ids.index(mask) if head == "mlm" and mask is not None and mask in ids else -1
     refuse(
         not -length <= position < length,
         f"there is no token {position}: the text has tokens 0 to {length - 1}",

@@ -1,0 +1,151 @@
+"""Compare retrieval with sentence-transformers and FAISS: the same embedder and documents, taking turns.
+
+    python benchmarks/retrieval_peers.py DATA --model DIR [--collections scifact cranfield] [--save]
+
+DATA is as for retrieval.py, which builds the indexes; --work DIR keeps them. --sample N lets the peer embed N
+documents only, evenly spread, and gives FAISS our vectors for the others: how far the vectors of the sample
+lie apart is in the record. Ratios are ours over theirs, so that below 1 ours takes less: medians over rounds,
+of the wall's seconds and of this process's. sentence-transformers and faiss-cpu are in no extra.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import faiss
+import numpy as np
+import torch
+from sentence_transformers import SentenceTransformer
+
+import clearhead as ch
+from clearhead.retrieval.index import Index, build_index, embedded
+from common import processor_name, save
+from retrieval import Clock, cranfield, judge, quality, scifact
+
+
+class Known:
+    """Our embedder, which remembers texts: what is left to time is the search."""
+
+    def __init__(self, model: ch.Model) -> None:
+        """Begin with nothing."""
+        self.model, self.sentences, self.folder = model, model.sentences, model.folder
+        self.vectors: dict[str, torch.Tensor] = {}
+
+    def embed(self, texts: list[str], prompt: str | None = None) -> torch.Tensor:
+        """Return vectors [N, D]."""
+        if new := [text for text in texts if text not in self.vectors]:
+            self.vectors |= zip(new, self.model.embed(new, prompt=prompt))
+        return torch.stack([self.vectors[text] for text in texts])
+
+
+def ratios(ours: Callable[[], Any], theirs: Callable[[], Any], rounds: int) -> dict[str, float]:
+    """Return medians of ours over theirs, and of our seconds; who begins changes from round to round."""
+    taken: dict[str, list[float]] = {"wall": [], "cpu": [], "ours_cpu_seconds": []}
+    for turn in range(rounds):
+        times = {}
+        for name, job in [("ours", ours), ("theirs", theirs)][:: 1 if turn % 2 else -1]:
+            clock = Clock()
+            job()
+            times[name] = clock.read("wall", digits=6)
+        for kind, key in (("wall", "wall"), ("cpu", "wall_cpu")):
+            taken[kind].append(times["ours"][key] / times["theirs"][key])
+        taken["ours_cpu_seconds"].append(times["ours"]["wall_cpu"])
+    return {name: round(statistics.median(values), 4) for name, values in taken.items()}
+
+
+def compare(
+    name: str, index: Index, peer: SentenceTransformer, queries: dict[str, str], judged: Any, given: Any
+) -> dict[str, object]:
+    """Return quality and time of the peer and of ours on one collection."""
+    passages = [part.passage(n, file) for file, part in index.parts for n in range(len(part.ends))]
+    vectors = np.concatenate([part.vectors for _, part in index.parts])
+    chosen = np.unique(np.linspace(0, len(passages) - 1, given.sample or len(passages)).astype(int))
+    texts, asked = [passages[n].text for n in chosen], list(queries.values())
+
+    def encode(some: list[str]) -> Any:
+        return peer.encode(some, batch_size=32, normalize_embeddings=True, show_progress_bar=False)
+
+    theirs = encode(texts)
+    apart = float(np.abs(theirs - vectors[chosen]).max())
+    mixed = vectors.copy()
+    mixed[chosen] = theirs
+    flat = faiss.IndexFlatIP(mixed.shape[1])
+    flat.add(mixed)
+
+    def their_search() -> Any:
+        return flat.search(encode(asked), 100)[1]
+
+    found = their_search()
+    ranked = {query: [passages[n].name for n in row] for query, row in zip(queries, found)}
+    ours = index.search_all(asked, 100, "meaning")
+    same = [len({hit.passage.name for hit in hits[:10]} & set(ranked[query][:10])) for query, hits in
+            zip(queries, ours)]  # fmt: skip
+    timed = texts[: given.timed]
+    known = Index(index.folder, Known(index.model))  # type: ignore[arg-type]
+    known.search_all(asked, 100, "meaning")
+    vectors_asked = encode(asked)
+
+    def their_index() -> None:
+        made = faiss.IndexFlatIP(mixed.shape[1])
+        made.add(encode(timed))
+
+    row: dict[str, object] = {
+        "collection": name,
+        "by": "sentence-transformers + FAISS",
+        **quality(ranked, judged),
+        "same_of_10": round(sum(same) / len(same) / 10, 4),
+        "documents": len(passages),
+        "embedded_by_peer": len(texts),
+        "vectors_apart": apart,
+        "timed_documents": len(timed),
+        "index": ratios(lambda: embedded(index.model, timed, "passage"), their_index, given.rounds),
+        "query_and_search": ratios(
+            lambda: index.search_all(asked, 100, "meaning"), their_search, given.rounds
+        ),
+        "search_alone": ratios(
+            lambda: known.search_all(asked, 100, "meaning"),
+            lambda: flat.search(vectors_asked, 100),
+            given.rounds,
+        ),
+    }
+    print(row, flush=True)
+    return row
+
+
+def main() -> None:
+    """Measure what is asked for."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("data", type=Path)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--collections", nargs="+", default=["scifact", "cranfield"])
+    parser.add_argument("--work", type=Path)
+    parser.add_argument("--sample", type=int)
+    parser.add_argument("--timed", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--save", action="store_true")
+    given = parser.parse_args()
+    faiss.omp_set_num_threads(torch.get_num_threads())
+    model, peer = ch.load(given.model), SentenceTransformer(str(given.model), device="cpu")
+    rows: list[dict[str, object]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        work = given.work or Path(folder)
+        for name in given.collections:
+            read = {"scifact": scifact, "cranfield": cranfield}[name]
+            path, queries, judged = read(given.data / name, work)
+            index = build_index(work / f"{name}.index", model, [path])
+            rows += judge(name, index, queries, judged, ["words", "meaning", "both"])
+            rows.append(compare(name, index, peer, queries, judged, given))
+    if given.save:
+        facts = {"device": processor_name(), "torch": torch.__version__, "embedder": given.model.parent.name}
+        save("retrieval_peers", [{**facts, "rows": rows}])
+
+
+if __name__ == "__main__":
+    main()
