@@ -6,7 +6,12 @@ heat map, and while the page scrolls through. Deep: the same times for 48 layers
 size of its file. First paint: from navigation until the recorded example is visible, while the model takes
 long to load. On a machine that others use too, the best of several rounds.
 
-python benchmarks/explorer.py [--rounds 3] [--skip-deep] [--save]
+Views: the model's part of each view on one thread, as a ratio to a plain forward pass of the same round, both
+in processor time, so that other programs do not count; the median of the rounds. The first view is a text's
+run, its answer, its path and the cells of the path. The views after it are answered from the recorded pass,
+but for those named as passes of their own.
+
+python benchmarks/explorer.py [--rounds 3] [--skip-deep] [--only-views] [--save]
 """
 
 from __future__ import annotations
@@ -15,9 +20,10 @@ import argparse
 import platform
 import shutil
 import socket
+import statistics
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -29,6 +35,8 @@ from clearhead.explorer.app import make_app
 from clearhead.explorer.pages import page_files, single_file
 from clearhead.explorer.record import record_run
 from clearhead.explorer.session import Opened, Session
+from clearhead.explorer.table import view
+from clearhead.explorer.views import begin
 from common import save
 
 FRAMES = """async (seconds) => {
@@ -44,12 +52,12 @@ FRAMES = """async (seconds) => {
 }"""
 
 
-def model(layers: int, heads: int, width: int, tokens: int) -> ch.Model:
+def model(layers: int, heads: int, width: int, tokens: int, vocabulary: int = 5000) -> ch.Model:
     torch.manual_seed(0)
     return ch.Model(
         ch.Transformer(
             ch.ModelConfig(
-                vocab_size=5000, d_model=width, n_layers=layers, n_heads=heads, max_positions=tokens
+                vocab_size=vocabulary, d_model=width, n_layers=layers, n_heads=heads, max_positions=tokens
             )
         ).eval()
     )
@@ -144,6 +152,58 @@ def measured(
     return found
 
 
+def timed(work: Callable[[], object]) -> tuple[float, float]:
+    """Processor seconds and wall seconds."""
+    processor, wall = time.process_time(), time.perf_counter()
+    work()
+    return time.process_time() - processor, time.perf_counter() - wall
+
+
+def views(m: ch.Model, tokens: int, rounds: int, title: str) -> dict[str, object]:
+    """What each view costs, beside a plain forward pass."""
+    last, heads = tokens - 1, m.config.main.n_heads
+    cells = ",".join(str(place) for place in range(tokens - 18, tokens))
+    first = [f"next?position={last}", f"paths?position={last}", f"said/{cells}"]
+    later = [
+        *(f"next?position={last - 1}", f"paths?position={last - 1}", f"contributions?position={last}"),
+        *("attention/self/3", "thumbnails/self", "rollout/self", f"stops/3.{heads - 1}/{last}"),
+        *(f"lens?first={last}", f"said/{last}", "stages"),
+    ]
+    own = ["lens?first=0&count=8", f"looks/3.1/{last}/5", "trace"]
+    ratios: dict[str, list[float]] = {}
+    seconds: dict[str, list[float]] = {}
+    for turn in range(rounds + 1):
+        ids = torch.randint(
+            m.config.vocab_size, (tokens,), generator=torch.Generator().manual_seed(turn)
+        ).tolist()
+        with torch.no_grad():
+            plain, wall = timed(lambda ids=ids: m.model(torch.tensor([ids])))  # type: ignore[misc]
+        run = begin(m, ids)
+        made = {"first view": timed(lambda run=run: [view(run, path) for path in first])}  # type: ignore[misc]
+        for path in (*later, *own, "step/blocks.3.attention.q"):
+            made[path] = timed(lambda run=run, path=path: view(run, path))  # type: ignore[misc]
+        if not turn:
+            continue  # to warm up
+        for name, (processor, _) in {"plain": (plain, wall), **made}.items():
+            ratios.setdefault(name, []).append(processor / plain)
+            seconds.setdefault(name, []).append(processor)
+        ratios.setdefault("first view, wall", []).append(made["first view"][1] / wall)
+    middle = {name: statistics.median(values) for name, values in ratios.items()}
+    found: dict[str, object] = {
+        "title": title,
+        "plain_forward_s": round(statistics.median(seconds["plain"]), 3),
+        "first_view_ratio": round(middle["first view"], 3),
+        "first_view_ratio_wall": round(middle["first view, wall"], 3),
+        "from_the_recorded_pass_ms": {
+            path: round(1000 * statistics.median(seconds[path]), 1)
+            for path in (*later, "step/blocks.3.attention.q")
+        },
+        "passes_of_their_own_ratio": {path: round(middle[path], 2) for path in own},
+    }
+    print(found)
+    return found
+
+
 def first_paint(browser: Browser, rounds: int) -> dict[str, object]:
     """From navigation until the example's tokens are there, with a model that takes long."""
 
@@ -172,9 +232,26 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--skip-deep", action="store_true")
+    parser.add_argument("--only-views", action="store_true", help="measure no browser")
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    measured_views = [
+        views(
+            model(12, 12, 96, 256), 256, options.rounds, "views: 256 tokens, 12 layers, 12 heads, width 96"
+        ),
+        views(
+            model(12, 12, 768, 1024, 50257),
+            241,
+            options.rounds,
+            "views: GPT-2's size, 241 tokens, one thread",
+        ),
+    ]
+    if options.save:
+        device = {"device": f"CPU {platform.machine()}, two cores, shared; one thread"}
+        save("cpu_explorer_views", [{**each, **device} for each in measured_views])
+    if options.only_views:
+        return
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         results = [

@@ -26,6 +26,7 @@ INPUTS = {
     "encoder-decoder": ("Ein Hund läuft", "speak of it"),
     "classifier": ("Москва и люди; they shall",),
     "vit": (picture(3),),
+    "tagger": ("they shall speak of England",),
 }
 SETTINGS = [
     (0.7, 0, 1, 0),

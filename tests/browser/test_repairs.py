@@ -105,7 +105,9 @@ def test_no_empty_cards(watched):
     """A model without choices has no view of choices, and a file none that needs the model."""
     with serving(Opened("vectors", lambda: toy("vectors"))) as served:
         seen = watched().open(served.url)
-        assert seen.texts("nav a:not([hidden])") == ["Heads", "Inside a head", "A / B", "Flow", "Cost"]
+        assert seen.texts("nav a:not([hidden])") == [
+            *("Similarity", "Heads", "Inside a head", "A / B", "Flow", "Cost")
+        ]
         assert not seen.page.is_visible("#answer")
         seen.look("attention", "canvas.heat")
         assert seen.wrong == []
@@ -131,7 +133,7 @@ def test_the_enlarged_head_is_beside_the_numbered_grid(watched, served):
 
 
 @pytest.mark.ledger("F2")
-@pytest.mark.parametrize("family", ["decoder", "encoder", "encoder-decoder", "classifier", "vit"])
+@pytest.mark.parametrize("family", ["decoder", "encoder", "encoder-decoder", "classifier", "tagger", "vit"])
 def test_the_path_adds_up_and_is_what_inside_says(live, family):
     watched, prepared, (given, *target) = shown(live, family)
     column = column_of(family, prepared)

@@ -8,7 +8,8 @@ from clearhead.errors import InputError
 from clearhead.explorer import atlas
 from clearhead.explorer.record import record_run
 from clearhead.explorer.session import Opened, Session
-from clearhead.explorer.views import begin, view
+from clearhead.explorer.table import view
+from clearhead.explorer.views import begin
 from clearhead.inside.lens import followed, lens
 from clearhead.inside.parts.ablate import effect
 from clearhead.inside.parts.each import single_parts

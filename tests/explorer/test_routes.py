@@ -15,7 +15,8 @@ from clearhead.explorer.app import HEADERS, is_loopback
 from clearhead.explorer.pages import page_files
 from clearhead.explorer.record import record
 from clearhead.explorer.session import KEPT, Opened, Session, named_roles
-from clearhead.explorer.views import begin, view
+from clearhead.explorer.table import view
+from clearhead.explorer.views import begin
 from clearhead.inside.heads import MIXED, head_roles
 from tests.explorer.toys import TEXTS, picture, serving, toy, unpacked
 

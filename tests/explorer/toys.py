@@ -88,6 +88,15 @@ def toy(family: str) -> ch.Model:
             head="classifier",
             n_classes=3,
         )
+    if family == "tagger":
+        return _loaded(
+            trained("bpe", "classify"),
+            9,
+            labels=("O", "B-PLACE", "I-PLACE"),
+            family="encoder",
+            head="tagger",
+            n_classes=3,
+        )
     if family == "vectors":
         return _loaded(trained("bpe", "classify"), 8, family="encoder", head="none")
     assert family == "vit"

@@ -3,12 +3,14 @@
 Any server may include the routes.
 """
 
+import asyncio
 import ipaddress
 import json
 from collections.abc import Awaitable, Callable
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi.concurrency import run_in_threadpool
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 
@@ -18,7 +20,8 @@ from clearhead.explorer.pack import finite
 from clearhead.explorer.pages import page_files, single_file
 from clearhead.explorer.record import record_run
 from clearhead.explorer.session import Session
-from clearhead.explorer.views import view
+from clearhead.explorer.table import view
+from clearhead.explorer.worth import steered_view
 from clearhead.tokens.labels import labels
 
 HEADERS = {
@@ -31,6 +34,7 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
+ASIDE = ("looks/", "trace", "neurons")  # views with a pass of their own, which no other view waits for
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 LARGEST_BODY = 8_000_000  # bytes
 MOST_LABELS = 2000
@@ -150,6 +154,11 @@ def inside_routes(session: Session) -> APIRouter:
         found = session.models[0].roles
         return {"ready": found is not None, "roles": found or {}}
 
+    @router.get("/examples")
+    def examples() -> dict[str, Any]:
+        found = session.models[0].findings
+        return {"ready": found is not None, "examples": found or []}
+
     @router.get("/labels")
     def names(ids: str, model: int = 0) -> dict[str, Any]:
         m, numbers = session.model(model), _numbers(ids)
@@ -190,6 +199,18 @@ def inside_routes(session: Session) -> APIRouter:
         with session.lock:
             return finite(run.ablate(heads, layers, feedforwards, how, position, second))
 
+    @router.post("/run/{name}/steer")
+    def steer(name: str, asked: Asked) -> Any:
+        run = session.run(name)
+        texts = [asked.get(key) for key in ("toward", "away")]
+        strength: Any = asked.get("strength", 1.0)
+        refuse(not all(isinstance(text, str) for text in texts), "toward and away must be texts")
+        refuse(type(strength) not in (int, float), "strength must be a number")
+        toward, away = map(str, texts)
+        layer, position = _whole(asked, "layer"), _whole(asked, "position")
+        with session.aside:
+            return finite(steered_view(run, (toward, away), layer, strength, position))
+
     @router.get("/export")
     def export(run: str, state: str = "", second: str = "") -> HTMLResponse:
         found, other = session.run(run), session.run(second) if second else None
@@ -209,11 +230,18 @@ def inside_routes(session: Session) -> APIRouter:
         return Json(session.job(name, path + query))
 
     @router.get("/run/{name}/{path:path}")
-    def views(name: str, path: str, request: Request) -> Json:
+    async def views(name: str, path: str, request: Request) -> Response:
         run = session.run(name)
         query = f"?{request.url.query}" if request.url.query else ""
-        with session.lock:
-            return Json(view(run, path + query))
+        turn = session.aside if path.startswith(ASIDE) else session.lock
+        while not turn.acquire(blocking=False):
+            if await request.is_disconnected():
+                return Response(status_code=499)  # nobody waits for it any more
+            await asyncio.sleep(0.005)
+        try:
+            return await run_in_threadpool(lambda: Json(view(run, path + query)))
+        finally:
+            turn.release()
 
     return router
 

@@ -17,7 +17,8 @@ from clearhead.errors import CheckpointError, ClearheadError, InputError, refuse
 from clearhead.explorer.described import model_view
 from clearhead.explorer.pack import finite
 from clearhead.explorer.pages import single_file
-from clearhead.explorer.views import PageRun, begin, view
+from clearhead.explorer.table import view
+from clearhead.explorer.views import PageRun, begin
 from clearhead.hub.files import write_text
 from clearhead.inside import names
 from clearhead.inside.parts.each import single_parts
@@ -156,7 +157,7 @@ def _beside(run: PageRun, second: PageRun, about: dict[str, Any], opened: Select
     views: dict[str, Any] = {"second": finite(other)}
     paired = {"recorded": run, "second": second}
     asked = dict(parse_qsl(opened.asked))
-    choice = asked.get("token") or str(int(run.scores[opened.column].argmax()))
+    choice = asked.get("token") or str(int(run.scores(opened.column).argmax()))
     against = f"&against={asked['against']}" if "against" in asked else ""
     place = min(opened.second if opened.second is not None else other["position"], len(other["columns"]) - 1)
     wanted = [("recorded", f"followed/{choice}"), ("second", f"followed/{choice}")]
@@ -179,6 +180,7 @@ def _paths(run: PageRun, kinds: list[str], about: dict[str, Any], opened: Select
     """Return the paths of the views that go into the file, but for attention and steps."""
     paths = ["stages", "trace", "lens", *(f"thumbnails/{kind}" for kind in kinds)]
     paths += [f"rollout/{kind}" for kind in kinds if kind != "cross"]
+    paths += ["similar"] if run.pair is not None else []
     if about["columns"]:
         fit = max(1, LOGIT_BYTES // (4 * run.choices.count))
         chosen = [opened.column, about["position"], *reversed(range(len(about["columns"])))]
@@ -186,7 +188,8 @@ def _paths(run: PageRun, kinds: list[str], about: dict[str, Any], opened: Select
         begins = f"position={about['position']}"
         paths += [f"paths?{asked}" for asked in dict.fromkeys([opened.asked, begins])]
         asked = dict.fromkeys([f"position={opened.column}", begins, opened.asked])
-        paths += [f"contributions?{one}" for one in asked]
+        paths += [f"{kind}?{one}" for kind in ("contributions", "occlusion", "neurons") for one in asked]
+        paths += [f"map?position={place}" for place in dict.fromkeys([opened.position, about["position"]])]
         rows = len(single_parts(run.m.config)) * (len(about["tokens"]["labels"]))
         if rows < BATCH_TOKENS:
             paths += [f"effects/zero?{one}" for one in dict.fromkeys([f"position={opened.column}", begins])]

@@ -1,6 +1,6 @@
 """The state of a page: models that load in the background, and the latest runs.
 
-One forward pass at a time.
+One forward pass at a time, and one more for what no other view waits for.
 """
 
 import base64
@@ -13,22 +13,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from clearhead.api import Model
 from clearhead.errors import ClearheadError, InputError, refuse
 from clearhead.explorer.atlas import PageJobs
-from clearhead.explorer.described import model_view
-from clearhead.explorer.views import PageRun, begin, view
+from clearhead.explorer.described import TASKS, model_view
+from clearhead.explorer.findings import findings, shapes
+from clearhead.explorer.table import view
+from clearhead.explorer.views import PageRun, begin
 from clearhead.hub.pixels import read_image
 from clearhead.inside.heads import MIXED, head_roles
 
 KEPT = 16  # runs that are remembered
+RECORDED = 4  # of them, those whose pass stays in memory
 LONGEST_TEXT = 200_000  # characters
 MOST_TOKENS = 4096
 MOST_PIXELS = 40_000_000
 IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp")
 EXAMPLE = "The cat sat on the mat because it was tired."
+OTHER = "A dog slept on the rug, for it was old."
 
 
 class Opened:
@@ -39,6 +41,7 @@ class Opened:
         self.m: Model | None = None
         self.says, self.failed = f"loading {name}", False
         self.roles: dict[str, str] | None = None
+        self.findings: list[dict[str, Any]] | None = None
 
     def open(self) -> None:
         """Load the model; keep what goes wrong as one line."""
@@ -66,7 +69,8 @@ def first_example(m: Model) -> dict[str, Any]:
         return {"ids": list(range(min(12, m.config.vocab_size, m.max_length)))}
     if m.config.head == "mlm" and m.special.get("mask") is not None:
         return {"text": f"The cat {m.tokenizer.id_to_token(m.special['mask'])} on the mat."}
-    return {"text": EXAMPLE}
+    embeds = m.config.head not in TASKS and m.config.family == "encoder"
+    return {"text": EXAMPLE} | ({"pair": OTHER} if embeds else {})
 
 
 def named_roles(m: Model) -> dict[str, str]:
@@ -100,12 +104,13 @@ class Session:
     def __init__(self, models: Sequence[Opened]) -> None:
         self.models = list(models)
         self.lock = threading.Lock()
+        self.aside = threading.Lock()  # of views that take long and hold up no other
         self._runs: OrderedDict[str, PageRun] = OrderedDict()
         self._count = itertools.count(1)
         self.jobs = PageJobs()
 
     def start(self) -> None:
-        """Load the models in the background, and then look for what each head does."""
+        """Load the models in the background; then look for what each head does, and for examples."""
         threading.Thread(target=self._prepare, name="clearhead-explorer", daemon=True).start()
 
     def _prepare(self) -> None:
@@ -117,6 +122,12 @@ class Session:
                     opened.roles = named_roles(opened.m)
                 except Exception:  # the page works without the names of roles
                     opened.roles = {}
+        for opened in self.models[:1]:
+            if opened.m is not None and opened.findings is None:
+                try:
+                    opened.findings = findings(opened.m)
+                except Exception:  # the page works without examples
+                    opened.findings = []
 
     def model(self, number: int = 0) -> Model:
         """Return a model that is ready."""
@@ -157,6 +168,8 @@ class Session:
         self._runs[name] = run
         if len(self._runs) > KEPT:
             self._runs.popitem(last=False)
+        for older in list(self._runs.values())[:-RECORDED]:
+            older.prepared.forget()
         return run.about(name)
 
     def job(self, name: str, path: str) -> dict[str, Any]:
@@ -196,13 +209,8 @@ def _is_short(text: Any) -> bool:
 def _image(m: Model, encoded: Any) -> Any:
     """Return the pixels of an image file in base64, or of a ring where none is given."""
     config = m.config
-    assert config.image_size is not None
     if encoded is None:
-        height, width = config.image_size
-        y, x = np.mgrid[0:height, 0:width]
-        distance = np.hypot(y - height / 2, x - width / 2) - min(height, width) / 3.2
-        ring = np.abs(distance) < min(height, width) / 10
-        return np.repeat((ring * 255).astype(np.uint8)[:, :, None], config.n_channels, axis=2)
+        return shapes(config)["a ring"]
     refuse(not isinstance(encoded, str), "image must be a file in base64")
     try:
         raw = base64.b64decode(encoded.partition(",")[2] or encoded, validate=True)

@@ -1,68 +1,76 @@
-"""One head at one token, in five stops: q·k, scale, mask and position, softmax, the mix of values."""
+"""One head at one token, in five stops: q·k, scale, mask and position, softmax, the mix of values.
+
+The numbers are those of the recorded pass: its queries and keys, its masked scores, its pattern and values.
+"""
 
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from clearhead.api import Model
 from clearhead.errors import refuse
 from clearhead.explorer.pack import short
 from clearhead.inside.choices import find_column
-from clearhead.inside.names import AttentionHead, find_heads
-from clearhead.inside.trace import Trace, trace
+from clearhead.inside.inputs import Prepared
+from clearhead.inside.names import AttentionHead, find_heads, kinds_of
+from clearhead.inside.trace.facts import filled_words
+from clearhead.model.taps import Recording, tap_names
 
 HIDDEN = -1e30  # scores below this are masked
-# The last of each tuple that the model has: positions and caps change scores where they are used.
-STOPS = {
-    "q·k": ("scores",),
-    "scale": ("scaled", "softcapped"),
-    "mask": ("biased", "masked"),
-    "softmax": ("pattern",),
-}
+MIX = "Each value counts as much as its share; what is shown is the length of what each token gives."
 
 
-def head_stops(
-    m: Model, given: Any, target: Sequence[int] | None, pair: str | None, heads: Sequence[str], reader: int
-) -> list[dict[str, Any]]:
-    """Return what each head computes for one reader, [S] numbers at each stop, from one traced pass.
-
-    Masked scores are null.
-    """
-    found = find_heads(m.config, heads)
-    steps = [step for several in STOPS.values() for step in several]
-    names = {f"{head.part}.{step}" for head in found for step in (*steps, "v_heads")}
-    seen = trace(m, given, target, pair, keep_values=sorted(names))
-    return [_stops_of(head, seen, reader) for head in found]
+def head_stops(prepared: Prepared, heads: Sequence[str], reader: int) -> list[dict[str, Any]]:
+    """Return what each head computes for one reader, [S] numbers at each stop; masked scores are null."""
+    config = prepared.m.config
+    found, known = find_heads(config, heads), tap_names(config)
+    seen_kinds = {one.part for one, kind in kinds_of(config).items() if kind.patterned}
+    for head in found:
+        refuse(head.part not in seen_kinds, f"head {head} has no attention pattern to look into")
+    taps = {f"{head.part}.{tap}" for head in found for tap in ("q", "k", "v", "scores", "pattern")}
+    _, seen = prepared.record(*sorted(taps & set(known)), logits="none")
+    return [_stops_of(prepared, seen, head, reader) for head in found]
 
 
-def _stops_of(head: AttentionHead, seen: Trace, reader: int) -> dict[str, Any]:
-    """Return one head's stops from a trace that kept them."""
-    kept = {step.name: step for step in seen.steps if step.value is not None}
-    refuse(f"{head.part}.pattern" not in kept, f"head {head} has no attention pattern to look into")
-    first, main = seen.source_tokens or seen.tokens, seen.tokens
-    rows, columns = {"encoder": (first, first), "cross": (main, first)}.get(head.kind, (main, main))
+def _stops_of(prepared: Prepared, seen: Recording, head: AttentionHead, reader: int) -> dict[str, Any]:
+    """Return one head's stops from what the pass has recorded."""
+    model = prepared.model
+    stack = model.encoder if head.kind == "encoder" else model.main
+    assert stack is not None
+    block = list(stack.layers())[head.layer]
+    attention: Any = block.cross if head.kind == "cross" else block.attention
+    rows = prepared.tokens_of("encoder." if head.kind == "encoder" else "").labels
+    columns = prepared.tokens_of("" if head.kind == "self" else "encoder.").labels
     place = find_column(reader, rows)
 
-    def row(name: str) -> Tensor:
-        value = kept[name].value
-        assert value is not None
-        return value[0, head.number, place].float()
+    def of_group(tap: str, heads: int) -> Tensor:
+        """Return the keys or values that the head reads, [S, E]: those of its group."""
+        x = seen[f"{head.part}.{tap}"][0].float()
+        return x[len(x) * head.number // heads]
 
+    shares = seen[f"{head.part}.pattern"][0].float()
+    numbers: dict[str, tuple[str, Tensor]] = {}  # by stop: the step it is of, [S] numbers
+    if f"{head.part}.scores" in seen:
+        masked = seen[f"{head.part}.scores"][0, head.number, place].float()
+        query = seen[f"{head.part}.q"][0, head.number, place].float()
+        product = of_group("k", len(shares)) @ query
+        scaled, cap = product * attention.scale, attention.softcap
+        numbers["q·k"] = "scores", product
+        numbers["scale"] = (
+            ("scaled", scaled) if cap is None else ("softcapped", cap * torch.tanh(scaled / cap))
+        )
+        numbers["mask"] = "masked", masked
+    numbers["softmax"] = "pattern", shares[head.number, place]
     stops = []
-    for title, steps in STOPS.items():
-        there = [kept[f"{head.part}.{step}"] for step in steps if f"{head.part}.{step}" in kept]
-        if there:
-            step = there[-1]
-            numbers = [None if value <= HIDDEN else short(value) for value in row(step.name).tolist()]
-            stops.append({"stop": title, "formula": step.formula, "why": step.why, "values": numbers})
-    weights, values = (kept[f"{head.part}.{step}"].value for step in ("pattern", "v_heads"))
-    assert weights is not None and values is not None
-    shared = values.shape[1] * head.number // weights.shape[1]  # the key/value head of its group
-    lengths = values[0, shared].float().norm(dim=-1)
-    mix = [short(value) for value in (row(f"{head.part}.pattern") * lengths).tolist()]
-    why = "Each value counts as much as its share; what is shown is the length of what each token gives."
-    stops.append({"stop": "mix", "formula": "share × |v|", "why": why, "values": mix})
+    for stop, (step, values) in numbers.items():
+        words = filled_words(model.config, f"{head.part}.{step}", values)
+        shown = [None if value <= HIDDEN else short(value) for value in values.tolist()]
+        stops.append({"stop": stop, "formula": words.formula, "why": words.why, "values": shown})
+    mix = shares[head.number, place] * of_group("v", len(shares)).norm(dim=-1)
+    stops.append(
+        {"stop": "mix", "formula": "share × |v|", "why": MIX, "values": [short(x) for x in mix.tolist()]}
+    )
     return {
         "head": str(head),
         "reader": place,

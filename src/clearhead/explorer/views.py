@@ -1,4 +1,4 @@
-"""What the page shows, as plain JSON: a view is a function of a run and its parameters, with a path.
+"""What the page shows, as plain JSON: a view is a function of a run and its parameters; `table` has its path.
 
 Served live, recorded into a file and shown in a notebook, they are the same bodies. Patterns and logits are
 packed as they are, the small pictures of heads a byte a value.
@@ -8,6 +8,7 @@ Shapes: L layers, H heads, T queries, S keys, V choices.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -19,21 +20,23 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from clearhead.api import Model
-from clearhead.errors import InputError, nearest, refuse
+from clearhead.errors import InputError, refuse
 from clearhead.explorer import atlas
 from clearhead.explorer.described import TASKS
-from clearhead.explorer.pack import finite, packed_bytes, packed_floats, packed_numbers, packed_picture
+from clearhead.explorer.pack import packed_bytes, packed_floats, packed_numbers, packed_picture
 from clearhead.explorer.stops import head_stops
 from clearhead.inside.attention import maps_of
 from clearhead.inside.attention_maps import LayerMap
 from clearhead.inside.choices import Choices, choices_of, find_column
-from clearhead.inside.inputs import InputTokens, Prepared, prepare
-from clearhead.inside.lens import contributions, lens
+from clearhead.inside.inputs import InputTokens, prepare
+from clearhead.inside.lens import best_choices, contributions, lens
+from clearhead.inside.once import RecordedOnce, recorded_once
 from clearhead.inside.patch import OnRows
 from clearhead.inside.paths import looks, paths
 from clearhead.inside.results import plain
-from clearhead.inside.trace import trace
+from clearhead.inside.trace import Trace, trace
 from clearhead.inside.trace.steps import TraceStep
+from clearhead.model.transformer import evaluating
 from clearhead.tokens.labels import decoded
 from clearhead.tokens.stages import stages
 
@@ -68,7 +71,7 @@ class PageRun:
     """
 
     m: Model
-    prepared: Prepared
+    prepared: RecordedOnce
     given: Any
     target: Sequence[int] | None = None
     pair: str | None = None
@@ -78,11 +81,11 @@ class PageRun:
     others: Callable[[str], PageRun] = field(default=_alone, compare=False)
     progress: OnRows = field(default=lambda done, total: None, compare=False)
 
-    @cached_property
-    def scores(self) -> Tensor:
-        """Return the scores of the head [columns, V], in float32 on the CPU."""
-        with torch.no_grad():
-            return self.choices.scores(self.prepared.run().required_logits)[0].float().cpu()
+    def scores(self, column: int) -> Tensor:
+        """Return the scores of the head at one column [V], in float32 on the CPU."""
+        output, _ = self.prepared.record(logits="none")
+        with torch.no_grad(), evaluating(self.prepared.model):
+            return self.choices.column_scores(output.hidden, column)[0].float().cpu()
 
     @cached_property
     def choices(self) -> Choices:
@@ -129,7 +132,7 @@ class PageRun:
 
     def trace(self) -> dict[str, Any]:
         """Return every step of the forward pass, without the values."""
-        body = trace(self.m, self.given, self.target, self.pair, keep_values=()).to_dict()
+        body = self._traced.to_dict()
         return {name: body[name] for name in ("legend", "totals", "difference", "steps")}
 
     def step(self, name: str) -> dict[str, Any]:
@@ -137,9 +140,13 @@ class PageRun:
         return self.steps([name])[name]
 
     def steps(self, names: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """Return the numbers of several steps, from one pass."""
-        made = trace(self.m, self.given, self.target, self.pair, keep_values=names)
-        return {name: _numbers_of(made[name]) for name in names}
+        """Return the numbers of several steps."""
+        return {name: _numbers_of(self._traced[name]) for name in names}
+
+    @cached_property
+    def _traced(self) -> Trace:
+        """Trace a pass; of each step's result keep what the page shows."""
+        return trace(self.m, self.prepared, keep_values=_corner)
 
     def attention(self, kind: str, layer: int) -> dict[str, Any]:
         """Return the patterns of one attention [H, T, S]."""
@@ -188,9 +195,10 @@ class PageRun:
         labels = list(rolled.tokens.labels)
         return {"rows": labels, "columns": labels, "pattern": packed_floats(rolled.last)}
 
-    def lens(self) -> dict[str, Any]:
-        """Return what the model would say if it stopped after each layer, at each position."""
-        seen = lens(self.m, self.given, self.target, self.pair, top=5)
+    def lens(self, first: int | None = None, count: int | None = None) -> dict[str, Any]:
+        """Return what the model would say if it stopped after each layer, at each position or at some."""
+        columns = None if first is None else self._some(first, count or 1)
+        seen = lens(self.m, self.prepared, top=5, columns=columns)
         named = (name for layer in seen.top_names for cell in layer for name in cell)
         listed = dict(zip(seen.top.flatten().tolist(), named))
         return {
@@ -204,10 +212,19 @@ class PageRun:
             "chosen": list(seen.chosen_names),
         }
 
+    def said(self, columns: list[int]) -> dict[str, Any]:
+        """Return what the model would say after each layer at some columns, by name: [L + 1, C]."""
+        choices, best = best_choices(self.m, self.prepared, columns)
+        return {"columns": columns, "says": [[choices.name(one) for one in row] for row in best.tolist()]}
+
+    def _some(self, first: int, count: int) -> range:
+        """Return so many columns from the first on, as far as there are any."""
+        return range(find_column(first, self.choices.columns), min(first + count, len(self.choices.columns)))
+
     def next(self, position: int) -> dict[str, Any]:
         """Return all scores at one position, with the names of the largest."""
         column = find_column(position, self.choices.columns)
-        scores = self.scores[column]
+        scores = self.scores(column)
         best = scores.topk(min(LISTED, len(scores))).indices.tolist()
         ids, writes = self.prepared.tokens.ids, self.m.config.head == "lm"
         actual = ids[column + 1] if writes and column + 1 < len(ids) else None
@@ -236,13 +253,11 @@ class PageRun:
 
     def contributions(self, position: int, token: int | None, against: int | None) -> dict[str, Any]:
         """Return what each head, feed-forward and embedding adds to one choice's logit."""
-        return contributions(
-            self.m, self.given, token, position, self.target, against, pair=self.pair
-        ).to_dict()
+        return contributions(self.m, self.prepared, token, position, against=against).to_dict()
 
     def paths(self, position: int, token: int | None, against: int | None) -> dict[str, Any]:
         """Return what heads carried to one choice's logit, by source token: the largest edges, and sums."""
-        found = paths(self.m, self.given, token, position, self.target, against, self.pair)
+        found = paths(self.m, self.prepared, token, position, against=against)
         return {
             **{
                 name: plain(getattr(found, name)) for name in ("column", "choice", "against", "rows", "terms")
@@ -254,15 +269,15 @@ class PageRun:
 
     def looks(self, head: str, reader: int, source: int) -> dict[str, Any]:
         """Return what made a head look from one token at another."""
-        return {"edges": plain(looks(self.m, self.given, head, reader, source, self.target, self.pair))}
+        return {"edges": plain(looks(self.m, self.prepared, head, reader, source))}
 
     def stops(self, head: str, reader: int) -> dict[str, Any]:
         """Return one head at one reader, stop by stop."""
         return self.all_stops([head], reader)[0]
 
     def all_stops(self, heads: Sequence[str], reader: int) -> list[dict[str, Any]]:
-        """Return several heads at one reader, from one pass."""
-        return head_stops(self.m, self.given, self.target, self.pair, heads, reader)
+        """Return several heads at one reader."""
+        return head_stops(self.prepared, heads, reader)
 
     def extended(self, token: int) -> PageRun:
         """Return the run with one token more."""
@@ -275,66 +290,24 @@ class PageRun:
 
 def begin(m: Model, given: Any, target: Any = None, pair: str | None = None) -> PageRun:
     """Start a run; an answer that the model writes by itself is written once."""
-    prepared = prepare(m, given, target, pair)
+    embeds = TASKS.get(m.config.head or "") is None  # its second text is read by itself
+    prepared = recorded_once(prepare(m, given, target, None if embeds else pair))
     written = list(prepared.tokens.ids) if prepared.source is not None else None
     return PageRun(m, prepared, given, written, pair)
 
 
-def whole(text: str) -> int:
-    """Return the whole number that a text states."""
-    try:
-        return int(text)
-    except ValueError:
-        raise InputError(f'"{text[:40]}" is no whole number') from None
-
-
-ASKED: dict[str, str | None] = {"position": "-1", "token": None, "against": None}
-# By the first word of a path: the view, what the further words are, and the options with their defaults.
-VIEWS: dict[str, tuple[Callable[..., Any], tuple[Callable[[str], Any], ...], dict[str, str | None]]] = {
-    "stages": (PageRun.stages, (), {}),
-    "trace": (PageRun.trace, (), {}),
-    "step": (PageRun.step, (str,), {}),
-    "attention": (PageRun.attention, (str, whole), {}),
-    "thumbnails": (PageRun.thumbnails, (str,), {}),
-    "rollout": (PageRun.rollout, (str,), {}),
-    "lens": (PageRun.lens, (), {}),
-    "next": (PageRun.next, (), {"position": "-1"}),
-    "contributions": (PageRun.contributions, (), ASKED),
-    "paths": (PageRun.paths, (), ASKED),
-    "effects": (atlas.effects, (str,), {"position": "-1"}),
-    "patch": (atlas.patches, (str, str), ASKED),
-    "followed": (atlas.followed_view, (whole,), {}),
-    "stops": (PageRun.stops, (str, whole), {}),
-    "looks": (PageRun.looks, (str, whole, whole), {}),
-}
-
-
-def view(run: PageRun, path: str) -> Any:
-    """Return a view of a run by its path: "trace", "attention/self/3", "next?position=4".
-
-    Numbers that are not finite become null.
-    """
-    name, _, query = path.partition("?")
-    stated = dict(part.split("=", 1) for part in query.split("&") if "=" in part)
-    kind, *words = name.split("/")
-    if kind not in VIEWS or len(words) < len(VIEWS[kind][1]):
-        raise InputError(
-            f'there is no view "{path[:80]}"{nearest(kind, VIEWS)}: views are {", ".join(VIEWS)}'
-        )
-    make, places, defaults = VIEWS[kind]
-    texts = {option: stated.get(option, default) for option, default in defaults.items()}
-    options = {option: None if text is None else whole(text) for option, text in texts.items()}
-    return finite(make(run, *(read(word) for read, word in zip(places, words)), **options))
+def _corner(x: Tensor) -> Tensor:
+    """Return the corner of the last two axes, at index 0 of all others."""
+    shown = min(x.ndim, 2)
+    return x[(0,) * (x.ndim - shown) + (slice(CORNER),) * shown].clone()
 
 
 def _numbers_of(step: TraceStep) -> dict[str, Any]:
-    """Return a step with its numbers: the corner of the last two axes, at index 0 of all others."""
+    """Return a step with the numbers that were kept of it."""
     assert step.value is not None
-    shown = min(step.value.ndim, 2)
-    corner = step.value[(0,) * (step.value.ndim - shown) + (slice(CORNER),) * shown]
     return {
         **step.to_dict(),
-        "values": packed_floats(corner.numpy()),
-        "cut": corner.numel() < step.value.numel(),
+        "values": packed_floats(step.value.numpy()),
+        "cut": step.value.numel() < math.prod(step.shape),
         "axes": step.symbols.split()[-2:],
     }

@@ -29,7 +29,6 @@ from clearhead.errors import InputError, refuse
 from clearhead.hub.files import read_json
 from clearhead.inside import inputs, names
 from clearhead.inside.attention_maps import AttentionMaps, Axis, LayerMap, query_entropy
-from clearhead.model.taps import edit
 from clearhead.model.transformer import Transformer
 
 BUDGET = 512 * 512  # cells of one head's pattern
@@ -76,7 +75,7 @@ def maps_of(
     folder = _new_folder(Path(to)) if to is not None else None
     found: list[LayerMap] = []
 
-    def keep(x: Tensor, name: names.AttentionName) -> Tensor:
+    def keep(x: Tensor, name: names.AttentionName) -> None:
         whole, (queries, keys) = x.detach()[0].float(), axes[name.kind]
         if max(queries.size, keys.size) == 1:
             cells, entropies = whole.cpu().numpy(), None
@@ -89,13 +88,8 @@ def maps_of(
             found.append(each)
         else:
             _write_arrays(each, folder)
-        return x
 
-    with (
-        torch.no_grad(),
-        edit(prepared.model, {f"{each.part}.pattern": partial(keep, name=each) for each in chosen}),
-    ):
-        prepared.run(logits="none")
+    prepared.hand_out({f"{each.part}.pattern": partial(keep, name=each) for each in chosen})
     skipped = tuple(each for each, own in names.kinds_of(prepared.model.config).items() if not own.patterned)
     if folder is None:
         return AttentionMaps(tuple(found), skipped)

@@ -20,7 +20,7 @@ from clearhead.model import masks
 from clearhead.model.attention import Attention
 from clearhead.model.heads import LanguageHead
 from clearhead.model.taps import Recording
-from clearhead.model.transformer import Output
+from clearhead.model.transformer import Output, evaluating
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,7 @@ class AskedLogit:
     column: int
     choice: int
     other: int | None
+    scores: Tensor  # [N] of the column
     output: Output
     seen: Recording
 
@@ -59,7 +60,7 @@ class AskedLogit:
     def of(
         cls,
         m: inputs.AnyModel,
-        given: inputs.Given,
+        given: inputs.Given | inputs.Prepared,
         token: str | int | None,
         position: int,
         target: inputs.Target,
@@ -73,16 +74,18 @@ class AskedLogit:
         column = find_column(position, choices.columns)
         routed = ("blocks.*.router", "blocks.*.passed") if prepared.model.config.depth_capacity != 1 else ()
         output, seen = prepared.record(
-            "blocks.*.z", "blocks.*.attention.out", "blocks.*.feedforward.out", *routed, *taps
+            *("blocks.*.z", "blocks.*.attention.out", "blocks.*.feedforward.out", *routed, *taps),
+            logits="none",
         )
-        best = int(choices.scores(output.required_logits)[0, column].argmax())
-        choice = best if token is None else choices.find(token)
+        with torch.no_grad(), evaluating(prepared.model):
+            scores = choices.column_scores(output.hidden, column)[0]
+        choice = int(scores.argmax()) if token is None else choices.find(token)
         other = None if against is None else choices.find(against)
         refuse(
             other == choice,
             f'"{choices.name(choice)}" against itself is always 0: choose another to compare it with',
         )
-        return cls(prepared, choices, column, choice, other, output, seen)
+        return cls(prepared, choices, column, choice, other, scores, output, seen)
 
     @property
     def name(self) -> str:
@@ -101,9 +104,7 @@ class AskedLogit:
     @cached_property
     def said(self) -> float:
         """What the model says, behind a soft cap where it has one."""
-        return float(
-            self.difference(self.choices.scores(self.output.required_logits)[0, self.column].double())
-        )
+        return float(self.difference(self.scores.double()))
 
     @cached_property
     def logit(self) -> float:
@@ -155,13 +156,12 @@ def parts_of(asked: AskedLogit) -> tuple[list[AddedPart], LinearReadout]:
     def attended(layer: int, part: str, attention: nn.Module) -> Tensor:
         kind = "self" if part == "attention" else "cross"
         if not isinstance(attention, Attention):  # its heads are gated before they are joined
-            given = exact(seen[f"blocks.{layer}.{part}.out"][0])[read.rows]
+            given = exact(seen[f"blocks.{layer}.{part}.out"][0][read.rows])
             return add(given, Term(f"{part} {layer}", kind, layer=layer))
         heads = names.AttentionName(kind, layer, attention.n_heads).heads
         terms = [Term(str(head), kind, layer=layer, head=head.number) for head in heads]
         z = add(exact(seen[f"blocks.{layer}.{part}.z"][0][:, read.rows]), *terms)  # H R E
-        weight = exact(attention.out.weight).view(-1, attention.n_heads, attention.d_value)  # D H E
-        y = torch.einsum("hre,dhe->rd", z, weight)
+        y = z.transpose(0, 1).flatten(1) @ exact(attention.out.weight).T  # R H·E -> R D
         if attention.out.bias is None:
             return y
         return y + add(exact(attention.out.bias), Term(f"{part} bias {layer}", "bias", layer=layer))
@@ -183,7 +183,7 @@ def parts_of(asked: AskedLogit) -> tuple[list[AddedPart], LinearReadout]:
             ):
                 if residual is not None:
                     if attention is None:
-                        given = exact(seen[f"blocks.{layer}.feedforward.out"][0])[read.rows]
+                        given = exact(seen[f"blocks.{layer}.feedforward.out"][0][read.rows])
                         y = add(given, Term(f"feedforward {layer}", "feedforward", layer=layer))
                     else:
                         y = attended(layer, part, attention)

@@ -9,9 +9,9 @@
 Shapes: B batch (one row), T tokens of the stack that feeds the head, S tokens of the encoder before it.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from clearhead.config import ModelConfig
 from clearhead.data.treebank import Span
 from clearhead.errors import InputError, refuse
 from clearhead.hub import encodings, pixels
-from clearhead.model.taps import Recording, record
+from clearhead.model.taps import Recording, edit, record
 from clearhead.model.transformer import Output, Transformer, evaluating
 from clearhead.tokens.labels import labels
 
@@ -88,10 +88,15 @@ class Prepared:
             output: Output = self.model(self.main, **self.given, **options)
             return output
 
-    def record(self, *patterns: str) -> tuple[Output, Recording]:
+    def record(self, *patterns: str, logits: Literal["all", "none"] = "all") -> tuple[Output, Recording]:
         """Run one forward pass without gradients, and record the activations whose names match."""
         with torch.no_grad(), record(self.model, *patterns) as seen:
-            return self.run(), seen
+            return self.run(logits=logits), seen
+
+    def hand_out(self, takers: Mapping[str, Callable[[Tensor], None]]) -> None:
+        """Run one forward pass without its head, and hand each named activation to its taker."""
+        with torch.no_grad(), edit(self.model, takers):
+            self.run(logits="none")
 
 
 def as_model(m: AnyModel) -> Model:
@@ -104,8 +109,8 @@ def device_of(model: Transformer) -> torch.device:
     return next(model.parameters()).device
 
 
-def prepare(m: AnyModel, given: Given, target: Target = None, pair: str | None = None) -> Prepared:
-    """Return inputs of one row.
+def prepare(m: AnyModel, given: Given | Prepared, target: Target = None, pair: str | None = None) -> Prepared:
+    """Return inputs of one row; those that are prepared already stay what they are.
 
     Args:
         m: what `load` gave, or a bare model, which takes ids or pixels.
@@ -114,6 +119,8 @@ def prepare(m: AnyModel, given: Given, target: Target = None, pair: str | None =
         target: what the decoder of two stacks has written so far; None: what it writes greedily by itself.
         pair: the second text of a pair, for an encoder.
     """
+    if isinstance(given, Prepared):
+        return given
     m = as_model(m)
     device = device_of(m.model)
     first, both = m.config.stacks[0], len(m.config.stacks) == 2
@@ -149,6 +156,8 @@ def prepare_first(m: Model, given: Given, pair: str | None = None) -> Prepared:
 
 def prepare_any(m: Model, given: Any, target: Target, pair: str | None) -> Prepared:
     """Return inputs of one row for any model: also vectors, frames, and images that a decoder describes."""
+    if isinstance(given, Prepared):
+        return given
     kind, both = m.config.input, len(m.config.stacks) == 2
     if kind == "tokens" or (kind == "patches" and not both):
         if isinstance(given, Tensor) and kind == "tokens" and given.ndim == 2 and given.shape[0] == 1:

@@ -22,6 +22,7 @@ Only K of the N choices are kept, layer by layer.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -32,11 +33,12 @@ from torch import Tensor
 from clearhead.errors import refuse
 from clearhead.generate.exits import stop_at
 from clearhead.inside import inputs, names, results
-from clearhead.inside.choices import Choices, choices_of
+from clearhead.inside.choices import Choices, choices_of, find_column
 from clearhead.inside.direct import AskedLogit, Term, parts_of, terms_of
 from clearhead.model import dtypes
 from clearhead.model.transformer import Transformer, evaluating
 
+TOGETHER = 32  # columns of which all layers are read at once
 ROWS = 64  # columns whose probabilities over all choices are held at a time
 
 
@@ -64,32 +66,34 @@ class Lens(results.Result):
 
 def lens(
     m: inputs.AnyModel,
-    given: inputs.Given,
+    given: inputs.Given | inputs.Prepared,
     target: inputs.Target = None,
     pair: str | None = None,
     top: int = 5,
+    columns: Sequence[int] | None = None,
 ) -> Lens:
     """Read every layer of the stack that feeds the head; see `prepare` for what may be given.
 
-    `top` says how many of the best choices are kept for each layer and column.
+    `top` says how many of the best choices are kept for each layer and column. `columns` are those that are
+    read, by their numbers; None: all.
     """
     prepared = inputs.prepare(m, given, target, pair)
     choices = choices_of(prepared)
     refuse(top < 1, f"top {top} keeps nothing: choose 1 or more")
-    taps = names.states(prepared.model.main.spec)  # the embedding's, and each block's
-    output, seen = prepared.record(*taps)
-    last = choices.scores(output.required_logits)[0]  # C N
-    chosen, true = last.topk(1, -1).indices[:, 0], _true(prepared, choices)
+    some = [find_column(column, choices.columns) for column in columns or range(len(choices.columns))]
+    layers = _read_layers(prepared, choices, some)
+    last = layers[-1]
+    chosen, true = last.topk(1, -1).indices[:, 0], _true(prepared, choices)[some]
+    final = dtypes.wide(last).log_softmax(-1)
     read = []
-    for tap in taps:
-        scores = choices.scores(stopped_at(prepared.model, seen[tap]))[0]
-        pieces = zip(*(torch.split(x, ROWS) for x in (scores, last, chosen, true)))
+    for scores in layers:
+        pieces = zip(*(torch.split(x, ROWS) for x in (scores, final, chosen, true)))
         read += [_measure(min(top, choices.count), *piece) for piece in pieces]
-    whole = {name: torch.cat([some[name] for some in read]).cpu() for name in read[0]}
-    found = {name: x.view(len(taps), len(last), *x.shape[1:]) for name, x in whole.items()}
+    whole = {name: torch.cat([each[name] for each in read]).cpu() for name in read[0]}
+    found = {name: x.view(len(layers), len(last), *x.shape[1:]) for name, x in whole.items()}
     return Lens(
-        layers=("embedding", *(f"block {layer}" for layer in range(len(taps) - 1))),
-        columns=choices.columns,
+        layers=("embedding", *(f"block {layer}" for layer in range(len(layers) - 1))),
+        columns=tuple(choices.columns[column] for column in some),
         kind=choices.kind,
         top_names=tuple(
             tuple(tuple(map(choices.name, row)) for row in layer) for layer in found["top"].tolist()
@@ -102,6 +106,27 @@ def lens(
     )
 
 
+def best_choices(
+    m: inputs.AnyModel, given: inputs.Given | inputs.Prepared, columns: Sequence[int]
+) -> tuple[Choices, Tensor]:
+    """Return what would be said after each layer at some columns, [L + 1, C]: `lens` without its figures."""
+    prepared = inputs.prepare(m, given)
+    choices = choices_of(prepared)
+    some = [find_column(column, choices.columns) for column in columns]
+    return choices, torch.stack([scores.argmax(-1) for scores in _read_layers(prepared, choices, some)]).cpu()
+
+
+def _read_layers(prepared: inputs.Prepared, choices: Choices, some: list[int]) -> list[Tensor]:
+    """Return the scores of some columns after each layer: [C, N] each. Few columns are read at once."""
+    taps = names.states(prepared.model.main.spec)  # the embedding's, and each block's
+    _, seen = prepared.record(*taps, logits="none")
+    alone = choices.kind == "token" or prepared.m.config.head == "tagger"  # a column is a token's state
+    states = [seen[tap][:, some] if alone else seen[tap] for tap in taps]
+    groups = [torch.cat(states)] if len(some) <= TOGETHER else states
+    scores = [row for group in groups for row in choices.scores(stopped_at(prepared.model, group))]
+    return scores if alone else [row[some] for row in scores]
+
+
 def followed(
     m: inputs.AnyModel,
     given: inputs.Given,
@@ -112,9 +137,8 @@ def followed(
     """Return the probability of one choice after each layer, at each column: [L + 1, C]; see `lens`."""
     prepared = inputs.prepare(m, given, target, pair)
     choices = choices_of(prepared)
-    choice, taps = choices.find(token), names.states(prepared.model.main.spec)
-    _, seen = prepared.record(*taps)
-    scores = (choices.scores(stopped_at(prepared.model, seen[tap]))[0] for tap in taps)  # C N each
+    choice, columns = choices.find(token), list(range(len(choices.columns)))
+    scores = _read_layers(prepared, choices, columns)
     return torch.stack([dtypes.wide(one).softmax(-1)[:, choice].float().cpu() for one in scores])
 
 
@@ -134,9 +158,9 @@ def _true(prepared: inputs.Prepared, choices: Choices) -> Tensor:
     return torch.where(ids == prepared.m.special.get("mask", -1), unknown, ids)
 
 
-def _measure(top: int, scores: Tensor, last: Tensor, chosen: Tensor, true: Tensor) -> dict[str, Tensor]:
-    """Return what is kept of some columns of one layer's scores [C, N]."""
-    scores, final = dtypes.wide(scores), dtypes.wide(last).log_softmax(-1)
+def _measure(top: int, scores: Tensor, final: Tensor, chosen: Tensor, true: Tensor) -> dict[str, Tensor]:
+    """Return what is kept of some columns of one layer's scores [C, N]; `final` are the last log-shares."""
+    scores = dtypes.wide(scores)
     logs = scores.log_softmax(-1)  # C N
     best = scores.topk(top, -1).indices
     divergence = nnf.kl_div(logs, final, reduction="none", log_target=True).sum(-1).clamp(min=0)
@@ -184,7 +208,7 @@ class Contributions(results.Result):
 
 def contributions(
     m: inputs.AnyModel,
-    given: inputs.Given,
+    given: inputs.Given | inputs.Prepared,
     token: str | int | None = None,
     position: int = -1,
     target: inputs.Target = None,

@@ -19,6 +19,7 @@ Shapes: H heads, T readers, S sources, R readers that the head of the model read
 
 import math
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -30,7 +31,7 @@ from clearhead.errors import refuse
 from clearhead.inside import inputs, names, results
 from clearhead.inside.direct import AddedPart, AskedLogit, Term, parts_of, terms_of
 from clearhead.inside.frozen import exact
-from clearhead.model.taps import Recording, record, tap_names
+from clearhead.model.taps import Recording, edit, record, tap_names
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ class Paths(results.Result):
 
 def paths(
     m: inputs.AnyModel,
-    given: inputs.Given,
+    given: inputs.Given | inputs.Prepared,
     token: str | int | None = None,
     position: int = -1,
     target: inputs.Target = None,
@@ -125,7 +126,7 @@ def paths(
 
 def looks(
     m: inputs.AnyModel,
-    given: inputs.Given,
+    given: inputs.Given | inputs.Prepared,
     head: str,
     reader: int,
     source: int,
@@ -162,7 +163,8 @@ def looks(
         torch.enable_grad(),
         record(prepared.model, f"{found.part}.scores", *taps, *others, detach=False) as seen,
     ):
-        prepared.run()
+        with suppress(_ReachedError), edit(prepared.model, {f"{found.part}.scores": _stop_here}):
+            prepared.run(logits="none")  # as far as those scores: nothing later moves them
         scores = seen[f"{found.part}.scores"][0, found.number]
         _check_place(reader, len(scores), "reader")
         _check_place(source, scores.shape[1], "source")
@@ -174,7 +176,7 @@ def looks(
     edges = [
         Edge(f"{one}.{number}", row, place, value)
         for one in known
-        if f"{one.part}.z" in slope
+        if f"{one.part}.z" in slope and slope[f"{one.part}.z"].any()
         for number, row, place, value in _cells(_carried(seen, one, slope[f"{one.part}.z"]), count)
     ]
     for name in others:
@@ -184,6 +186,14 @@ def looks(
             values = (exact(seen[name][0]) * slope[name]).sum(-1).tolist()
             edges += [Edge(part, place, place, value) for place, value in enumerate(values)]
     return _largest((edge for edge in edges if edge.value), count)
+
+
+class _ReachedError(Exception):
+    """A pass that has shown what it was run for."""
+
+
+def _stop_here(x: Tensor) -> None:
+    raise _ReachedError
 
 
 def _patterned(config: ModelConfig) -> list[names.AttentionName]:
@@ -198,8 +208,9 @@ def _check_place(place: int, count: int, what: str) -> None:
 def _cells(table: Tensor, count: int) -> list[tuple[int, int, int, float]]:
     """Return the largest cells of a table of either sign: three indices and the value."""
     best = table.abs().flatten().topk(min(count, table.numel())).indices
-    places = (x.tolist() for x in torch.unravel_index(best, table.shape))
-    return list(zip(*places, table.flatten()[best].tolist()))
+    _, rows, columns = table.shape
+    places = (best // (rows * columns), best // columns % rows, best % columns)
+    return list(zip(*(place.tolist() for place in places), table.flatten()[best].tolist()))
 
 
 def _largest(edges: Iterable[Edge], count: int) -> list[Edge]:
@@ -211,10 +222,11 @@ def _carried(seen: Recording, one: names.AttentionName, slope: Tensor, rows: Ten
 
     A gate behind the values scales what every source gave.
     """
-    z, pattern, v = (exact(seen[f"{one.part}.{tap}"][0]) for tap in ("z", "pattern", "v"))
-    v = v.repeat_interleave(len(pattern) // len(v), 0)  # H S E
+    z, pattern, v = (seen[f"{one.part}.{tap}"][0] for tap in ("z", "pattern", "v"))
     if rows is not None:
         pattern, z = pattern[:, rows], z[:, rows]
+    z, pattern, v = exact(z), exact(pattern), exact(v)
+    v = v.repeat_interleave(len(pattern) // len(v), 0)  # H S E
     mixed = pattern @ v
     gate = torch.where(mixed == 0, 0.0, z / torch.where(mixed == 0, 1.0, mixed))
     return pattern * ((slope * gate) @ v.transpose(1, 2))

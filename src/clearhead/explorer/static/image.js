@@ -5,6 +5,7 @@ import { unpack } from "./source.js";
 
 const IMAGE_SIDE = 336; // pixels of the larger side on the page
 const IMAGE_HEAT = "255,122,0";
+const IMAGE_COLD = "40,110,230"; // of what counts against
 
 /** Where each label stands on the grid of patches: {rows, columns, places}, with null for what is no patch. */
 export function patchGrid(labels) {
@@ -29,7 +30,7 @@ function imagePixels(picture) {
 }
 
 /**
- * The image with the grid of its patches. `weights` by label, or null, are laid over it: the more, the warmer. `chosen` is outlined.
+ * The image with the grid of its patches. `weights` by label, or null, are laid over it: the more, the warmer, and blue below zero. `chosen` is outlined.
  * Returns {canvas, draw(weights, chosen), at(event)}; `at` is the label's place under a pointer, or -1.
  */
 export function patchImage(picture, labels, name) {
@@ -43,12 +44,12 @@ export function patchImage(picture, labels, name) {
     const context = canvas.getContext("2d");
     context.imageSmoothingEnabled = false;
     context.drawImage(pixels, 0, 0, canvas.width, canvas.height);
-    const most = weights ? weights.reduce((best, weight, place) => (grid.places[place] ? Math.max(best, weight) : best), 1e-9) : 1;
+    const most = weights ? weights.reduce((best, weight, place) => (grid.places[place] ? Math.max(best, Math.abs(weight)) : best), 1e-9) : 1;
     grid.places.forEach((place, i) => {
       if (!place) return;
       const box = [place[1] * wide, place[0] * high, wide, high];
       if (weights) {
-        context.fillStyle = `rgba(${IMAGE_HEAT},${(0.85 * weights[i]) / most})`;
+        context.fillStyle = `rgba(${weights[i] < 0 ? IMAGE_COLD : IMAGE_HEAT},${(0.85 * Math.abs(weights[i])) / most})`;
         context.fillRect(...box);
       }
       context.strokeStyle = "rgba(128,140,155,0.7)";

@@ -3,6 +3,7 @@
 import { css, inkOn, signedColour } from "./colour.js";
 import { el, figure, replace, tokenText } from "./dom.js";
 import { patchImage } from "./image.js";
+import { drawingPad } from "./pad.js";
 import { askedOf, openRun } from "./selection.js";
 
 const INPUT_CHIPS = 600; // shown at first; more on demand
@@ -83,9 +84,12 @@ export const inputSection = {
       pair: el("details", { class: "grow" }, el("summary", {}, "A second text"), el("label", { for: "input-pair" }, "Pair"), pair),
       image: el("div", { class: "grow drop" }, el("label", { for: "input-image" }, "An image: choose one, or drop it here"), image, preview),
     };
+    const pad = el("details", { class: "grow", hidden: true }, el("summary", {}, "Draw one"), drawingPad((address) => { picture = address; app.store.set("picture", picture); preview.src = picture; preview.hidden = false; send(); }));
+    boxes.image.append(pad);
+    const examples = el("details", { id: "input-examples", hidden: true }, el("summary", {}, "Examples, and what was found in them"), el("ul", { class: "plain" }));
     const sourceBox = el("div", { hidden: true }, el("h3", {}, "The encoder reads"), source);
     const tokensTitle = el("h3", { class: "small" }, "Tokens");
-    replace(root, el("div", { class: "row" }, Object.values(boxes)), el("div", { class: "row toolbar run-row" }, go, keys, mask, maskWords), problem, sourceBox, el("div", { class: "row tokens-head" }, tokensTitle, about), seen, tokens, tinted, el("details", { id: "input-how" }, el("summary", {}, "How a token came about"), marked, made));
+    replace(root, el("div", { class: "row" }, Object.values(boxes)), el("div", { class: "row toolbar run-row" }, go, keys, mask, maskWords), problem, examples, sourceBox, el("div", { class: "row tokens-head" }, tokensTitle, about), seen, tokens, tinted, el("details", { id: "input-how" }, el("summary", {}, "How a token came about"), marked, made));
     for (const key of ["run", "position", "target", "foil", "theme"]) app.store.listen(key, tint);
     app.store.listen("position", markChosen);
     let picture = null;
@@ -103,6 +107,29 @@ export const inputSection = {
       event.preventDefault();
       pick(event.dataTransfer.files[0]);
     });
+
+    /** Inputs that the page has tried on this model, each with what it found there. */
+    async function followExamples() {
+      for (let tries = 0; tries < 200; tries++) {
+        const found = await app.source.fresh("examples").catch(() => null);
+        if (found && found.ready) return replace(examples.lastChild, found.examples.map((one) => el("li", {}, el("button", { type: "button", class: "example", onclick: () => take(one) }, el("span", { class: "mono", dir: "auto" }, one.text || one.name || one.ids.join(" "), one.pair ? ` / ${one.pair}` : ""), el("span", { class: "soft" }, one.says))))) && (examples.hidden = !found.examples.length);
+        await new Promise((done) => setTimeout(done, 1000));
+      }
+      return null;
+    }
+
+    async function take(one) {
+      text.value = one.text || (one.ids || []).join(" ");
+      [target.value, pair.value] = ["", one.pair || ""];
+      if (one.pair) boxes.pair.open = true;
+      if (one.image) {
+        picture = one.image;
+        app.store.set("picture", picture);
+        preview.src = `data:image/png;base64,${picture}`;
+        preview.hidden = false;
+      }
+      await send();
+    }
 
     function insertMask() {
       const { mask: word } = app.store.get("model");
@@ -251,6 +278,9 @@ export const inputSection = {
       go.hidden = !app.source.live;
       keys.hidden = keys.hidden || !app.source.live;
       boxes.image.hidden = boxes.image.hidden || !app.source.live;
+      pad.hidden = model.input !== "patches" || Math.max(...(model.image_size || [0])) > 64;
+      if (model.task === "embed" && app.source.live) boxes.pair.open = true;
+      if (app.source.live && !app.store.get("example")) followExamples();
       const begin = model.example || {};
       target.value = begin.target || "";
       pair.value = begin.pair || "";
@@ -265,6 +295,7 @@ export const inputSection = {
       problem.textContent = "";
       const first = run.source || run.tokens;
       if (document.activeElement !== text) text.value = first.text || first.ids.join(" ");
+      if (document.activeElement !== pair) pair.value = run.pair || "";
       if (run.source && !app.source.live) target.value = run.tokens.text || "";
       showTokens(run);
       showPicture(run);

@@ -6,10 +6,11 @@ import { scaleBar } from "./heatmap.js";
 import { whenNear, whileWorking } from "./near.js";
 import { saveButtons } from "./picture.js";
 import { columnOf } from "./selection.js";
-import { unpackLens } from "./source.js";
+import { LensTables } from "./source.js";
 
 const LENS_SHOWS = { p: "probability of the best choice", final: "probability of the final choice", entropy: "entropy in bits" };
 const LENS_WIDE = 64; // columns that are drawn at once
+const LENS_PIECE = 8; // columns that are asked for at once
 
 /** A small chart: a value by layer. */
 function lensChart(values, layers, name) {
@@ -43,14 +44,17 @@ export const lensSection = {
     const shows = el("select", { id: "lens-shows", onchange: () => draw() }, Object.entries(LENS_SHOWS).map(([value, words]) => el("option", { value }, words)));
     const scale = el("div", { id: "lens-scale" });
     replace(root, el("div", { class: "row toolbar" }, el("div", {}, el("label", { for: "lens-shows" }, "Colour"), shows), scale, window), problem, grid, el("div", { class: "lens-panes" }, detail, parts));
+    const bar = el("progress", { "aria-label": "Columns of the lens that are there", max: 1, value: 0 });
+    const waits = el("p", { class: "soft", id: "lens-waits", hidden: true }, "Reading every layer… ", bar);
+    grid.before(waits);
     let view = null;
     let first = 0;
     let chosen = [0, 0];
     let partsWait = false; // until somebody looks
 
     function value(layer, column) {
-      if (shows.value === "entropy") return view.entropy[layer][column];
-      return shows.value === "final" ? view.final[layer][column] : view.top(layer, column)[0].p;
+      if (shows.value === "entropy") return view.entropy(layer, column);
+      return shows.value === "final" ? view.final(layer, column) : view.top(layer, column)[0].p;
     }
 
     /** Pin a cell: its layer, and its token where the columns are tokens. */
@@ -73,6 +77,7 @@ export const lensSection = {
         here.setAttribute("aria-selected", "true");
         if (focus) here.focus();
       }
+      if (!view.has(column)) return;
       const best = view.top(layer, column);
       replace(
         detail,
@@ -81,7 +86,7 @@ export const lensSection = {
           "div",
           { class: "row" },
           el("table", { class: "candidates" }, el("tbody", {}, best.map((entry) => el("tr", { "data-id": entry.id }, el("th", { scope: "row", class: "mono token", dir: "auto" }, entry.label), el("td", { class: "number", "data-value": entry.p }, percent(entry.p)))))),
-          el("figure", { class: "grow" }, lensChart(view.final.map((row) => row[column]), view.layers, `probability of ${view.chosen[column]}`), el("figcaption", { class: "soft" }, "Probability of the final choice, ", el("span", { class: "mono" }, view.chosen[column]), `, by layer; entropy here ${figure(view.entropy[layer][column])} bits`)),
+          el("figure", { class: "grow" }, lensChart(view.layers.map((_, row) => view.final(row, column)), view.layers, `probability of ${view.chosen(column)}`), el("figcaption", { class: "soft" }, "Probability of the final choice, ", el("span", { class: "mono" }, view.chosen(column)), `, by layer; entropy here ${figure(view.entropy(layer, column))} bits`)),
         ),
       );
       if (root.offsetParent) whileWorking(parts, showParts(column));
@@ -98,6 +103,7 @@ export const lensSection = {
     }
 
     function cell(layer, column, most) {
+      if (!view.has(column)) return el("td", { role: "gridcell", class: "soft" }, "…");
       const best = view.top(layer, column)[0];
       const amount = value(layer, column);
       const colour = amountColour(Math.min(amount / most, 1));
@@ -127,11 +133,36 @@ export const lensSection = {
       const rows = view.layers.map((name, layer) => el("tr", { role: "row" }, el("th", { role: "rowheader", class: "corner" }, name), columns.map((column) => cell(layer, column, most))));
       replace(grid, el("table", { class: "lens", role: "grid", "aria-label": `What the model would say, by layer and position; colour: ${LENS_SHOWS[shows.value]}`, onkeydown: keys }, el("thead", { role: "rowgroup" }, head), el("tbody", { role: "rowgroup" }, rows)));
       replace(scale, scaleBar(shows.value === "entropy" ? "bits" : "probability", 0, shows.value === "entropy" ? Number(most.toFixed(1)) : 1));
-      const step = (by) => () => { first = Math.min(Math.max(first + by, 0), Math.max(view.columns.length - LENS_WIDE, 0)); draw(); };
+      const step = (by) => () => { first = Math.min(Math.max(first + by, 0), Math.max(view.columns.length - LENS_WIDE, 0)); draw(); whileWorking(root, fillLens(app.store.get("run"))); };
       replace(window, view.columns.length > LENS_WIDE ? [el("button", { type: "button", onclick: step(-LENS_WIDE) }, "Earlier tokens"), el("span", { class: "soft" }, `${first} to ${last - 1} of ${view.columns.length}`), el("button", { type: "button", onclick: step(LENS_WIDE) }, "Later tokens")] : null);
       choose(chosen[0], Math.min(Math.max(chosen[1], first), last - 1), false);
       const marked = grid.querySelector('td[aria-selected="true"]');
-      grid.scrollLeft = marked.offsetLeft + marked.offsetWidth - grid.clientWidth;
+      if (marked) grid.scrollLeft = marked.offsetLeft + marked.offsetWidth - grid.clientWidth;
+    }
+
+    /** Ask for the columns that are drawn and not there yet, those around the chosen one first. */
+    async function fillLens(run) {
+      const here = view;
+      const stale = () => app.store.get("run") !== run || view !== here;
+      for (;;) {
+        const last = Math.min(first + LENS_WIDE, run.columns.length);
+        const missing = Array.from({ length: last - first }, (_, i) => first + i).filter((column) => !here.has(column));
+        waits.hidden = !missing.length;
+        if (!missing.length) return;
+        bar.max = last - first;
+        bar.value = last - first - missing.length;
+        const middle = missing.reduce((best, column) => (Math.abs(column - chosen[1]) < Math.abs(best - chosen[1]) ? column : best));
+        let start = middle;
+        while (start > first && middle - start < LENS_PIECE / 2 && !here.has(start - 1)) start -= 1;
+        let count = 1;
+        while (count < LENS_PIECE && start + count < last && !here.has(start + count)) count += 1;
+        const piece = await app.source.get(`run/${run.run}/lens?first=${start}&count=${count}`);
+        if (stale()) return;
+        const focused = grid.contains(document.activeElement);
+        here.add(start, piece);
+        draw();
+        if (focused) grid.querySelector('td[tabindex="0"]')?.focus();
+      }
     }
 
     async function showParts(column) {
@@ -187,12 +218,15 @@ export const lensSection = {
       problem.textContent = "";
       if (run.task === "embed") return;
       try {
-        const found = await app.source.get(`run/${run.run}/lens`);
+        const tables = new LensTables(run.columns);
+        chosen = [Math.min(app.store.get("layer") ?? Infinity, app.store.get("model").layers), columnOf(run, app.store.get("position"))];
+        first = Math.max(0, run.columns.length - LENS_WIDE);
+        if (chosen[1] < first) first = Math.max(0, chosen[1] - LENS_WIDE / 2);
+        if (!app.source.live) tables.add(0, await app.source.get(`run/${run.run}/lens`));
         if (app.store.get("run") !== run) return;
-        view = unpackLens(found);
-        first = Math.max(0, view.columns.length - LENS_WIDE);
-        chosen = [Math.min(app.store.get("layer") ?? Infinity, view.layers.length - 1), columnOf(run, app.store.get("position"))];
-        draw();
+        view = tables;
+        if (app.source.live) await fillLens(run);
+        else draw();
       } catch (error) {
         view = null;
         replace(grid);
@@ -212,6 +246,7 @@ export const lensSection = {
         chosen = [layer, column];
         if (column < first || column >= first + LENS_WIDE) first = Math.max(0, Math.min(column - LENS_WIDE / 2, view.columns.length - LENS_WIDE));
         draw();
+        if (app.source.live && root.offsetParent) whileWorking(root, fillLens(run));
       });
     }
   },

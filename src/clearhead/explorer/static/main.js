@@ -6,19 +6,23 @@ import { attentionSection } from "./attention.js";
 import { compareSection } from "./bench.js";
 import { costSection } from "./cost.js";
 import { el, replace } from "./dom.js";
+import { drawersSection } from "./drawers.js";
 import { flowSection } from "./flow.js";
 import { headSection } from "./head.js";
 import { inputSection } from "./input.js";
 import { lensSection } from "./lens.js";
 import { nextSection } from "./next.js";
 import { pathSection } from "./path.js";
+import { ribbonSection } from "./ribbon.js";
 import { followSelection, openRun, readSelection, writeSelection } from "./selection.js";
+import { similarSection } from "./similar.js";
 import { LiveSource, RecordedSource } from "./source.js";
 import { Store } from "./store.js";
 import { startTour } from "./tour.js";
+import { worthSection } from "./worth.js";
 
 const STAYS = [inputSection, answerSection]; // at the left, in place
-const VIEWS = [pathSection, attentionSection, headSection, lensSection, nextSection, ablateSection, compareSection, flowSection, costSection]; // at the right, one at a time
+const VIEWS = [ribbonSection, similarSection, pathSection, worthSection, attentionSection, headSection, lensSection, nextSection, ablateSection, compareSection, drawersSection, flowSection, costSection]; // at the right, one at a time
 
 const byId = (id) => document.getElementById(id);
 

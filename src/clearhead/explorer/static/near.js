@@ -14,13 +14,14 @@ export async function whileWorking(root, work) {
 export function whenNear(root, app, show) {
   let near = false;
   let shown = null;
+  const applies = () => !document.querySelector(`nav a[data-view="${root.closest("section")?.id}"]`)?.hidden;
   const look = () => {
     const run = app.store.get("run");
     if (!run || run === shown) return;
     if (near) {
       shown = run;
       whileWorking(root, show(run));
-    } else root.setAttribute("aria-busy", "true");
+    } else if (applies()) root.setAttribute("aria-busy", "true");
   };
   new IntersectionObserver(
     (entries) => {

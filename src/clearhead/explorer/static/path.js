@@ -6,7 +6,7 @@ import { el, figure, replace, svg } from "./dom.js";
 import { whenNear, whileWorking } from "./near.js";
 import { saveButtons } from "./picture.js";
 import { askedOf } from "./selection.js";
-import { unpackLens } from "./source.js";
+import { LensTables } from "./source.js";
 
 const PATH_COLUMN = 46; // pixels of a column at least; where not all fit, those that matter get one
 const PATH_EDGES = 60; // at most, however low the threshold
@@ -31,6 +31,9 @@ function pathColumns(run, edges, reader, room) {
   }
   return all.filter((one) => wanted.has(`${one.side} ${one.place}`));
 }
+
+/** The column of the answer that a token's cells are read at; -1: it has none. */
+const pathColumn = (run, place, reader) => (run.columns.length === run.tokens.labels.length ? place : place === reader ? 0 : -1);
 
 /** The sides that an edge begins and ends on: cross-attention leads from the encoder's tokens to the decoder's. */
 function pathSides(edge) {
@@ -87,9 +90,12 @@ export const pathSection = {
     const why = el("div", { id: "path-why", "aria-live": "polite" });
     let drawing = null;
     let body = null;
-    let lens = null;
+    let asksFor = [];
+    let lens = null; // of a file, all of it; a live page asks for the cells that are drawn
+    let said = new Map(); // by column: what the model would say there, layer by layer
     let reasons = new Map(); // by edge: what made its head look there
     let chosen = -1;
+    let shownRun = null;
     replace(root, problem, sum, el("div", { class: "row toolbar" }, el("div", { class: "slider" }, el("label", { for: "path-least" }, "Show what carried at least ", shown, " of the strongest"), least)), picture, left, table, why, saveButtons(() => drawing, "path"));
 
     const named = (side, place) => { const run = app.store.get("run"); return ((side === "source" ? run.source : run.tokens).labels[place]) ?? String(place); };
@@ -112,7 +118,7 @@ export const pathSection = {
       const reader = run.columns.length === run.tokens.labels.length ? body.column : body.rows[0];
       const layers = lens ? lens.layers : ["embedding", ...Array.from({ length: app.store.get("model").layers }, (_, layer) => `block ${layer}`)];
       const column = (place) => (lens && lens.columns.length === run.tokens.labels.length ? place : place === reader ? 0 : -1);
-      const cell = (layer, place) => (lens && column(place) >= 0 ? lens.top(layer, column(place))[0].label : "");
+      const cell = (layer, place) => (lens && column(place) >= 0 ? lens.top(layer, column(place))[0].label : said.get(pathColumn(run, place, reader))?.[layer] ?? "");
       const level = (term) => (term.kind === "feedforward" ? term.layer + 1 : term.name.includes("embedding") ? 0 : -1);
       const most = Math.abs(body.edges[0]?.value ?? 1);
       const pulses = body.terms.filter((term) => level(term) >= 0 && Math.abs(term.value) >= (Number(least.value) / 100) * most).map((term) => ({ layer: level(term), value: term.value, words: `${term.name}: ${figure(term.value)} logits` }));
@@ -120,6 +126,7 @@ export const pathSection = {
       const columns = pathColumns(run, edges, reader, room);
       const all = run.tokens.labels.length + (run.source ? run.source.labels.length : 0);
       left.textContent = columns.length < all ? `${columns.length} of ${all} tokens are drawn: those that gave most.` : "";
+      asksFor = columns.filter((one) => one.side === "main").map((one) => pathColumn(run, one.place, reader)).filter((place) => place >= 0);
       drawing = pathPicture({ columns, layers, cell, edges, pulses, most, chosen, answer: body.choice, reader, room });
       replace(picture, drawing);
       replace(table, edges.length ? tableOf(direct) : el("p", { class: "soft" }, "No head carried anything: the answer is made at its own token."));
@@ -166,10 +173,11 @@ export const pathSection = {
       app.open(view);
     }
 
-    async function reasonsOf(run, edge) {
-      const key = keyOf(edge);
-      if (!reasons.has(key)) reasons.set(key, (await app.source.get(`run/${run.run}/looks/${key}`)).edges);
-      return reasons.get(key);
+    async function reasonsOf(run, edge, idle = false) {
+      const [key, kept] = [keyOf(edge), reasons];
+      if (idle) await app.source.idle();
+      if (!kept.has(key)) kept.set(key, (await app.source.get(`run/${run.run}/looks/${key}`)).edges);
+      return kept.get(key);
     }
 
     async function explain(edge, number) {
@@ -185,21 +193,41 @@ export const pathSection = {
       draw();
     }
 
+    /** Ask what the model would say in the cells that are drawn and not known yet. */
+    async function fillCells(run, stale) {
+      const missing = [...new Set(asksFor)].filter((place) => !said.has(place));
+      if (!app.source.live || !missing.length) return;
+      const found = await app.source.get(`run/${run.run}/said/${missing.join(",")}`).catch(() => null);
+      if (!found || stale()) return;
+      found.columns.forEach((place, number) => said.set(place, found.says.map((row) => row[number])));
+      draw();
+    }
+
+    /** When there is nothing else to do: what made the strongest heads look there, as dashed arcs. */
+    async function followBack(run, stale) {
+      for (const edge of body.edges.slice(0, PATH_WHY)) {
+        if (stale() || !root.offsetParent) return;
+        await reasonsOf(run, edge, true).catch(() => null);
+        if (!stale()) draw();
+      }
+    }
+
     async function load(run) {
       problem.textContent = "";
       if (!run || run.task === "embed") return;
       const asked = askedOf(app, run);
       const stale = () => app.store.get("run") !== run || askedOf(app, run) !== asked;
       try {
-        const [found, grid] = await Promise.all([app.source.get(`run/${run.run}/paths?${asked}`), app.source.get(`run/${run.run}/lens`).then(unpackLens, () => null)]);
+        const [found, grid] = await Promise.all([app.source.get(`run/${run.run}/paths?${asked}`), app.source.live ? null : app.source.get(`run/${run.run}/lens`).then((all) => new LensTables(run.columns).add(0, all), () => null)]);
         if (stale()) return;
-        [body, lens, reasons, chosen] = [{ ...found, edges: found.edges.map(pathSides) }, grid, new Map(), -1];
+        if (shownRun !== run) said = new Map();
+        [body, lens, reasons, chosen, shownRun] = [{ ...found, edges: found.edges.map(pathSides) }, grid, new Map(), -1, run];
         const carried = found.total - found.rest;
         replace(sum, "The logit of ", el("strong", { class: "mono", dir: "auto" }, found.choice), found.against === null ? null : [" less that of ", el("strong", { class: "mono", dir: "auto" }, found.against)], " is ", el("strong", { class: "mono", id: "path-logit", "data-value": found.logit }, figure(found.logit, 5)), ": heads carried ", el("span", { class: "mono", "data-value": carried }, figure(carried, 5)), ", everything else added ", el("span", { class: "mono", "data-value": found.rest }, figure(found.rest, 5)), "; together ", el("span", { class: "mono", id: "path-total", "data-value": found.total }, figure(found.total, 5)), ".");
         replace(why);
         draw();
-        await Promise.all(body.edges.slice(0, PATH_WHY).map((edge) => reasonsOf(run, edge).catch(() => null)));
-        if (!stale()) draw();
+        await fillCells(run, stale);
+        followBack(run, stale);
       } catch (error) {
         if (stale()) return;
         body = null;

@@ -68,6 +68,17 @@ export function releasePins(app) {
 /** Keep the address up to date, and follow it where somebody changes it. */
 export function followSelection(app) {
   let waiting = 0;
+  let before = null;
+  app.store.listen("run", (run) => {
+    const left = before && before !== run ? `run/${before.run}/` : null;
+    if (left) app.source.drop((path) => path.startsWith(left));
+    before = run;
+  });
+  app.store.listen("position", () => {
+    const run = app.store.get("run");
+    const here = run && `position=${columnOf(run, app.store.get("position"))}`;
+    if (run) app.source.drop((path) => path.startsWith(`run/${run.run}/`) && /[?&]position=/.test(path) && !path.split(/[?&]/).includes(here));
+  });
   const write = () => {
     clearTimeout(waiting);
     waiting = setTimeout(() => {

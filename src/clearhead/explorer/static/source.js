@@ -13,35 +13,95 @@ export function unpack(packed) {
   return { shape: packed.shape, values };
 }
 
-/** The lens as tables: `top(layer, column)` lists the best choices as {id, label, p}; `entropy` and `final` have a row for each layer. */
-export function unpackLens(body) {
-  const [ids, p, entropy, final] = [body.ids, body.p, body.entropy, body.final].map(unpack);
-  const [, columns, count] = ids.shape;
-  const rows = (table) => body.layers.map((_, layer) => table.values.subarray(layer * columns, (layer + 1) * columns));
-  const top = (layer, column) =>
-    Array.from({ length: count }, (_, place) => {
-      const at = (layer * columns + column) * count + place;
-      return { id: ids.values[at], label: body.names[ids.values[at]], p: p.values[at] };
-    });
-  const mostEntropy = entropy.values.reduce((most, bits) => Math.max(most, bits), 1e-9);
-  return { layers: body.layers, columns: body.columns, chosen: body.chosen, top, entropy: rows(entropy), final: rows(final), mostEntropy };
+/**
+ * The lens as tables, which may come in pieces of some columns: `add(first, body)`. `top(layer, column)` lists the best choices as
+ * {id, label, p}; `entropy(layer, column)` and `final(layer, column)` are numbers, `chosen(column)` is what the model says there.
+ */
+export class LensTables {
+  constructor(columns) {
+    this.columns = columns;
+    this.layers = [];
+    this.mostEntropy = 1e-9;
+    this.pieces = new Map(); // by column: its piece, and its place in it
+  }
+
+  add(first, body) {
+    const [ids, p, entropy, final] = [body.ids, body.p, body.entropy, body.final].map(unpack);
+    this.layers = body.layers;
+    this.mostEntropy = entropy.values.reduce((most, bits) => Math.max(most, bits), this.mostEntropy);
+    body.columns.forEach((_, place) => this.pieces.set(first + place, { body, place, ids, p, entropy, final }));
+    return this;
+  }
+
+  has(column) {
+    return this.pieces.has(column);
+  }
+
+  at(table, layer, column) {
+    const piece = this.pieces.get(column);
+    return piece[table].values[layer * piece.ids.shape[1] + piece.place];
+  }
+
+  entropy(layer, column) {
+    return this.at("entropy", layer, column);
+  }
+
+  final(layer, column) {
+    return this.at("final", layer, column);
+  }
+
+  chosen(column) {
+    const { body, place } = this.pieces.get(column);
+    return body.chosen[place];
+  }
+
+  top(layer, column) {
+    const { body, place, ids, p } = this.pieces.get(column);
+    const [, columns, count] = ids.shape;
+    const first = (layer * columns + place) * count;
+    return Array.from({ length: count }, (_, i) => ({ id: ids.values[first + i], label: body.names[ids.values[first + i]], p: p.values[first + i] }));
+  }
 }
 
-/** A model that runs: every answer is kept, so that going back costs nothing. */
+/** The lens of a run: all of it from a file, else at one column. */
+export async function lensAt(source, run, column) {
+  const body = await source.get(source.live ? `run/${run.run}/lens?first=${column}` : `run/${run.run}/lens`);
+  return new LensTables(run.columns).add(source.live ? column : 0, body);
+}
+
+/** A model that runs: every answer is kept, so that going back costs nothing. One that nobody waits for any more is cancelled. */
 export class LiveSource {
   constructor() {
     this.live = true;
     this.kept = new Map();
+    this.waited = new Map(); // by path: what cancels it
   }
 
   async get(path) {
     if (!this.kept.has(path)) {
-      const answer = this.ask(path);
+      const cancel = new AbortController();
+      this.waited.set(path, cancel);
+      const answer = this.ask(path, { signal: cancel.signal });
       this.kept.set(path, answer);
-      answer.catch(() => this.kept.delete(path));
+      answer.catch(() => this.kept.delete(path)).finally(() => this.waited.delete(path));
       if (this.kept.size > 400) this.kept.delete(this.kept.keys().next().value);
     }
     return this.kept.get(path);
+  }
+
+  /** Cancel what is on its way and no longer wanted: the server drops it if it has not begun. Who waits for it hears nothing. */
+  drop(unwanted) {
+    for (const [path, cancel] of this.waited) {
+      if (!unwanted(path)) continue;
+      this.kept.delete(path);
+      this.waited.delete(path);
+      cancel.abort();
+    }
+  }
+
+  /** Wait until nothing else is asked for. */
+  async idle() {
+    while (this.waited.size) await new Promise((done) => setTimeout(done, 60));
   }
 
   /** Whether a path can be answered: live, every path can. */
@@ -79,6 +139,7 @@ export class LiveSource {
     try {
       response = await fetch(`inside/${path}`, options);
     } catch {
+      if (options?.signal?.aborted) return new Promise(() => {}); // nobody waits for it
       throw new Error("the server does not answer: is `clearhead explore` still running?");
     }
     const body = await response.json().catch(() => ({}));
@@ -111,6 +172,10 @@ export class RecordedSource {
   async fresh(path) {
     return this.get(path);
   }
+
+  drop() {}
+
+  async idle() {}
 
   async job(run, path) {
     return this.get(`run/${run}/${path}`);

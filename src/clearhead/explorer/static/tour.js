@@ -3,7 +3,7 @@
 import { el, figure, percent, replace } from "./dom.js";
 import { distributionOf } from "./sampling.js";
 import { columnOf } from "./selection.js";
-import { unpack, unpackLens } from "./source.js";
+import { lensAt, unpack } from "./source.js";
 
 const quoted = (text) => `“${text.length > 40 ? `${text.slice(0, 39)}…` : text}”`;
 
@@ -55,9 +55,9 @@ async function tourSteps(app) {
   const within = trace.steps.filter((step) => step.name.includes("feedforward")).reduce((sum, step) => sum + step.parameters, 0);
   if (wide) add("flow", "Each by itself", `Then every ${image ? "patch" : "token"} by itself is widened to ${wide.shape.at(-1)} numbers, bent, and narrowed again. These feed-forward parts hold ${percent(within / trace.totals.parameters)} of the parameters.`, wide);
   if (run.task !== "embed") {
-    const lens = await app.source.get(`run/${run.run}/lens`).then(unpackLens, () => null);
+    const column = Math.min(position, run.columns.length - 1);
+    const lens = await lensAt(app.source, run, column).catch(() => null);
     if (lens) {
-      const column = Math.min(position, lens.columns.length - 1);
       const early = lens.top(0, column)[0];
       const end = lens.top(lens.layers.length - 1, column)[0];
       add("lens", "Making up its mind", `The lens asks the model for its answer after every layer. Before the first block it would say ${quoted(early.label)}, with ${percent(early.p)}; after the last one it says ${quoted(end.label)}, with ${percent(end.p)}.`);

@@ -11,7 +11,6 @@ The values are those of the model's own forward pass, as its taps show them.
 Shapes: see `words.LEGEND`.
 """
 
-from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,9 +21,17 @@ from clearhead.api import Model
 from clearhead.costs import Cost, cost
 from clearhead.errors import InputError, nearest, refuse
 from clearhead.hub.encodings import framed
-from clearhead.inside.inputs import AnyModel, Given, InputTokens, Target, as_model, prepare_any
+from clearhead.inside.inputs import AnyModel, Given, InputTokens, Prepared, Target, as_model, prepare_any
 from clearhead.inside.trace.legend import LEGEND
-from clearhead.inside.trace.steps import Peek, Prediction, Recorder, TraceStep, answer_steps, priced
+from clearhead.inside.trace.steps import (
+    KeepValues,
+    Peek,
+    Prediction,
+    Recorder,
+    TraceStep,
+    answer_steps,
+    priced,
+)
 from clearhead.model.taps import Listener, listening
 from clearhead.model.transformer import evaluating
 
@@ -159,12 +166,12 @@ class Trace(Sums):
 
 def trace(
     m: AnyModel,
-    given: Given,
+    given: Given | Prepared,
     target: Target = None,
     pair: str | None = None,
     top: int = 5,
     *,
-    keep_values: bool | Collection[str] = True,
+    keep_values: KeepValues = True,
 ) -> Trace:
     """Run one input through the model and return its forward pass as a list of steps.
 
@@ -175,14 +182,15 @@ def trace(
         target: what the decoder of two stacks has written so far; None: what it writes greedily.
         pair: the second text of a pair, for an encoder.
         top: number of candidates to show.
-        keep_values: keep the tensor of every step, or of the named steps; other steps keep a summary only.
+        keep_values: keep the tensor of every step, of the named steps, or what a function makes of each;
+            other steps keep a summary only.
     """
     m = as_model(m)
     refuse(top < 1, f"top {top} must be 1 or more: it is the number of candidates shown")
     prepared = prepare_any(m, given, target, pair)
     tokens, source = prepared.tokens, prepared.source_tokens
     with torch.no_grad(), evaluating(m.model):
-        expected = prepared.run().required_logits  # first, to warm up before steps are timed
+        expected = prepared.record()[0].required_logits  # first, to warm up before steps are timed
         recorder = Recorder(m.config, keep_values)
         if source is not None and prepared.source is not None:
             _input_steps(recorder, m, prepared.source, source, "encoder.", pair)

@@ -26,15 +26,12 @@ from clearhead.api import Model
 from clearhead.config import ModelConfig
 from clearhead.inside.inputs import InputTokens
 from clearhead.inside.results import Result
-from clearhead.inside.trace.kind_words import own_words
-from clearhead.inside.trace.words import INPUTS, words_of
+from clearhead.inside.trace.facts import filled_words
+from clearhead.inside.trace.words import INPUTS
 from clearhead.model.dtypes import wide
 from clearhead.model.steps import Step
 from clearhead.tokens.labels import label
 
-ANSWERS = {"lm": "B T V", "mlm": "B T V", "classifier": "B C"}  # shape of the logits; other heads: B T C
-POOLING = {"cls": "the first token's state", "mean": "mean over tokens", "last": "the last token's state"}
-BIAS_FORMULAS = {"alibi": "−slope · distance", "relative": "table[bucket of distance]"}
 FIRST = 5  # values shown of each result
 RECENT = 12  # latest steps that are searched for the one that computed an activation
 # Functions from logits to probabilities, by their formulas.
@@ -43,6 +40,8 @@ PROBABILITIES: dict[str, Callable[[Tensor], Tensor]] = {
     "softmax(x) over tokens": lambda logits: wide(logits).softmax(1),
     "sigmoid(x)": lambda logits: wide(logits).sigmoid(),
 }
+# Of all steps, of the named ones, or what a function makes of each.
+KeepValues = bool | Collection[str] | Callable[[Tensor], Tensor]
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
@@ -114,7 +113,7 @@ class Prediction(Result):
 class Recorder:
     """Collects the steps of one forward pass."""
 
-    def __init__(self, config: ModelConfig, keep_values: bool | Collection[str] = True) -> None:
+    def __init__(self, config: ModelConfig, keep_values: KeepValues = True) -> None:
         self.config, self.keep_values = config, keep_values
         self.steps: list[TraceStep] = []
         self._recent: deque[tuple[int, Tensor]] = deque(maxlen=RECENT)  # number of a step, and its value
@@ -160,28 +159,32 @@ class Recorder:
         **facts: Any,
     ) -> None:
         """Append a step."""
-        words = words_of(name, tuple(x.shape), own_words(self.config, name))
-        known = {**facts_of(self.config, name, x), **facts}
-        keeps = self.keep_values if isinstance(self.keep_values, bool) else name in self.keep_values
+        words = filled_words(self.config, name, x, **facts)
         self._recent.append((len(self.steps), x))
         self.steps.append(
             TraceStep(
                 name,
-                words.title.format_map(known),
+                words.title,
                 path_of(self.config, name),
-                words.symbols.format_map(known),
+                words.symbols,
                 tuple(x.shape),
                 str(x.dtype).removeprefix("torch."),
                 _peek(x),
                 seconds,
                 x.numel() * x.element_size(),
-                words.formula.format_map(known),
+                words.formula,
                 words.why,
-                wide(x.detach()).cpu() if keeps else None,
+                self._kept(name, x),
                 sample,
                 taps,
             )
         )
+
+    def _kept(self, name: str, x: Tensor) -> Tensor | None:
+        if callable(self.keep_values):
+            return wide(self.keep_values(x.detach())).cpu()
+        keeps = self.keep_values if isinstance(self.keep_values, bool) else name in self.keep_values
+        return wide(x.detach()).cpu() if keeps else None
 
     def _elapsed(self, x: Tensor) -> float:
         if x.is_cuda:
@@ -227,54 +230,6 @@ def path_of(config: ModelConfig, name: str) -> tuple[str, ...]:
     if part in ("mask", "counts") or (part == "positions" and rest[0] in ("rotary", "bias")):
         return (stack, f"{at}view")
     return (stack,) if part == "norm" else (stack, f"{at}embedding")
-
-
-def facts_of(config: ModelConfig, name: str, x: Tensor) -> dict[str, Any]:
-    """Return the values that fill in the formula and the symbols of a step."""
-    spec = config.stacks[0] if name.startswith("encoder.") else config.main
-    window = name.rpartition("mask.")[2] if "mask." in name else spec.windows[0]
-    nearer = "" if window in (None, "full") else f", nearer than {window}"
-    hides = x.is_floating_point() and x.numel() and bool((x == torch.finfo(x.dtype).min).any())
-    inner = "Fx" if ".experts." in name and spec.d_expert != spec.d_ff else "F"
-    weighed = "softmax(all), the chosen" + (" / their sum" if config.router_renormalise else "")
-    return {
-        "W": "D" if spec.d_embedding == spec.d_model else "W",
-        "N": "N" if spec.input == "patches" else "T",
-        "Ev": "E" if spec.d_value == spec.d_head else "Ev",
-        "Tin": "Tin" if spec.input == "frames" else "T",
-        "rows": "B·T·A" if ".experts." in name else "B T",
-        "F": "Fs" if ".shared." in name else inner,
-        "z": "gate" if config.attention_gate else "mix values",
-        "z_formula": "mixed · sigmoid(gate)" if config.attention_gate else "pattern · v",
-        "q_normed": "B T H·E" if spec.qk_norm == "full" else "B H T E",
-        "k_normed": "B S K·E" if spec.qk_norm == "full" else "B K S E",
-        "bias": BIAS_FORMULAS.get(spec.positions, "a function of the distance"),
-        "mask": ("earlier" if spec.causal else "all") + nearer,
-        "scale": f"{spec.attention_scale:.4g}",
-        "hidden": "lowest number where hidden" if hides else "nothing is hidden",
-        "norm": config.norm,
-        "activation": config.activation,
-        "head_activation": config.head_activation,
-        "embedding_scale": f"{config.embedding_scale:.4g}",
-        "residual_scale": f"{config.residual_scale:.4g}",
-        "logit_scale": f"{config.logit_scale:.4g}",
-        "softcap": config.attention_softcap,
-        "logit_softcap": config.logit_softcap,
-        "qkv_bias": " + b" if config.qkv_bias else "",
-        "out_bias": " + b" if config.attention_out_bias else "",
-        "feedforward_bias": " + b" if config.feedforward_bias else "",
-        "head_bias": " + b" if config.head_bias else "",
-        "clamp": config.gated_clamp,
-        "shift": f"{config.gated_shift:.4g}",
-        "router_bias": " + b" if config.router_bias else "",
-        "n_experts": config.n_experts,
-        "n_active": config.n_active_experts,
-        "router": "softmax(the chosen)" if config.router_order == "topk_softmax" else weighed,
-        "pooling": POOLING[config.readout.pooling],
-        "pooler": config.pooler,
-        "answers": ANSWERS.get(config.readout.head, "B T C"),
-        "shape": " ".join(map(str, x.shape)),
-    }
 
 
 def _peek(x: Tensor) -> Peek:

@@ -1,0 +1,106 @@
+// Drawers: the neurons that matter to the pinned answer, steering by the difference of two texts, the token among its neighbours.
+
+import { css, signedColour } from "./colour.js";
+import { el, figure, percent, replace, svg } from "./dom.js";
+import { whileWorking } from "./near.js";
+import { saveButtons } from "./picture.js";
+import { askedOf } from "./selection.js";
+
+/** A drawer: opened, it asks; `load(run, body)` fills it for each selection. */
+function drawer(app, root, { id, title, words, keys, load }) {
+  const body = el("div", { class: "body" });
+  const problem = el("p", { role: "alert", class: "problem" });
+  const box = el("details", { id: `drawer-${id}`, class: "drawer" }, el("summary", {}, title), el("p", { class: "soft" }, words), problem, body);
+  const fill = async () => {
+    const run = app.store.get("run");
+    if (!run || !box.open || !root.offsetParent) return;
+    problem.textContent = "";
+    try {
+      await load(run, body);
+    } catch (error) {
+      replace(body);
+      problem.textContent = error.message;
+    }
+  };
+  const look = () => whileWorking(body, fill());
+  box.addEventListener("toggle", look);
+  for (const key of ["run", "view", ...keys]) app.store.listen(key, look);
+  return box;
+}
+
+/** Neurons, each with what it adds here, what it promotes and what fires it. */
+async function showNeurons(app, run, body) {
+  const asked = askedOf(app, run);
+  const found = await app.source.get(`run/${run.run}/neurons?${asked}`);
+  if (app.store.get("run") !== run || askedOf(app, run) !== asked) return;
+  const fired = ({ before, token, after }) => el("li", {}, el("span", { class: "soft" }, before.slice(-40)), el("mark", {}, token), el("span", { class: "soft" }, after.slice(0, 30)));
+  const row = (one) => el("tr", { "data-neuron": one.name }, el("th", { scope: "row", class: "mono" }, one.name), el("td", { class: "number", "data-value": one.value }, el("span", { class: "dot", style: { background: css(signedColour(one.value < 0 ? -0.85 : 0.85)) } }), figure(one.value)), el("td", { class: "mono neuron-words", dir: "auto" }, one.promotes.join("  ") || "–"), el("td", {}, one.fired.length ? el("ul", { class: "plain" }, one.fired.map(fired)) : "–"));
+  replace(body, el("div", { class: "wide", tabindex: "0", role: "group", "aria-label": "Neurons" }, el("table", { class: "neurons" }, el("thead", {}, el("tr", {}, el("th", {}, "neuron"), el("th", { class: "number" }, "logits"), el("th", {}, "promotes"), el("th", {}, `fired most, in ${found.read} ${found.read === 1 ? "text" : "texts"}`))), el("tbody", {}, found.neurons.map(row)))));
+}
+
+/** The plane of the chosen token, its neighbours and the text's tokens. */
+async function showMap(app, run, body) {
+  const position = app.store.get("position");
+  const found = await app.source.get(`run/${run.run}/map?position=${position}`);
+  if (app.store.get("run") !== run || app.store.get("position") !== position) return;
+  const [width, height] = [680, 380];
+  const scale = (axis, size) => {
+    const values = found.points.map((point) => point[axis]);
+    const [low, high] = [Math.min(...values), Math.max(...values)];
+    return (value) => 50 + ((value - low) / (high - low || 1)) * (size - 100);
+  };
+  const [x, y] = [scale(0, width), scale(1, height)];
+  const drawing = svg("svg", { viewBox: `0 0 ${width} ${height}`, class: "chart map", role: "img", "aria-label": "Token vectors on the plane in which they differ most" }, found.labels.map((label, place) => svg("g", { class: `map-${found.kinds[place]}`, "data-label": label }, svg("circle", { cx: x(found.points[place][0]), cy: height - y(found.points[place][1]), r: found.kinds[place] === "chosen" ? 6 : 3.5 }), svg("text", { x: x(found.points[place][0]) + 7, y: height - y(found.points[place][1]) + 4, class: "mono" }, label))));
+  replace(body, el("figure", { class: "wide" }, drawing), el("p", {}, "Nearest by cosine: ", found.near.slice(0, 8).map((one, number) => [number ? ", " : "", el("span", { class: "mono" }, one.label), " ", el("span", { class: "number", "data-value": one.cosine }, one.cosine.toFixed(2))])), el("p", { class: "soft" }, `The plane has ${percent(found.explained[0] + found.explained[1])} of the variance.`), saveButtons(() => drawing, "map"));
+}
+
+/** Steering: two texts, a layer, a strength. */
+function steerDrawer(app) {
+  const toward = el("input", { type: "text", id: "steer-toward", value: "I love this" });
+  const away = el("input", { type: "text", id: "steer-away", value: "I hate this" });
+  const layer = el("input", { type: "number", id: "steer-layer", min: 0, value: 0 });
+  const shown = el("output", { for: "steer-strength", class: "mono" }, "2");
+  const strength = el("input", { type: "range", id: "steer-strength", min: -8, max: 8, step: 0.5, value: 2, oninput: () => { shown.textContent = strength.value; } });
+  const problem = el("p", { role: "alert", class: "problem" });
+  const out = el("div", { class: "row", id: "steer-out", "aria-live": "polite" });
+  const go = el("button", { type: "button", id: "steer-go", class: "primary", onclick: () => whileWorking(out, steer()) }, "Steer");
+  const field = (id, words, input) => el("div", { class: "grow" }, el("label", { for: id }, words), input);
+
+  const said = (name, answer) => el("div", { class: "grow steer-said", "data-side": name }, el("h3", {}, name), answer.text !== undefined ? el("p", { class: "mono", dir: "auto" }, answer.text) : el("ol", { class: "plain" }, answer.choices.map((one) => el("li", {}, el("span", { class: "mono" }, one.label), " ", el("span", { class: "number", "data-value": one.p }, percent(one.p))))));
+
+  async function steer() {
+    const run = app.store.get("run");
+    problem.textContent = "";
+    go.disabled = true;
+    try {
+      const column = run.columns.length === run.tokens.labels.length ? app.store.get("position") : 0;
+      const found = await app.source.post(`run/${run.run}/steer`, { toward: toward.value, away: away.value, layer: Number(layer.value), strength: Number(strength.value), position: column });
+      replace(out, said("before", found.before), said("after", found.after));
+    } catch (error) {
+      replace(out);
+      problem.textContent = error.message;
+    } finally {
+      go.disabled = false;
+    }
+  }
+
+  app.store.on("model", (model) => { layer.max = Math.max(model.layers - 1, 0); layer.value = Math.floor(model.layers / 2); });
+  app.store.listen("run", () => replace(out));
+  return el("details", { id: "drawer-steer", class: "drawer" }, el("summary", {}, "Steer it"), el("p", { class: "soft" }, "The stream after a layer at the end of one text, less that of another, is added at every token while the model goes on with yours."), el("div", { class: "row" }, field("steer-toward", "Toward", toward), field("steer-away", "Away from", away)), el("div", { class: "row toolbar" }, el("div", {}, el("label", { for: "steer-layer" }, "Layer"), layer), el("div", { class: "slider" }, el("label", { for: "steer-strength" }, "Strength ", shown), strength), go), problem, out);
+}
+
+export const drawersSection = {
+  id: "drawers",
+  title: "Drawers",
+  hint: "More to look into: neurons, steering, the map of token vectors. Each opens on its own.",
+  applies: (model) => model.family !== "encoder-decoder" && model.input !== "patches" && model.task !== "embed",
+
+  mount(root, app) {
+    replace(
+      root,
+      drawer(app, root, { id: "neurons", title: "Neurons that matter here", words: "What single neurons of the feed-forwards add to the pinned answer, what they promote, and what fires them elsewhere.", keys: ["position", "target", "foil"], load: (run, body) => showNeurons(app, run, body) }),
+      app.source.live ? steerDrawer(app) : null,
+      drawer(app, root, { id: "map", title: "The chosen token among its neighbours", words: "Vectors of the input table, on the plane in which these differ most.", keys: ["position"], load: (run, body) => showMap(app, run, body) }),
+    );
+  },
+};
