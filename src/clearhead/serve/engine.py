@@ -311,8 +311,8 @@ class ServeEngine:
                 job.inside = self.inside.look(job.asked.inside, job.tokens, job.prompts.source)
             except Exception as wrong:
                 error = wrong
+        self.finished.append(job)  # before anyone is told that it has ended
         job.end(reason, error)
-        self.finished.append(job)
         self.figures.ended[job.row.stop_reason] += 1
         if job in self.running:
             self.running.remove(job)
