@@ -51,7 +51,8 @@ def offline(watched, **options):
 
 def walk(seen):
     """Every section seen once, all that is drawn late included; then all values."""
-    for section, ready in SECTIONS.items():
+    own = {"ribbon": ".ribbon"} if seen.page.is_visible('nav a[data-view="ribbon"]') else {}
+    for section, ready in (own | SECTIONS).items():
         seen.look(section, ready)
     for drawn in ("#attention-large canvas.heat", "#lens-logit"):
         seen.page.locator(drawn).wait_for(state="attached")
@@ -149,7 +150,7 @@ def test_a_notebook_shows_the_same(watched, tmp_path):
     )
     best = ch.trace(m, text).logits[0, -1].double().softmax(-1).topk(20).values
     assert shown == pytest.approx(best.tolist(), abs=1e-6)
-    assert frame.locator("nav a:not([hidden])").count() == 8
+    assert frame.locator("nav a:not([hidden])").count() == 9
     assert seen.wrong == []
     assert tried == []
     assert json.dumps(cell.recorded)

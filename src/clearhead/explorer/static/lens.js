@@ -11,6 +11,7 @@ import { LensTables } from "./source.js";
 const LENS_SHOWS = { p: "probability of the best choice", final: "probability of the final choice", entropy: "entropy in bits" };
 const LENS_WIDE = 64; // columns that are drawn at once
 const LENS_PIECE = 8; // columns that are asked for at once
+const LENS_SMALL = 2e7; // scores of all layers and columns that are asked for in one piece
 
 /** A small chart: a value by layer. */
 function lensChart(values, layers, name) {
@@ -222,11 +223,13 @@ export const lensSection = {
         chosen = [Math.min(app.store.get("layer") ?? Infinity, app.store.get("model").layers), columnOf(run, app.store.get("position"))];
         first = Math.max(0, run.columns.length - LENS_WIDE);
         if (chosen[1] < first) first = Math.max(0, chosen[1] - LENS_WIDE / 2);
-        if (!app.source.live) tables.add(0, await app.source.get(`run/${run.run}/lens`));
+        const { layers, vocab_size } = app.store.get("model");
+        const small = (layers + 1) * run.columns.length * (vocab_size || 1) <= LENS_SMALL;
+        if (small || !app.source.live) tables.add(0, await app.source.get(`run/${run.run}/lens`));
         if (app.store.get("run") !== run) return;
         view = tables;
-        if (app.source.live) await fillLens(run);
-        else draw();
+        if (small || !app.source.live) draw();
+        else await fillLens(run);
       } catch (error) {
         view = null;
         replace(grid);
