@@ -8,6 +8,7 @@ import torch
 
 from clearhead.config.kinds import FULL, Windowed
 from clearhead.fast import parts
+from clearhead.fast.native import MOST_ROWS, NativeLinear
 from clearhead.generate import decode
 from clearhead.model import cache, masks, positions, stack, transformer
 from clearhead.model.attend import KERNELS
@@ -263,12 +264,12 @@ def ring_keeps_the_first(monkeypatch):
 
 @code
 def biases_of_many_rows(monkeypatch):
-    """A packed layer forgets its bias where it takes more rows than packing pays for."""
-    right = parts.PackedLinear.forward
+    """A layer of the fast copy forgets its bias where it takes more rows than its own product pays for."""
+    for kind, most in ((parts.PackedLinear, parts.PACKED_ROWS.stop - 1), (NativeLinear, MOST_ROWS)):
 
-    def forward(self, x):
-        y = right(self, x)
-        many = x.numel() // self.in_features >= parts.PACKED_ROWS.stop
-        return y - self.bias if many and self.bias is not None else y
+        def forward(self, x, right=kind.forward, most=most):
+            y = right(self, x)
+            many = x.numel() // self.in_features > most
+            return y - self.bias if many and self.bias is not None else y
 
-    monkeypatch.setattr(parts.PackedLinear, "forward", forward)
+        monkeypatch.setattr(kind, "forward", forward)
