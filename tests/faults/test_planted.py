@@ -137,8 +137,8 @@ def failed(model: ch.Transformer) -> set[str]:
 
 
 ON_A_CPU = {"biases_of_many_rows"}  # its linear layers are others there alone
-# The fast copy computes some parts by formulas of its own. Then it is right where the model is wrong, or wrong
-# like the model where both share a formula.
+# The fast copy computes some parts by formulas of its own. Then it is right where the model is wrong, or
+# wrong like the model where both share a formula.
 IN_C = {"queries_for_keys": CODE, "ring_forgets": RING | CACHED - {PROMPTED} | STREAMED}
 IN_KERNELS = {"mean_subtracted": CODE - {PROMPTED} | {"fast copy = model"} | STREAMED}
 
