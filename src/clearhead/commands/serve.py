@@ -64,7 +64,8 @@ def serve(
 
     For example:
       clearhead serve my-model/
-      clearhead serve my-model/ --model small=other-model/ --adapter polite=lora-run/ --port 9000
+      clearhead serve my-model/ --model small=other-model/ --port 9000
+      clearhead serve my-model/ --adapter polite=lora-run/
       clearhead serve my-model/ --host 0.0.0.0 --api-key-file keys.txt
       clearhead serve my-model/ --retrieve notes.index
     """
