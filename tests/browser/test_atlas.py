@@ -193,7 +193,7 @@ def test_the_bench_lays_two_texts_side_by_side(watched, served, tmp_path):
     assert again.page.input_value("#compare-text") == TWO
     same(again)
     again.page.locator("#compare-shown [data-at]").nth(2).click()
-    again.page.locator("#compare-shown [data-at][aria-pressed=true]").wait_for()
+    again.page.locator("#compare-shown [data-at='2'][aria-pressed=true]").wait_for()
     assert again.values("#compare-shown [data-at][aria-pressed=true]", "data-at") == [2]
     with seen.page.expect_download() as waiting:
         seen.page.click("#export")
