@@ -197,7 +197,9 @@ def test_lens(live, family):
     shows = {"p": seen.top_probabilities[..., 0], "final": seen.chosen_probabilities, "entropy": seen.entropy}
     for name, expected in shows.items():
         watched.page.select_option("#lens-shows", name)
-        assert watched.values("#lens-grid td") == pytest.approx(expected.flatten().tolist(), abs=1e-6)
+        assert watched.values("#lens-grid td") == pytest.approx(
+            expected.flatten().tolist(), rel=1e-6, abs=1e-6
+        )
     assert watched.values("#lens-grid td", "data-id") == seen.top[..., 0].flatten().tolist()
     assert watched.texts("#lens-grid td .token") == [cell[0] for layer in seen.top_names for cell in layer]
     column = len(seen.columns) - 1
@@ -272,7 +274,9 @@ def test_sliders_are_the_sampling_functions(live, family):
         )[0]
         ids = [int(one) for one in watched.values("#next-table tbody tr", "data-id")]
         assert watched.values("#next-table td.number:not(.soft)") == pytest.approx(
-            expected[ids].tolist(), abs=1e-9
+            expected[ids].tolist(),
+            rel=1e-5,
+            abs=1e-7,  # logits in float32, of one token or of all at once
         )
         gone = watched.page.eval_on_selector_all(
             "#next-table tbody tr", "rows => rows.map((row) => 'gone' in row.dataset)"
