@@ -58,7 +58,10 @@ def _openmp() -> str | None:
     except OSError:
         return None
     paths = {line.split(maxsplit=5)[-1] for line in maps if "libgomp" in line}
-    return paths.pop() if len(paths) == 1 else None  # two of them: whose threads are whose is not known
+    homes = (Path(torch.__file__).parent, Path(torch.__file__).parent.with_name("torch.libs"))
+    own = {path for path in paths if Path(path).parent.parent in homes or Path(path).parent in homes}
+    found = own or paths  # other packages may bring theirs
+    return found.pop() if len(found) == 1 else None
 
 
 def _built(compiler: str) -> Path:
