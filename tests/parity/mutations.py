@@ -144,6 +144,15 @@ SUBJECTS = {
     "BERT decoder": Subject("BertConfig", "BertModel", TEXT),
     "RoBERTa": Subject("RobertaConfig", "RobertaForMaskedLM", {**TEXT, "max_position_embeddings": 130}),
     "RoBERTa tagger": Subject("RobertaConfig", "RobertaForTokenClassification", {**TEXT, **LABELS}),
+    "XLM-RoBERTa": Subject("XLMRobertaConfig", "XLMRobertaForSequenceClassification", {**TEXT, **LABELS}),
+    "CamemBERT": Subject("CamembertConfig", "CamembertForMaskedLM", TEXT),
+    "MPNet": Subject("MPNetConfig", "MPNetForMaskedLM", TEXT),
+    "ELECTRA": Subject("ElectraConfig", "ElectraForMaskedLM", {**TEXT, "embedding_size": 16}),
+    "ELECTRA discriminator": Subject("ElectraConfig", "ElectraForPreTraining", TEXT),
+    "ModernBERT": Subject("ModernBertConfig", "ModernBertForMaskedLM", {**TEXT, "local_attention": 8}),
+    "ModernBERT classifier": Subject(
+        "ModernBertConfig", "ModernBertForSequenceClassification", {**TEXT, **LABELS, "local_attention": 8}
+    ),
     "DistilBERT": Subject("DistilBertConfig", "DistilBertForMaskedLM", DISTIL),
     "DistilBERT spans": Subject("DistilBertConfig", "DistilBertForQuestionAnswering", DISTIL),
     "Longformer": Subject("LongformerConfig", "LongformerForMaskedLM", {**TEXT, **LONGFORMER}),
