@@ -67,6 +67,13 @@ REFERENCES = {
         "ElectraForPreTraining",
         {**{"embedding_size": 768, "hidden_size": 768}, "num_attention_heads": 12, "intermediate_size": 3072},
     ),
+    "deberta-v3-base": (
+        "DebertaV2Config",
+        "DebertaV2ForMaskedLM",
+        {"hidden_size": 768, "num_attention_heads": 12, "num_hidden_layers": 12, "intermediate_size": 3072}
+        | {"relative_attention": True, "position_biased_input": False, "share_att_key": True}
+        | {"pos_att_type": ["p2c", "c2p"], "position_buckets": 256, "norm_rel_ebd": "layer_norm"},
+    ),
     "modernbert-base": ("ModernBertConfig", "ModernBertForMaskedLM", {}),
     "t5-small": ("T5Config", "T5ForConditionalGeneration", {}),
     "bart-base": (

@@ -233,6 +233,17 @@ PRESETS: dict[str, ModelConfig] = {
     ),
     "electra-base": _bert.replace(head="tagger", n_classes=1, pooler="gelu"),
     "modernbert-base": _modern,
+    "deberta-v3-base": _bert.replace(
+        vocab_size=128_100,
+        positions="disentangled",
+        relative_buckets=512,
+        relative_max_distance=512,
+        relative_norm=True,
+        attention_scale=(3 * 64) ** -0.5,
+        n_types=0,
+        norm_eps=1e-7,
+        pooler="none",
+    ),
     "longformer-base": _bert.replace(
         vocab_size=50_265,
         max_positions=4096,

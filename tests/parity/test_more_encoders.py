@@ -106,11 +106,15 @@ def test_text_encoder(name, head, label, tmp_path):
     ("name", "changes", "complaint"),
     [
         ("XLMRoberta", {"is_decoder": True}, "is_decoder"),
+        ("ModernBert", {"layer_types": ["chunked_attention"] * 3}, "only sliding and full"),
+        ("DebertaV2", {"conv_kernel_size": 3}, "a convolution beside the first layer is not supported"),
+        ("DebertaV2", {"share_att_key": False}, "share_att_key False: projections of positions apart"),
+        ("DebertaV2", {"position_biased_input": True}, "a table of positions beside disentangled"),
         ("Camembert", {"architectures": ["CamembertForMultipleChoice"]}, "CamembertForMultipleChoice"),
     ],
 )
 def test_what_is_not_supported_is_named(name, changes, complaint, tmp_path):
-    make(name, "ForMaskedLM", OPTIONS[name]["plain"], tmp_path)
+    make(name, "ForMaskedLM", next(iter(OPTIONS[name].values())), tmp_path)
     path = tmp_path / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     with pytest.raises(ch.CheckpointError, match=complaint):

@@ -166,10 +166,9 @@ def deberta(model: PieceModel, settings: Settings) -> Tokenizer:
     ]
     scheme = "always" if settings.get("add_prefix_space", True) else "first"
     apart = [pre_tokenizers.Punctuation("isolated")] if settings.get("split_by_punct", False) else []
+    unk_id = model.scores.index(unknown) if unknown in model.scores else 1
     return assembled(
-        Unigram(
-            model.scores, model.scores.index(unknown) if unknown in model.scores else 1, byte_fallback=False
-        ),
+        Unigram(model.scores, unk_id, byte_fallback=False),
         normalizers.Sequence(steps),
         pre_tokenizers.Sequence([*apart, pre_tokenizers.Metaspace(SPACE, scheme)]),
         decoders.Metaspace(SPACE, scheme),
