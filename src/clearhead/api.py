@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from clearhead.bundle import Bundle, best_device, default_names, float_dtype
-from clearhead.errors import CheckpointError, MissingExtraError, refuse
+from clearhead.errors import CheckpointError, refuse
 from clearhead.generate.request import MAX_NEW_TOKENS
 from clearhead.hub import checkpoint, files, pixels, sentences
 from clearhead.hub.tokenizer import load_tokenizer, open_tokenizer, read_settings, special_ids
 from clearhead.model.transformer import Transformer
-from clearhead.tasks import generation, reading
+from clearhead.tasks import generation, ranking, reading
 from clearhead.tasks.generation import Cancel, GenerateOptions, Hooks, OnText, TranslateOptions, generate
-from clearhead.tasks.results import Answer, Candidate, Classification, Generation, Score, Tags
+from clearhead.tasks.results import Answer, Candidate, Classification, Generation, Ranked, Score, Tags
 
 One = str | Sequence[int]  # a prompt: text or ids
 Many = list[str] | tuple[str, ...] | Sequence[Sequence[int]]
@@ -171,6 +171,15 @@ class Model(Bundle):
             single = not isinstance(inputs, list | tuple) and getattr(inputs, "ndim", 3) < 4
         return _unwrapped(reading.classify(self, [inputs] if single else list(inputs), batch_size), single)
 
+    def rerank(
+        self, query: str, texts: Sequence[str], top: int | None = None, batch_size: int = 32
+    ) -> list[Ranked]:
+        """Return the texts with their scores, those first that answer the query best; `top`: so many.
+
+        A classifier with one class reads the query with each text. Other models compare their vectors.
+        """
+        return ranking.rerank(self, query, texts, top, batch_size)
+
     @overload
     def tag(self, text: str | list[str], batch_size: int = ...) -> Tags: ...
 
@@ -279,7 +288,7 @@ def load(
             f"`hf download {folder} --local-dir DIR`, or in Python by load with allow_download=True",
             CheckpointError,
         )
-        path = _download(str(folder))
+        path = files.download(str(folder))
     if parallel is not None:
         from clearhead.parallel.inference import split_for_use  # takes seconds to import
 
@@ -331,15 +340,3 @@ def _labels(description: checkpoint.Description) -> tuple[str, ...]:
     if isinstance(names, dict) and set(names) == set(numbers):
         return tuple(str(names[number]) for number in numbers)
     return default_names(len(numbers))
-
-
-def _download(name: str) -> Path:
-    try:
-        from huggingface_hub import snapshot_download
-    except ImportError:
-        raise MissingExtraError("downloading needs huggingface_hub: pip install 'clearhead[hub]'") from None
-    patterns = ["*.json", "*.safetensors", "*.model", "*.spm", "*.txt", "*.jinja"]
-    try:
-        return Path(snapshot_download(name, allow_patterns=patterns))
-    except Exception as error:
-        raise CheckpointError(f"{name} could not be downloaded: {str(error).splitlines()[0]}") from None
