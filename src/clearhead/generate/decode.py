@@ -23,6 +23,7 @@ from torch import Tensor
 
 from clearhead.batches.padding import padded, real_tokens
 from clearhead.errors import refuse
+from clearhead.fast.kernels import without_plans
 from clearhead.generate.exits import ExitStep
 from clearhead.generate.forms import Forms
 from clearhead.generate.prompts import Prompts, is_stretched, slides, stream_room, streams, turns_by_length
@@ -97,6 +98,7 @@ LENGTH_ALONE = Ends()
 
 
 @torch.inference_mode()
+@without_plans()
 def decode(
     model: Transformer,
     request: Request,
@@ -104,6 +106,7 @@ def decode(
     ends: Ends = LENGTH_ALONE,
     cache: Cache | None = None,
     step: Step | None = None,
+    read: Callable[[], Tensor] | None = None,
 ) -> list[Continuation]:
     """Continue each prompt by up to `request.max_new_tokens`.
 
@@ -114,6 +117,7 @@ def decode(
         ends: what ends a row before that.
         cache: of a single prompt, one that holds the first of its tokens already.
         step: what runs the model on one token; None: the model itself.
+        read: what reads the prompts and returns the next logits [B, V]; None: the model, into `cache`.
     """
     check_request(model, request, prompts, ends)
     rows = [Continuation(list(prompt)) for prompt in prompts.ids]
@@ -125,7 +129,10 @@ def decode(
             cache = StreamCache(model.config, *stream_room(model, request))
     if request.early_exit is not None:
         step = ExitStep(model, request)
-    logits = prefill(model, [row.prompt[cache.length :] for row in rows], cache, *prompts.sources)
+    if read is not None:
+        logits = read()
+    else:
+        logits = prefill(model, [row.prompt[cache.length :] for row in rows], cache, *prompts.sources)
     stretched = is_stretched(model, prompts.longest)
     window = model.config.max_positions if slides(model, request, prompts) else None
     for count in range(1, request.max_new_tokens + 1):
