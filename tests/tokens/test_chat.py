@@ -122,7 +122,7 @@ TALK = [
 @pytest.mark.parametrize(("name", "wanted"), LEARNED, ids=[name for name, _ in LEARNED])
 def test_what_the_assistant_wrote(name, wanted):
     texts = ChatTemplate(TEMPLATES[name], NAMES).learned(TALK)
-    assert [text[slice(*span)] for text, spans in texts for span in spans] == wanted
+    assert [text[span.first : span.last] for text, spans in texts for span in spans] == wanted
     # Where earlier turns change once others follow, each answer has a text of its own, as it is generated.
     assert len(texts) == (2 if name == "qwen3" else 1)
 
@@ -131,7 +131,7 @@ def test_answers_to_nothing_and_of_weight_0_are_not_learned():
     template = ChatTemplate(KNOWN["chatml"])
     greeting = [{"role": "assistant", "content": "Hello"}, *TALK]
     ((text, spans),) = template.learned(greeting)
-    assert [text[slice(*span)] for span in spans] == ["one two<|im_end|>\n", "three<|im_end|>\n"]
+    assert [text[span.first : span.last] for span in spans] == ["one two<|im_end|>\n", "three<|im_end|>\n"]
     light = [{**one, "weight": 0} if one["content"] == "three" else one for one in TALK]
     assert len(template.learned(light)[0][1]) == 1
     assert template.learned(TALK[:1]) == template.learned(greeting[:1]) == []

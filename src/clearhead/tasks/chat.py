@@ -50,6 +50,22 @@ def named_template(name: str) -> str:
         return path.read_text(encoding="utf-8")
 
 
+def set_template(m: Bundle, name: str | None) -> str:
+    """Give a model the template of this name or file, or keep its own, or take the plain one; return a note.
+
+    The token that ends a turn then ends what the model generates too, here and in transformers.
+    """
+    own = "default" in templates_of(m.settings)
+    if name is not None or not own:
+        m.settings["chat_template"] = named_template(name or "plain")
+    end = turn_end(m)
+    if end is not None and end not in m.stops:
+        m.generation["eos_token_id"] = [*m.stops, end]
+    token = "nothing" if end is None else m.text_tokenizer.id_to_token(end)
+    which = "the model's own" if own and name is None else name or "plain"
+    return f"chat template: {which}, which ends an answer with {token}"
+
+
 def chat_ids(m: Bundle, messages: Sequence[Message], more: Mapping[str, Any]) -> list[int]:
     """Return the token ids of a conversation, up to where the answer begins.
 
@@ -62,12 +78,11 @@ def chat_ids(m: Bundle, messages: Sequence[Message], more: Mapping[str, Any]) ->
 
 
 def turn_end(m: Bundle) -> int | None:
-    """Return the special token that ends an answer in the model's template; None where none does."""
+    """Return the special token that follows an answer in the model's template; None where none does."""
     ((text, spans),) = chat_template(m).learned(PROBE)
-    written = text[slice(*spans[-1])].rstrip()
-    tokens = m.text_tokenizer.encode(written, add_special_tokens=False).ids
+    tokens = m.text_tokenizer.encode(text[spans[-1].said :], add_special_tokens=False).ids
     added = m.text_tokenizer.get_added_tokens_decoder()
-    return tokens[-1] if tokens and tokens[-1] in added and added[tokens[-1]].special else None
+    return next((token for token in tokens if token in added and added[token].special), None)
 
 
 def chat(

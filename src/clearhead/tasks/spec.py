@@ -103,6 +103,7 @@ class TaskSpec:
     # (answers, targets, labels) -> scores by name.
     scores: Callable[[Answers, Answers, Sequence[str]], dict[str, float]] = lambda *given: {}
     pretrain: bool = False  # whether masked language modelling on the same texts may come first
+    chats: bool = False  # whether rows are conversations, which need a chat template
     one_shape: bool = False  # whether all batches of a stream have one shape, without padding
     # Use
     writes: bool = False  # whether the answers are generated

@@ -13,7 +13,7 @@ import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from jinja2 import Template, TemplateError, nodes, pass_context
 from jinja2.exceptions import SecurityError
@@ -26,7 +26,6 @@ from jinja2.utils import Namespace
 from clearhead.errors import InputError, refuse, refusing
 
 Message = Mapping[str, Any]
-Spans = list[tuple[int, int]]  # first character and the one after the last
 ASSISTANT = "assistant"
 LEADING = ("system", "developer")  # roles that may stand before anything is asked
 UNWRITTEN = ("role", "content", "weight")  # fields that a template need not read
@@ -48,6 +47,17 @@ KNOWN = {
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
     ),
 }
+
+
+class Turn(NamedTuple):
+    """What the assistant wrote in one turn, by the characters of a text."""
+
+    first: int
+    last: int  # the one after the last
+    said: int  # where the content ends, and what ends the turn begins
+
+
+Spans = list[Turn]
 
 
 @dataclass(frozen=True)
@@ -97,7 +107,9 @@ class ChatTemplate:
                 "the chat template does not write an answer where the generation prompt asks for it: "
                 "mark what the assistant writes by {% generation %} and {% endgeneration %}",
             )
-            texts[place] = text, (start, len(text))
+            found = text.find(_text(checked[place]).strip() or text[start:], start)
+            said = found + len(_text(checked[place]).strip()) if found >= 0 else start
+            texts[place] = text, Turn(start, len(text), said)
         whole = self._rendered(checked, False, tools)
         if all(whole.startswith(text) for text, _ in texts.values()):
             return [(whole, [span for _, span in texts.values()])] if texts else []
@@ -116,10 +128,10 @@ class ChatTemplate:
             if piece == marks[0]:
                 begun = len(text)
             elif piece == marks[1]:
-                spans.append((begun, len(text)))
+                spans.append(Turn(begun, len(text), len(text)))
             else:
                 text += piece
-        return text, [(first, last) for first, last in spans if last > first]
+        return text, [span for span in spans if span.last > span.first]
 
     def _source(self, tools: Any) -> str:
         return self.source if self.tool_source is None or not tools else self.tool_source

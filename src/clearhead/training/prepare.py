@@ -33,6 +33,7 @@ from clearhead.parallel.world import ALONE, World
 from clearhead.presets import PRESETS
 from clearhead.recipe import BASE, Recipe, TrainPlan
 from clearhead.tasks import spec, table
+from clearhead.tasks.chat import chat_template, set_template
 from clearhead.tasks.corpus import Texts, open_examples
 from clearhead.tokens.training import choose, train_tokenizer
 from clearhead.training import build, optim, weights
@@ -62,6 +63,8 @@ def prepare(recipe: Recipe, folder: Path, on_event: OnEvent, world: World = ALON
     loaded = build.build(
         recipe, name, tokenizer, special, corpus.labels, image, base, large=device.type != "cpu"
     )
+    if task.chats:
+        on_event(Note(set_template(loaded, recipe.tokens.template)))
     recipe = recipe.replace("data", task=name)
     batches = encode_batches(recipe, task, corpus, loaded, folder, on_event, world)
     for line in remarks(recipe, task, loaded, base):
@@ -242,8 +245,9 @@ def encode_batches(
     for side in SIDES:
         with world.led():
             ids = encoded.encode_corpus(
-                corpus, side, task.batching, loaded.tokenizer, loaded.labels, cache, special=loaded.special
-            )
+                corpus, side, task.batching, loaded.tokenizer, loaded.labels, cache,
+                special=loaded.special, template=chat_template(loaded) if task.chats else None,
+            )  # fmt: skip
         rows, special = begun(ids, loaded)
         batches = batching.make_batches(
             task.batching,
