@@ -115,9 +115,7 @@ def batches_of(chats, tokenizer, template, folder, length=300, **plan):
 def test_marked_templates_give_the_mask_of_transformers(name, tokenizer, tmp_path):
     template = ChatTemplate(TEMPLATES[name], NAMES)
     whole = Tokenizer.from_str(tokenizer.to_str())
-    whole.post_processor = processors.ByteLevel(
-        trim_offsets=False
-    )  # else theirs loses leading spaces
+    whole.post_processor = processors.ByteLevel(trim_offsets=False)  # else theirs loses leading spaces
     theirs = PreTrainedTokenizerFast(tokenizer_object=whole, bos_token="<s>", eos_token="</s>")
     given = talk("a", "one", "b", "two\n", "c", "tres")
     wanted = theirs.apply_chat_template(
