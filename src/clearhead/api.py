@@ -13,7 +13,7 @@ from clearhead.generate.request import MAX_NEW_TOKENS
 from clearhead.hub import checkpoint, files, pixels, sentences
 from clearhead.hub.tokenizer import load_tokenizer, open_tokenizer, read_settings, special_ids
 from clearhead.model.transformer import Transformer
-from clearhead.tasks import generation, reading
+from clearhead.tasks import chat, generation, reading
 from clearhead.tasks.generation import Cancel, GenerateOptions, Hooks, OnText, TranslateOptions, generate
 from clearhead.tasks.results import Answer, Candidate, Classification, Generation, Score, Tags
 
@@ -149,6 +149,16 @@ class Model(Bundle):
         single, prompts = _prompts(text)
         made = generation.translate(self, prompts, asked, Hooks(on_text, cancel, draft))
         return _best(made, num_return, single)
+
+    def chat(
+        self, messages: Sequence[Mapping[str, Any]], max_new_tokens: int = MAX_NEW_TOKENS, **options: Any
+    ) -> Generation:
+        """Answer a conversation, a list of {"role": ..., "content": ...}, by the model's chat template.
+
+        Options are those of `generate`, and `template`: what the template takes besides, such as tools.
+        """
+        hooks = Hooks(options.pop("on_text", None), options.pop("cancel", None), options.pop("draft", None))
+        return chat.chat(self, messages, {"max_new_tokens": max_new_tokens, **options}, hooks)
 
     def score(self, text: One, source: One | None = None) -> Score:
         """Return the log-probability of each token of a text; with an encoder, given a `source`."""

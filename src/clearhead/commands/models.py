@@ -206,6 +206,17 @@ def explore(
 
 def _serve(session: Session, host: str, port: int, browser: bool) -> None:
     """Serve the page until Ctrl-C."""
+    server, listening, address = page_server(session, host, port)
+    print_notes([f"clearhead explorer: {address}  (Ctrl-C ends it)"])
+    if browser:
+        import webbrowser
+
+        webbrowser.open(address)
+    server.run(sockets=[listening])
+
+
+def page_server(session: Session, host: str, port: int) -> tuple[Any, socket.socket, str]:
+    """Return a server of the page, the socket it listens on, and its address; its models begin to load."""
     try:
         import uvicorn
 
@@ -220,12 +231,7 @@ def _serve(session: Session, host: str, port: int, browser: bool) -> None:
         print_notes([f"warning: {host} can be reached by others: whoever opens {address} can use this model"])
     server = uvicorn.Server(uvicorn.Config(make_app(session, host), log_level="warning", server_header=False))
     session.start()
-    print_notes([f"clearhead explorer: {address}  (Ctrl-C ends it)"])
-    if browser:
-        import webbrowser
-
-        webbrowser.open(address)
-    server.run(sockets=[listening])
+    return server, listening, address
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -92,6 +92,14 @@ NAMES: dict[str, tuple[str, ...]] = {
     "context": ("context", "passage", "paragraph"),
     "answer": ("answer", "answers", "answers.text"),
     "start": ("answer_start", "start", "answers.answer_start"),
+    "messages": ("messages", "conversations", "conversation", "dialogue"),
+    "prompt": ("prompt", "instruction"),
+    "completion": ("completion", "response", "output"),
+    "input": ("input", "context"),
+    "system": ("system", "system_prompt"),
+    "tools": ("tools", "functions"),
+    "chosen": ("chosen",),
+    "rejected": ("rejected",),
 }
 IDS = frozenset(("id", "idx", "index", "guid"))
 _KNOWN = frozenset(name for names in NAMES.values() for name in names) | LANGUAGES | IDS

@@ -177,13 +177,13 @@ def save_tokenizer(
         **({"additional_special_tokens": extra} if extra else {}),
     }
     write_json(folder / SETTINGS, written)
-    for name, text in _templates_of(settings).items():
+    for name, text in templates_of(settings).items():
         path = folder / (TEMPLATE if name == "default" else f"{TEMPLATES}/{name}.jinja")
         path.parent.mkdir(exist_ok=True)
         path.write_text(text, encoding="utf-8")
 
 
-def _templates_of(settings: Mapping[str, Any]) -> dict[str, str]:
+def templates_of(settings: Mapping[str, Any]) -> dict[str, str]:
     """Return chat templates by name, from any of the forms in which files state them."""
     stated = settings.get("chat_template") or {}
     if isinstance(stated, list):
