@@ -260,7 +260,13 @@ def _wrong_tokens(inputs: Inputs, their_model: Any) -> float:
     from transformers import GenerationMixin
 
     theirs = GenerationMixin.generate(  # nor, of speech, windows and timestamps
-        their_model, max_new_tokens=tokens, do_sample=False, num_beams=1, eos_token_id=None, pad_token_id=0, **read
+        their_model,
+        max_new_tokens=tokens,
+        do_sample=False,
+        num_beams=1,
+        eos_token_id=None,
+        pad_token_id=0,
+        **read,
     )[:, prompt.shape[1] :]
     ours = greedy(model, prompt, tokens, source=source)
     return float((ours[:, : theirs.shape[1]] != theirs).sum())
