@@ -23,6 +23,7 @@ BLOCK = 2**20  # numbers read at a time, of all channels
 def read_sound(path: Path, rate: int, most: float = MOST_SECONDS) -> Samples:
     """Return a file as one channel [N] of `rate` samples a second: the mean of its channels, resampled."""
     refuse(not path.is_file(), f"{path} is no file: give a sound file; {FORMATS}")
+    refuse(not path.stat().st_size, f"{path} is empty: give a sound file; {FORMATS}")
     reader = _library("soundfile", "reading sound")
     try:
         with reader.SoundFile(path) as file:

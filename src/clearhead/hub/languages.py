@@ -12,8 +12,9 @@ af afrikaans oc occitan ka georgian be belarusian tg tajik sd sindhi gu gujarati
 uz uzbek fo faroese ht haitian_creole ps pashto tk turkmen nn nynorsk mt maltese sa sanskrit lb luxembourgish
 my myanmar bo tibetan tl tagalog mg malagasy as assamese tt tatar haw hawaiian ln lingala ha hausa ba bashkir
 jw javanese su sundanese yue cantonese
-""".split()
-LANGUAGES = {code: name.replace("_", " ") for code, name in zip(_LISTED[::2], _LISTED[1::2])}
+"""
+_WORDS = _LISTED.split()
+LANGUAGES = {code: name.replace("_", " ") for code, name in zip(_WORDS[::2], _WORDS[1::2])}
 CODES = {name: code for code, name in LANGUAGES.items()} | {
     **{"burmese": "my", "castilian": "es", "flemish": "nl", "haitian": "ht", "letzeburgesch": "lb"},
     **{"mandarin": "zh", "moldavian": "ro", "moldovan": "ro", "panjabi": "pa", "pushto": "ps"},

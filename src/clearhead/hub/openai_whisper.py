@@ -6,6 +6,7 @@ settings of the spectrogram that belong to it.
 
 import base64
 import binascii
+import itertools
 import re
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,8 @@ from clearhead.hub import files
 from clearhead.hub.languages import LANGUAGES
 from clearhead.hub.pixels import PREPROCESSOR
 from clearhead.hub.spectrogram import CLASS
-from clearhead.hub.tokenizer import save_tokenizer
-from clearhead.tokens.spelling import byte_letters
+from clearhead.hub.tokenizer import SPEECH, save_tokenizer
+from clearhead.tokens.kinds import byte_letters
 
 SIZES = {  # of config.json, by their names in `dims`
     "n_mels": "num_mel_bins",
@@ -52,10 +53,8 @@ NAMES = (  # parts of a tensor's name, theirs and Hugging Face's
 TASKS = ("translate", "transcribe")
 FRAME_SECONDS, CHUNK = 0.02, 30  # of one encoder position; of one window
 # What a transcript never holds: signs for music and speakers, which subtitles use.
-SIGNS = (
-    *'"#()*+/:;<=>@[\\]^_`{|}~「」『』',
-    *"<< >> <<< >>> -- --- -( -[ (' (\" (( )) ((( ))) [[ ]] {{ }} ♪♪ ♪♪♪".split(),
-)
+LETTERS = '"#()*+/:;<=>@[\\]^_`{|}~「」『』'
+GROUPS = "<< >> <<< >>> -- --- -( -[ (' (\" (( )) ((( ))) [[ ]] {{ }} ♪♪ ♪♪♪"
 MUSIC = "♩♪♫♬♭♮♯"  # of these the first token alone is enough
 OFFICIAL = 51765  # tokens of a vocabulary beside its languages and the one that multilingual files have more
 
@@ -87,7 +86,11 @@ def unpack(source: Path, vocabulary: Path | None, folder: Path) -> None:
         config |= {name: ids[name] for name in ids if name not in ("no_timestamps_token_id",)}
         files.write_json(folder / "generation_config.json", generation)
         end = generation["eos_token_id"]
-        save_tokenizer(folder, tokenizer, {"bos": end, "eos": end, "pad": end, "unk": end})
+        roles = dict.fromkeys(("bos", "eos", "pad", "unk"), end)
+        added = tokenizer.get_added_tokens_decoder().items()
+        extra = [token.content for number, token in sorted(added) if token.special and number != end]
+        settings = {"tokenizer_class": SPEECH, "extra_special_tokens": extra}
+        save_tokenizer(folder, tokenizer, roles, settings, dims["n_text_ctx"])
     files.write_json(folder / "config.json", config)
 
 
@@ -104,8 +107,13 @@ def _read(source: Path) -> tuple[dict[str, int], dict[str, Tensor]]:
         ) from None
     dims = held.get("dims") if isinstance(held, dict) else None
     state = held.get("model_state_dict") if isinstance(held, dict) else None
-    whole = isinstance(dims, dict) and all(type(dims.get(name)) is int for name in SIZES)
-    if not whole or not isinstance(state, dict) or not all(isinstance(x, Tensor) for x in state.values()):
+    if not isinstance(dims, dict) or not all(type(dims.get(name)) is int for name in SIZES):
+        state = None
+    if (
+        not isinstance(dims, dict)
+        or not isinstance(state, dict)
+        or not all(isinstance(x, Tensor) for x in state.values())
+    ):
         raise CheckpointError(
             f"{source} is no Whisper file of OpenAI's: it must hold dims, all whole numbers, and "
             "model_state_dict, all tensors; name the directory of any other model"
@@ -141,7 +149,8 @@ def read_vocabulary(path: Path, size: int) -> Tokenizer:
     letters = dict(enumerate(byte_letters()))
     written = {piece: "".join(letters[byte] for byte in piece) for piece in pieces}
     vocabulary = {written[piece]: rank for piece, rank in pieces.items()}
-    merges = [tuple(written[part] for part in _halves(piece, pieces)) for piece in pieces if len(piece) > 1]
+    halves = (_halves(piece, pieces) for piece in pieces if len(piece) > 1)
+    merges = [(written[first], written[second]) for first, second in halves]
     tokenizer = Tokenizer(models.BPE(vocabulary, merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -184,7 +193,7 @@ def _halves(piece: bytes, ranks: dict[bytes, int]) -> list[bytes]:
     """Return the two tokens that a token was merged from: what its bytes become by the merges before it."""
     parts = [piece[place : place + 1] for place in range(len(piece))]
     while len(parts) > 2:
-        joined = [ranks.get(a + b, len(ranks)) for a, b in zip(parts, parts[1:])]
+        joined = [ranks.get(a + b, len(ranks)) for a, b in itertools.pairwise(parts)]
         best = min(range(len(joined)), key=joined.__getitem__)
         parts[best : best + 2] = [parts[best] + parts[best + 1]]
     return parts
@@ -224,7 +233,7 @@ def rules_of(tokenizer: Tokenizer, positions: int, path: Path) -> dict[str, Any]
 def _signs(tokenizer: Tokenizer) -> set[int]:
     """Return the tokens that begin with a sign: each that is one token, and the first of a note."""
     found = {tokenizer.encode(text, add_special_tokens=False).ids[0] for text in (" -", " '")}
-    for sign in (*SIGNS, *MUSIC):
+    for sign in (*LETTERS, *GROUPS.split(), *MUSIC):
         for text in (sign, f" {sign}"):
             ids = tokenizer.encode(text, add_special_tokens=False).ids
             if len(ids) == 1 or sign in MUSIC:

@@ -74,7 +74,7 @@ def spectrogram_of(settings: Mapping[str, Any], config: ModelConfig) -> Spectrog
     )
     stated = {entry.name: settings[entry.name] for entry in fields(Spectrogram) if entry.name in settings}
     for name, value in stated.items():
-        whole = name == "padding_value" or type(value) is int and 1 <= value < 2**24
+        whole = name == "padding_value" or (type(value) is int and 1 <= value < 2**24)
         refuse(
             not whole or not isinstance(value, int | float) or not math.isfinite(value),
             f"{PREPROCESSOR} has {name} {str(value)[:24]!r}: it must be a number, whole and 1 or more",
