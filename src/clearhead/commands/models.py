@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import Positional
@@ -124,7 +125,8 @@ def check(
 
 def convert(
     source: Annotated[
-        Positional[Path], option("a model directory, clearhead's or Hugging Face's", metavar="IN")
+        Positional[Path],
+        option("a model directory, clearhead's or Hugging Face's; or OpenAI's Whisper as .pt", metavar="IN"),
     ],
     target: Annotated[Positional[Path], option("the directory to write", metavar="OUT")],
     dtype: Dtype = None,
@@ -139,6 +141,7 @@ def convert(
       clearhead convert my-model/ out/
       clearhead convert my-model/ out/ --dtype bfloat16 --shard-size 500MB
       clearhead convert stories/ out/ --tokenizer stories/tok512.bin
+      clearhead convert tiny.en.pt out/ --tokenizer gpt2.tiktoken
     """
     refuse(
         (target / "config.json").exists() and not overwrite,
@@ -148,7 +151,13 @@ def convert(
     limit = read_bytes(shard_size)
     from clearhead.hub.export import explain_export
 
-    model = load_model(source, tokenizer=tokenizer)
+    with TemporaryDirectory() as work:
+        if source.suffix == ".pt":
+            from clearhead.hub.openai_whisper import unpack
+
+            unpack(source, tokenizer, Path(work))
+            source, tokenizer = Path(work), None
+        model = load_model(source, tokenizer=tokenizer)
     model.save(target, dtype, shard_size=limit)
     saved_as, note = explain_export(model.config, model.description)
     body = {"saved": str(target), "architecture": saved_as, "note": note}

@@ -105,7 +105,12 @@ class JoinedLinear(nn.Linear):
             torch.cat(weights, out=self.weight.data)
         self.fingerprints = fingerprints
         if self.bias is not None:
-            torch.cat([layer.bias.detach() for layer in self.layers], out=self.bias.data)
+            torch.cat([bias_of(layer).detach() for layer in self.layers], out=self.bias.data)
+
+
+def bias_of(layer: nn.Linear) -> Tensor:
+    """Return the bias of a layer; zeros where it has none and others that it is joined with have one."""
+    return layer.weight.new_zeros(layer.out_features) if layer.bias is None else layer.bias
 
 
 class PackedLinear(Direct):

@@ -61,6 +61,8 @@ class Continuation:
 
 # Called with the row's number and the row after each new token; a stop reason ends the row.
 OnToken = Callable[[int, Continuation], str | None]
+# Changes logits [B, V], after the request's own rules, by the new tokens of each row.
+Rule = Callable[[Tensor, Sequence[Sequence[int]]], Tensor]
 # One more token for every row: chosen [B] and the cache -> logits [B, V].
 Step = Callable[[Tensor, Cache], Tensor]
 
@@ -74,6 +76,7 @@ class Ends:
     cancel: Callable[[], bool] | None = None  # asked after each token; True ends every row
     deadline: float | None = None  # a `time.monotonic()` at which every row ends
     forms: Forms | None = None  # of a request with a form, which says where a row may end
+    rule: Rule | None = None  # of a task, such as the order of timestamps
 
     def reason(self) -> str | None:
         """Return why every row must end now; None: it need not."""
@@ -213,7 +216,7 @@ class Chooser:
         ends: Ends,
         rows: list[Continuation],
     ) -> None:
-        self.request, self.stops, self.rows = request, ends.stop_ids, rows
+        self.request, self.stops, self.rows, self.rule = request, ends.stop_ids, rows, ends.rule
         seeds = [request.seed] * len(rows) if prompts.seeds is None else prompts.seeds
         self.dice = Dice(seeds) if request.temperature > 0 else None
         size, device = model.config.vocab_size, next(model.parameters()).device
@@ -236,7 +239,8 @@ class Chooser:
             logits = logits.masked_fill(~allowed, REMOVED)
         written, lengths = len(self.rows[running[0]].ids), [len(self.rows[i].prompt) for i in running]
         standing = Standing(written, self.request.max_new_tokens - written, lengths, self.stops)
-        return adjust_by(logits, self.request, histories, standing)
+        logits = adjust_by(logits, self.request, histories, standing)
+        return logits if self.rule is None else self.rule(logits, [self.rows[i].ids for i in running])
 
     def _allowed(self, number: int) -> NDArray[np.bool_]:
         row = self.rows[number]

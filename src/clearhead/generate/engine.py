@@ -62,11 +62,13 @@ def decode_compiled(
         warn_uncompiled("a text that streams turns its first keys anew for each token")
     moving = slides(model, request, prompts) or streams(model, request, prompts)
     if cache is None and not moving and request.early_exit is None:
-        sizes = (len(prompts.ids), prompts.longest + most, 0 if source is None else source.shape[1])
+        read = 0 if source is None else model.config.stacks[0].n_tokens(source.shape[1])
+        sizes = (len(prompts.ids), prompts.longest + most, read)
         step = steps.find(*sizes, compiles=bool(request.compile))
     if step is None:
         return decode(model, request, prompts, ends, cache)
     watched = ends.on_token is not None or ends.cancel is not None or request.reports
+    watched |= ends.rule is not None
     if watched or request.temperature > 0 or request.looks_back or request.restricts:
         read = partial(read_prompts, model, prompts, step.cache)
         return decode(model, request, prompts, ends, Running(len(prompts.ids), step.ids.device), step, read)

@@ -19,6 +19,7 @@ from clearhead.hub import (
     qwen_next,
     t5,
     vit,
+    whisper,
 )
 from clearhead.hub.architecture import Architecture
 
@@ -32,6 +33,7 @@ KNOWN = (
     *(bert.BERT, bert.ROBERTA, bert.DISTILBERT, bert.ALBERT, big_bird.BIG_BIRD, vit.VIT),
     longformer.LONGFORMER,
     *(t5.T5, bart.BART, bart.MBART, bart.M2M100, bart.MARIAN, t5.MT5),
+    whisper.WHISPER,
 )
 ARCHITECTURES: dict[str, Architecture] = {architecture.model_type: architecture for architecture in KNOWN}
 
