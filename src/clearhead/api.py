@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from clearhead.bundle import Bundle, best_device, default_names, float_dtype
-from clearhead.errors import CheckpointError, MissingExtraError, refuse
+from clearhead.errors import CheckpointError, refuse
 from clearhead.generate.request import MAX_NEW_TOKENS
-from clearhead.hub import checkpoint, files, pixels, sentences
+from clearhead.hub import adapters, checkpoint, files, pixels, sentences
+from clearhead.hub.fetching import download
 from clearhead.hub.tokenizer import load_tokenizer, open_tokenizer, read_settings, special_ids
 from clearhead.model.transformer import Transformer
 from clearhead.tasks import generation, reading
@@ -261,7 +262,9 @@ def load(
     mapped: bool = False,
     parallel: Mapping[str, int] | None = None,
 ) -> Model:
-    """Open a model directory, clearhead's or Hugging Face's; no network unless `allow_download`.
+    """Open a model directory, clearhead's or Hugging Face's, or PEFT's with the model that it names.
+
+    No network unless `allow_download`.
 
     `dtype` is float32, bfloat16, float16 or float64, by name or as PyTorch's; None: as the weights are.
     `device` is "cpu", "cuda", "cuda:1", "mps", or "auto" for the best there is. `tokenizer` names one that
@@ -279,7 +282,13 @@ def load(
             f"`hf download {folder} --local-dir DIR`, or in Python by load with allow_download=True",
             CheckpointError,
         )
-        path = _download(str(folder))
+        path = download(str(folder))
+    if adapters.is_adapter(path):
+        refuse(parallel is not None, f"{folder} is an adapter: merge it, clearhead convert {folder} OUT")
+        adapted = load(adapters.base_of(path), dtype, device, False, tokenizer, mapped)
+        adapted.adapters.add(path.name, path)
+        adapted.adapters.use(path.name)
+        return adapted
     if parallel is not None:
         from clearhead.parallel.inference import split_for_use  # takes seconds to import
 
@@ -331,15 +340,3 @@ def _labels(description: checkpoint.Description) -> tuple[str, ...]:
     if isinstance(names, dict) and set(names) == set(numbers):
         return tuple(str(names[number]) for number in numbers)
     return default_names(len(numbers))
-
-
-def _download(name: str) -> Path:
-    try:
-        from huggingface_hub import snapshot_download
-    except ImportError:
-        raise MissingExtraError("downloading needs huggingface_hub: pip install 'clearhead[hub]'") from None
-    patterns = ["*.json", "*.safetensors", "*.model", "*.spm", "*.txt", "*.jinja"]
-    try:
-        return Path(snapshot_download(name, allow_patterns=patterns))
-    except Exception as error:
-        raise CheckpointError(f"{name} could not be downloaded: {str(error).splitlines()[0]}") from None
