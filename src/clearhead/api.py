@@ -10,7 +10,7 @@ from torch import Tensor
 from clearhead.bundle import Bundle, best_device, class_labels, float_dtype
 from clearhead.errors import CheckpointError, refuse
 from clearhead.generate.request import MAX_NEW_TOKENS
-from clearhead.hub import checkpoint, files, pixels, sentences
+from clearhead.hub import adapters, checkpoint, files, pixels, sentences
 from clearhead.hub.download import download
 from clearhead.hub.tokenizer import load_tokenizer, open_tokenizer, read_settings, special_ids
 from clearhead.model.transformer import Transformer
@@ -283,7 +283,9 @@ def load(
     mapped: bool = False,
     parallel: Mapping[str, int] | None = None,
 ) -> Model:
-    """Open a model directory, clearhead's or Hugging Face's; no network unless `allow_download`.
+    """Open a model directory, clearhead's or Hugging Face's, or PEFT's with the model that it names.
+
+    No network unless `allow_download`.
 
     `dtype` is float32, bfloat16, float16 or float64, by name or as PyTorch's; None: as the weights are.
     `device` is "cpu", "cuda", "cuda:1", "mps", or "auto" for the best there is. `tokenizer` names one that
@@ -302,6 +304,12 @@ def load(
             CheckpointError,
         )
         path = download(str(folder))
+    if adapters.is_adapter(path):
+        refuse(parallel is not None, f"{folder} is an adapter: merge it, clearhead convert {folder} OUT")
+        adapted = load(adapters.base_of(path), dtype, device, False, tokenizer, mapped)
+        adapted.adapters.add(path.name, path)
+        adapted.adapters.use(path.name)
+        return adapted
     if parallel is not None:
         from clearhead.parallel.inference import split_for_use  # takes seconds to import
 
