@@ -26,7 +26,7 @@ from clearhead.explorer.described import TASKS
 from clearhead.explorer.pack import packed_bytes, packed_floats, packed_numbers, packed_picture
 from clearhead.explorer.stops import head_stops
 from clearhead.inside.attention import maps_of
-from clearhead.inside.attention_maps import LayerMap
+from clearhead.inside.attention_maps import LayerMap, mean_entropy
 from clearhead.inside.choices import Choices, choices_of, find_column
 from clearhead.inside.inputs import InputTokens, prepare
 from clearhead.inside.lens import best_choices, contributions, lens
@@ -184,7 +184,7 @@ class PageRun:
             "kind": kind,
             "layers": [each.layer for each in layers],
             "heads": [len(each.pattern) for each in layers],
-            "entropy": [[float(head.entropy) for head in each.heads()] for each in layers],
+            "entropy": [mean_entropy(each.entropies()).tolist() for each in layers],
             "aggregated": layers[0].aggregated,
             "pattern": packed_bytes(table),
         }

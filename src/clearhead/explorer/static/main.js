@@ -33,7 +33,11 @@ function makeApp(source) {
     store,
     /** Show one of the views at the right. */
     open(id) {
-      if (VIEWS.some((section) => section.id === id)) store.set("view", id);
+      if (!VIEWS.some((section) => section.id === id)) return;
+      store.set("view", id);
+      const link = document.querySelector(`nav a[data-view="${id}"]`);
+      if (link.parentElement.scrollWidth > link.parentElement.clientWidth) link.scrollIntoView({ block: "nearest", inline: "center" });
+      if (store.get("run") && matchMedia("(max-width: 61.99rem)").matches) byId(id).scrollIntoView({ block: "start" });
     },
     /** A line under the header: what the page is doing. */
     say(text) {
