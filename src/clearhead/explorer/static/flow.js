@@ -5,6 +5,8 @@ import { heatmap, scaleBar } from "./heatmap.js";
 import { whenNear } from "./near.js";
 import { unpack } from "./source.js";
 
+const FLOW_AHEAD = 1e9; // parameters times tokens of a pass that is traced before anybody asks
+
 /** Steps as a tree along their paths: {name, steps, groups, parameters, flops, bytes, seconds}. */
 function flowTree(steps) {
   const root = { name: "", children: [], parameters: 0, flops: 0, bytes: 0, seconds: 0 };
@@ -245,6 +247,14 @@ export const flowSection = {
         totals.textContent = "";
         problem.textContent = error.message;
       }
+    });
+    /** The trace takes a pass of its own: of a small model it is fetched when nothing else is asked for, and is there when somebody looks. */
+    app.store.listen("run", async (run) => {
+      const model = app.store.get("model");
+      if (!run || !app.source.live || model.parameters * run.tokens.labels.length > FLOW_AHEAD) return;
+      await new Promise((done) => setTimeout(done, 1200));
+      await app.source.idle();
+      if (app.store.get("run") === run) app.source.get(`run/${run.run}/trace`).catch(() => null);
     });
     app.store.on("model", () => {
       open.clear();

@@ -82,7 +82,7 @@ function mountSections(app) {
   const views = el("div", { id: "views" }, byId("sections"));
   const stays = el("div", { id: "stays" });
   byId("main").append(stays, views);
-  const applies = (section) => !section.applies || !app.store.get("model") || section.applies(app.store.get("model"), app.source.live, app.source);
+  const applies = (section) => !section.applies || !app.store.get("model") || section.applies(app.store.get("model"), app.source.live, app.source, app.store.get("run"));
   const show = () => {
     const there = VIEWS.filter(applies);
     const chosen = there.find((section) => section.id === app.store.get("view")) || there[0];
@@ -94,7 +94,7 @@ function mountSections(app) {
     });
     byId("answer").hidden = !applies(answerSection);
   };
-  for (const key of ["model", "view"]) app.store.listen(key, show); // before the views hear of it: they ask whether they are seen
+  for (const key of ["model", "view", "run"]) app.store.listen(key, show); // before the views hear of it: they ask whether they are seen
   for (const section of STAYS) stays.append(mountSection(section, app));
   for (const section of VIEWS) views.append(mountSection(section, app));
   show();

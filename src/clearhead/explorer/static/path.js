@@ -11,6 +11,7 @@ import { LensTables } from "./source.js";
 const PATH_COLUMN = 46; // pixels of a column at least; where not all fit, those that matter get one
 const PATH_EDGES = 60; // at most, however low the threshold
 const PATH_LISTED = 12;
+const PATH_NAMED = 10; // arcs with the name of their head, the strongest ones
 const PATH_WHY = 3; // edges that are followed one step further back by themselves
 
 /** Of an edge's head: {kind, layer}. */
@@ -93,7 +94,7 @@ function pathPicture({ columns, layers, cell, edges, pulses, most, chosen, answe
     drawn.map((edge) => svg("path", { d: arc(edge), class: `path-edge${edge.why ? " path-why" : ""}${edge.number === chosen ? " path-chosen" : ""}`, "data-part": edge.part, stroke: edge.why ? null : css(signedColour(edge.value < 0 ? -0.9 : 0.9)), "stroke-width": 1.2 + 10 * (edge.why ? 0.05 : share(edge.value)), "stroke-opacity": edge.number === chosen ? 1 : 0.35 + 0.5 * share(edge.value), onclick: edge.why ? null : () => choose(edge.number) }, svg("title", {}, edge.words))),
     columns.map((one, place) => layers.map((_, layer) => svg("text", { x: x(place), y: y(layer) + 4, "text-anchor": "middle", class: `path-cell mono${here(one) ? " path-here" : ""}` }, one.side === "main" ? short(cell(layer, one.place)) : ""))),
     pulses.map(({ layer, value, words }) => svg("circle", { cx: x(column) + wide / 2 - 4, cy: y(layer), r: 2.5 + 6.5 * Math.sqrt(share(value)), fill: css(signedColour(value < 0 ? -0.9 : 0.9)), class: "path-pulse" }, svg("title", {}, words))),
-    pathNames(there.filter((edge) => !edge.why && share(edge.value) > 0.2), bend).map((one) => svg("text", { x: one.x, y: one.y + 4, "text-anchor": "middle", class: "path-name" }, one.name)),
+    pathNames(there.filter((edge) => !edge.why && share(edge.value) > 0.2).slice(0, PATH_NAMED), bend).map((one) => svg("text", { x: one.x, y: one.y + 4, "text-anchor": "middle", class: "path-name" }, one.name)),
     columns.map((one, place) => {
       const colour = tint(one);
       const text = short(one.label);
