@@ -196,11 +196,12 @@ def explore(
     from clearhead.explorer.session import Opened, Session, first_given, starting_example
 
     if export is not None:
-        from clearhead.explorer import record
+        from clearhead.explorer import findings, record
 
         model = load_model(folder, tokenizer=tokenizer)
-        given = first_given(model, text)
-        print(record.export(record.record(model, folder.name or str(folder), given, target, pair), export))
+        given, second = first_given(model, text)
+        asked = (folder.name or str(folder), given, target, pair or second)
+        print(record.export(record.record(model, *asked, examples=findings.findings(model)), export))
         return
     from clearhead.hub.checkpoint import describe
 

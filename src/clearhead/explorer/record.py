@@ -5,6 +5,7 @@ frame.
 """
 
 import html
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from clearhead.errors import CheckpointError, ClearheadError, InputError, refuse
 from clearhead.explorer.described import model_view
 from clearhead.explorer.pack import finite
 from clearhead.explorer.pages import single_file
+from clearhead.explorer.session import given_of
 from clearhead.explorer.table import view
 from clearhead.explorer.views import PageRun, begin
 from clearhead.hub.files import write_text
@@ -28,9 +30,11 @@ PATTERN_BYTES = 10_000_000  # of all patterns together, before base64
 SMALLEST_SIDE = 16  # cells of a pattern, however many there are
 LOGIT_BYTES = 3_000_000
 STOP_NUMBERS = 300_000  # of all heads whose inside is recorded
+EXAMPLE_PARAMETERS = 50_000_000  # of a model whose examples are recorded too
 EXPLAINED = 12  # edges of the path whose reasons are recorded
 BATCH_TOKENS = 100_000  # that interventions of a file may take: longer ones are left out
 STEP_LAYERS = 2  # blocks whose numbers are recorded, step by step
+Examples = Sequence[dict[str, Any]]
 COST_LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096)
 
 
@@ -41,49 +45,42 @@ def record(
     target: Any = None,
     pair: str | None = None,
     roles: dict[str, str] | None = None,
+    examples: Examples = (),
 ) -> dict[str, Any]:
     """Run a model and return the run with all its views, as the page reads them from a file."""
-    return record_run(replace(begin(m, given, target, pair), roles=lambda: roles or {}), name)
+    run = replace(begin(m, given, target, pair), roles=lambda: roles or {})
+    return record_run(run, name, examples=examples)
 
 
-def record_run(run: PageRun, name: str, state: str = "", second: PageRun | None = None) -> dict[str, Any]:
+def record_run(
+    run: PageRun,
+    name: str,
+    state: str = "",
+    second: PageRun | None = None,
+    examples: Examples = (),
+) -> dict[str, Any]:
     """Return a run with all its views, as the page reads them from a file, and the selection it opens on.
 
-    `second` is the run beside it, of a second text of the same model.
+    `second` is the run beside it, of a second text of the same model. `examples` are what `findings` gave;
+    those of a small model are recorded too, and can be opened.
     """
     m = run.m
-    known = names.kinds_of(m.config)
-    heads = sum(one.n_heads for one in known)
+    heads = sum(one.n_heads for one in names.kinds_of(m.config))
     side = max(SMALLEST_SIDE, int((PATTERN_BYTES / 4 / max(heads, 1)) ** 0.5))
     small = replace(run, cells=min(run.cells, side * side), number=0)
     about = small.about("recorded")
-    kinds = list(dict.fromkeys(one.kind for one, own in known.items() if own.patterned))
+    opened = Selected.of(about, state)
     views: dict[str, Any] = {
         "model": {**model_view(m, name), "recorded": True},
         "roles": {"ready": True, "roles": run.roles()},
     }
-    opened = Selected.of(about, state)
-    for path in _paths(small, kinds, about, opened):
-        with suppress(ClearheadError):  # a view that this model does not have is not in the file
-            views[f"run/recorded/{path}"] = view(small, path)
-    views |= {
-        f"run/recorded/attention/{kind}/{body['layer']}": finite(body)
-        for kind in kinds
-        for body in small.attentions(kind)
-    }
-    edges = [edge for path, body in views.items() if "/paths?" in path for edge in body["edges"][:EXPLAINED]]
-    for edge in edges:
-        with suppress(ClearheadError):
-            path = f"looks/{edge['part']}/{edge['reader']}/{edge['source']}"
-            views[f"run/recorded/{path}"] = view(small, path)
-    views |= {
-        f"run/recorded/stops/{body['head']}/{body['reader']}": finite(body)
-        for body in _stops(small, about, opened, edges)
-    }
+    views |= _views_of(small, about, opened)
     if second is not None and second.m is m:
         views |= _beside(small, replace(second, cells=small.cells, number=0), about, opened)
     early = _early_steps(views["run/recorded/trace"]["steps"])
     views |= {f"run/recorded/step/{name}": finite(body) for name, body in small.steps(early).items()}
+    listed, more = _examples(small, examples)
+    views |= {"examples": {"ready": True, "examples": listed}, **more}
     limit = m.config.max_positions if m.config.bounded else max(COST_LENGTHS)
     lengths = {len(run.prepared.tokens), *(length for length in COST_LENGTHS if length <= limit)}
     views |= {
@@ -97,6 +94,43 @@ def record_run(run: PageRun, name: str, state: str = "", second: PageRun | None 
     if cells > 1:
         says += f" Attention is shown in cells of {cells} tokens, so that the file stays small."
     return {"run": about, "views": views, "says": says, "state": state}
+
+
+def _views_of(run: PageRun, about: dict[str, Any], opened: "Selected") -> dict[str, Any]:
+    """Return the views of one run by their paths, but for the numbers of steps."""
+    known = names.kinds_of(run.m.config)
+    kinds = list(dict.fromkeys(one.kind for one, own in known.items() if own.patterned))
+    here = f"run/{about['run']}"
+    views: dict[str, Any] = {}
+    for path in _paths(run, kinds, about, opened):
+        with suppress(ClearheadError):  # a view that this model does not have is not in the file
+            views[f"{here}/{path}"] = view(run, path)
+    for kind in kinds:
+        views |= {f"{here}/attention/{kind}/{one['layer']}": finite(one) for one in run.attentions(kind)}
+    edges = [edge for path, body in views.items() if "/paths?" in path for edge in body["edges"][:EXPLAINED]]
+    for edge in edges:
+        with suppress(ClearheadError):
+            path = f"looks/{edge['part']}/{edge['reader']}/{edge['source']}"
+            views[f"{here}/{path}"] = view(run, path)
+    stops = _stops(run, about, opened, edges)
+    return views | {f"{here}/stops/{one['head']}/{one['reader']}": finite(one) for one in stops}
+
+
+def _examples(run: PageRun, found: Examples) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Return examples as the page lists them, each with its run where the model is small; and their views."""
+    small = sum(parameter.numel() for parameter in run.m.model.parameters()) <= EXAMPLE_PARAMETERS
+    listed, views = [], {}
+    for number, one in enumerate(found):
+        shown = {name: value for name, value in one.items() if name != "image"}
+        if small:
+            given, pair = given_of(run.m, one), one.get("pair")
+            kept = {"cells": run.cells, "roles": run.roles}
+            own = replace(begin(run.m, given, None, pair), **kept)
+            about = own.about(f"example{number}")
+            views |= _views_of(own, about, Selected.of(about, ""))
+            shown["run"] = about
+        listed.append(finite(shown))
+    return listed, views
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,10 @@ from clearhead.explorer.atlas import PageJobs
 from clearhead.explorer.described import TASKS, model_view
 from clearhead.explorer.findings import findings, shapes
 from clearhead.explorer.table import view
-from clearhead.explorer.views import PageRun, begin
+from clearhead.explorer.views import PageRun, begin, tokens_view
 from clearhead.hub.pixels import read_image
 from clearhead.inside.heads import MIXED, head_roles
+from clearhead.inside.inputs import prepare_first
 
 KEPT = 16  # runs that are remembered
 RECORDED = 4  # of them, those whose pass stays in memory
@@ -79,12 +80,12 @@ def named_roles(m: Model) -> dict[str, str]:
     return {str(head): role for head, role in zip(found.heads, found.roles) if role != MIXED}
 
 
-def first_given(m: Model, text: str | None) -> Any:
-    """Return what a recording begins with: the text or the image file that was named, or an example."""
+def first_given(m: Model, text: str | None) -> tuple[Any, str | None]:
+    """Return what a recording begins with, the text or image file that was named, or an example; and a pair."""
     if text is not None:
-        return text
+        return text, None
     example = first_example(m)
-    return example.get("text") or example.get("ids") or _image(m, None)
+    return example.get("text") or example.get("ids") or _image(m, None), example.get("pair")
 
 
 def starting_example(text: str | None, target: str | None, pair: str | None) -> dict[str, Any] | None:
@@ -145,7 +146,7 @@ class Session:
         number = asked.get("model") or 0
         refuse(type(number) is not int, f"model {number!r:.40} must be a whole number")
         m = self.model(number)
-        given, target, pair = _given(m, asked), asked.get("target"), asked.get("pair")
+        given, target, pair = given_of(m, asked), asked.get("target"), asked.get("pair")
         for name, text in (("target", target), ("pair", pair)):
             refuse(
                 text is not None and not _is_short(text),
@@ -156,6 +157,14 @@ class Session:
             run = begin(m, given, target or None, pair or None)
             known = replace(run, number=number, roles=lambda: opened.roles or {})
             return self.keep(replace(known, others=self.run))
+
+    def tokens(self, asked: dict[str, Any]) -> dict[str, Any] | None:
+        """Return the tokens of a text that somebody is typing; nothing is run."""
+        m = self.model()
+        given, pair = given_of(m, asked), asked.get("pair")
+        refuse(pair is not None and not _is_short(pair), "pair must be a text")
+        embeds = TASKS.get(m.config.head or "") is None
+        return tokens_view(m, prepare_first(m, given, None if embeds else pair or None).first_tokens)
 
     def keep(self, run: PageRun) -> dict[str, Any]:
         """Remember a run; of many, forget the oldest."""
@@ -187,7 +196,7 @@ class Session:
         return self._runs[name]
 
 
-def _given(m: Model, asked: dict[str, Any]) -> Any:
+def given_of(m: Model, asked: dict[str, Any]) -> Any:
     """Return what the model is to read: a text, token ids, or an image."""
     if m.config.input == "patches":
         return _image(m, asked.get("image"))

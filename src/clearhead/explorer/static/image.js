@@ -5,7 +5,7 @@ import { unpack } from "./source.js";
 
 const IMAGE_SIDE = 336; // pixels of the larger side on the page
 const IMAGE_HEAT = "255,122,0";
-const IMAGE_COLD = "40,110,230"; // of what counts against
+const IMAGE_SIGNED = ["205,60,60", "45,125,210"]; // against the answer, and for it, as everywhere on the page
 
 /** Where each label stands on the grid of patches: {rows, columns, places}, with null for what is no patch. */
 export function patchGrid(labels) {
@@ -30,8 +30,8 @@ function imagePixels(picture) {
 }
 
 /**
- * The image with the grid of its patches. `weights` by label, or null, are laid over it: the more, the warmer, and blue below zero. `chosen` is outlined.
- * Returns {canvas, draw(weights, chosen), at(event)}; `at` is the label's place under a pointer, or -1.
+ * The image with the grid of its patches. `weights` by label, or null, are laid over it: the more, the warmer; `signed` ones in red and blue. `chosen` is outlined.
+ * Returns {canvas, draw(weights, chosen, signed), at(event)}; `at` is the label's place under a pointer, or -1.
  */
 export function patchImage(picture, labels, name) {
   const grid = patchGrid(labels);
@@ -40,7 +40,7 @@ export function patchImage(picture, labels, name) {
   const canvas = el("canvas", { class: "patches", role: "img", "aria-label": name, width: pixels.width * scale, height: pixels.height * scale });
   const [wide, high] = [canvas.width / grid.columns, canvas.height / grid.rows];
 
-  function draw(weights, chosen) {
+  function draw(weights, chosen, signed) {
     const context = canvas.getContext("2d");
     context.imageSmoothingEnabled = false;
     context.drawImage(pixels, 0, 0, canvas.width, canvas.height);
@@ -49,7 +49,7 @@ export function patchImage(picture, labels, name) {
       if (!place) return;
       const box = [place[1] * wide, place[0] * high, wide, high];
       if (weights) {
-        context.fillStyle = `rgba(${weights[i] < 0 ? IMAGE_COLD : IMAGE_HEAT},${(0.85 * Math.abs(weights[i])) / most})`;
+        context.fillStyle = `rgba(${signed ? IMAGE_SIGNED[Number(weights[i] >= 0)] : IMAGE_HEAT},${(0.85 * Math.abs(weights[i])) / most})`;
         context.fillRect(...box);
       }
       context.strokeStyle = "rgba(128,140,155,0.7)";

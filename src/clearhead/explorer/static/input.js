@@ -7,6 +7,7 @@ import { drawingPad } from "./pad.js";
 import { askedOf, openRun } from "./selection.js";
 
 const INPUT_CHIPS = 600; // shown at first; more on demand
+const INPUT_PAUSE = 120; // milliseconds without a key, after which what is typed is shown as tokens
 
 /** A file as the page sends it: a data address. */
 export function inputFile(file) {
@@ -92,11 +93,13 @@ export const inputSection = {
     replace(root, el("div", { class: "row" }, Object.values(boxes)), el("div", { class: "row toolbar run-row" }, go, keys, mask, maskWords), problem, examples, sourceBox, el("div", { class: "row tokens-head" }, tokensTitle, about), seen, tokens, tinted, el("details", { id: "input-how" }, el("summary", {}, "How a token came about"), marked, made));
     for (const key of ["run", "position", "target", "foil", "theme"]) app.store.listen(key, tint);
     app.store.listen("position", markChosen);
+    let typing = 0;
     let picture = null;
     let shownImage = null;
     let stages = null;
     const all = { tokens: false, source: false };
 
+    for (const box of [text, pair]) box.addEventListener("input", () => { clearTimeout(typing); typing = setTimeout(previewTokens, INPUT_PAUSE); });
     for (const box of [text, target, pair]) {
       box.addEventListener("keydown", (event) => {
         if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) send();
@@ -108,17 +111,27 @@ export const inputSection = {
       pick(event.dataTransfer.files[0]);
     });
 
-    /** Inputs that the page has tried on this model, each with what it found there. */
+    /** Inputs that the page has tried on this model, each with what it found there; in a file, those whose run is in it can be opened. */
     async function followExamples() {
       for (let tries = 0; tries < 200; tries++) {
         const found = await app.source.fresh("examples").catch(() => null);
-        if (found && found.ready) return replace(examples.lastChild, found.examples.map((one) => el("li", {}, el("button", { type: "button", class: "example", onclick: () => take(one) }, el("span", { class: "mono", dir: "auto" }, one.text || one.name || one.ids.join(" "), one.pair ? ` / ${one.pair}` : ""), el("span", { class: "soft" }, one.says))))) && (examples.hidden = !found.examples.length);
+        if (found && found.ready) return showExamples(found.examples);
+        if (!app.source.live) return null;
         await new Promise((done) => setTimeout(done, 1000));
       }
       return null;
     }
 
+    function showExamples(found) {
+      const words = (one) => [el("span", { class: "mono", dir: "auto" }, one.text || one.name || one.ids.join(" "), one.pair ? ` / ${one.pair}` : ""), el("span", { class: "soft" }, one.says)];
+      const row = (one) => el("li", {}, app.source.live || one.run ? el("button", { type: "button", class: "example", onclick: () => take(one) }, words(one)) : el("p", { class: "example" }, words(one)));
+      const own = app.source.live || !found.some((one) => one.run) ? null : el("li", {}, el("button", { type: "button", class: "example", id: "input-own", onclick: () => openRun(app, app.source.record.run) }, "Back to the text of this file"));
+      replace(examples.lastChild, own, found.map(row));
+      examples.hidden = !found.length;
+    }
+
     async function take(one) {
+      if (!app.source.live) return openRun(app, one.run);
       text.value = one.text || (one.ids || []).join(" ");
       [target.value, pair.value] = ["", one.pair || ""];
       if (one.pair) boxes.pair.open = true;
@@ -128,13 +141,31 @@ export const inputSection = {
         preview.src = `data:image/png;base64,${picture}`;
         preview.hidden = false;
       }
-      await send();
+      return send();
+    }
+
+    /** The tokens of what is being typed: the model has not read them yet. */
+    async function previewTokens() {
+      const model = app.store.get("model");
+      const run = app.store.get("run");
+      if (!run || !app.source.live || !model.tokenizer || !text.value) return;
+      const typed = text.value;
+      const found = await app.source.post("tokens", { text: typed, ...(pair.value && !boxes.pair.hidden ? { pair: pair.value } : {}) }).catch(() => null);
+      const read = run.source || run.tokens;
+      if (!found || text.value !== typed || app.store.get("run") !== run) return;
+      if (found.tokens.ids.join() === read.ids.join()) return showTokens(run), tint();
+      const list = run.source ? source : tokens;
+      replace(list, found.tokens.labels.slice(0, INPUT_CHIPS).map((label, place) => el("li", {}, el("span", { class: `chip typed${found.tokens.special[place] ? " special" : ""}` }, tokenText(label)))));
+      const count = found.tokens.labels.length;
+      about.textContent = `${figure(count)} ${count === 1 ? "token" : "tokens"}, not read yet: press Run`;
+      tinted.hidden = true;
     }
 
     function insertMask() {
       const { mask: word } = app.store.get("model");
       text.setRangeText(word, text.selectionStart, text.selectionEnd, "end");
       text.focus();
+      previewTokens();
     }
 
     /** The image as the model reads it, with its patches; a patch is chosen by pointing at it, or by its chip. */
@@ -280,7 +311,8 @@ export const inputSection = {
       boxes.image.hidden = boxes.image.hidden || !app.source.live;
       pad.hidden = model.input !== "patches" || Math.max(...(model.image_size || [0])) > 64;
       if (model.task === "embed" && app.source.live) boxes.pair.open = true;
-      if (app.source.live && !app.store.get("example")) followExamples();
+      examples.hidden = true;
+      if (!app.store.get("example")) followExamples();
       const begin = model.example || {};
       target.value = begin.target || "";
       pair.value = begin.pair || "";
