@@ -18,12 +18,12 @@ import torch
 from clearhead.api import Model
 from clearhead.bundle import Bundle
 from clearhead.errors import BusyError, InputError, refuse
-from clearhead.serve.adapters import AdaptedRows, Updates, adapt
+from clearhead.serve.adapters import Updates
 from clearhead.serve.inside import InsideView
 from clearhead.serve.jobs import Asked, Job, Told, check_served, plain_greedy
 from clearhead.serve.limits import Limits, ServeFigures, check_fits, pool_for, window_blocks
-from clearhead.serve.paged import ALL, PagedCache, TextPiece
-from clearhead.serve.ragged import ragged, rows_agree
+from clearhead.serve.paged import ALL
+from clearhead.serve.passes import Passes
 from clearhead.serve.readings import Reading, ReadingLine, with_model
 from clearhead.tasks.generation import Prompt
 
@@ -38,10 +38,9 @@ class ServeEngine:
         self, m: Model, limits: Limits | None = None, adapters: Mapping[str, Updates] | None = None
     ) -> None:
         self.m, self.limits, self.figures = m, limits or Limits(), ServeFigures()
-        self.runner = ragged(m.model, self.limits.exact)
-        self.adapters, self.rows = adapters or {}, AdaptedRows()
-        adapt(self.runner, m.model, self.adapters, self.rows)
-        self.reader = with_model(m, self.runner)
+        self.adapters = adapters or {}
+        self.passes = Passes(m.model, self.limits, self.adapters)
+        self.reader = with_model(m, self.passes.runner)
         self.waiting: deque[Job] = deque()
         self.running: list[Job] = []  # by arrival
         self.finished: deque[Job] = deque(maxlen=KEPT)  # for those who look inside them
@@ -51,7 +50,7 @@ class ServeEngine:
         self.closed, self._count = False, 0
         self._wake = threading.Condition()
         self._thread: threading.Thread | None = None
-        weight, spec = next(self.runner.parameters()), self.runner.main.spec
+        weight, spec = next(m.model.parameters()), m.model.main.spec
         self.writes = spec.causal and m.config.head == "lm"
         # A layer that keeps a state has nothing that a later prompt could take up.
         self.shares = self.writes and all(kind.chooses for kind in spec.kinds)
@@ -64,7 +63,7 @@ class ServeEngine:
     @functools.cached_property
     def exact(self) -> bool:
         """Whether this machine gives a row the same bits whatever else is in the step."""
-        return rows_agree(self.runner, self.limits.tokens + self.limits.running)
+        return self.passes.agree(self.limits.tokens + self.limits.running)
 
     @property
     def longest(self) -> int:
@@ -153,7 +152,6 @@ class ServeEngine:
         for one in alone:
             self._guarded([one])
         self._guarded([one for one in plan if one not in alone])
-        self.rows.spans = ()
         self.readings.step()
         self.figures.steps += 1
         self.moved = time.monotonic()
@@ -250,48 +248,23 @@ class ServeEngine:
         try:
             self._run(plan)
         except Exception as error:
-            for job in {id(job): job for job, _, _ in plan}.values():
+            for job in {id(job): job for job, _, _ in plan if not job.done}.values():
                 self._end(job, "error", error)
 
     def _run(self, plan: list[tuple[Job, int, int]]) -> None:
-        pieces, at = [], 0
-        for job, start, stop in plan:
-            pieces.append(TextPiece(slice(at, at + stop - start), start, job.tables, job.states))
-            at += stop - start
-        first, device = plan[0][0], next(self.runner.parameters()).device
-        encoded = first.encoded
-        sources = [job.sources for job, _, _ in plan] if first.sources and encoded else []
         assert self.pool is not None
-        self.rows.spans = [
-            (piece.span if encoded else slice(None), job.asked.adapter)
-            for (job, _, _), piece in zip(plan, pieces)
-        ]
-        cache = PagedCache(self.pool, pieces, sources)
-        hidden = self.runner(
-            torch.tensor([[t for job, start, stop in plan for t in job.tokens[start:stop]]], device=device),
-            positions=torch.tensor(
-                [[p for _, start, stop in plan for p in range(start, stop)]], device=device
-            ),
-            source=None if encoded else first.prompts.source,
-            cache=cache,
-            logits="none",
-        ).hidden[0]  # T D
-        asked = [(job, piece) for (job, _, _), piece in zip(plan, pieces)]
-        for job, piece in asked:
-            job.encoded, job.read = True, piece.stop
-            self.figures.prompt_tokens += max(0, min(piece.stop, len(job.row.prompt)) - piece.start)
-            if job.asked.prompt_logprobs is not None and piece.start < len(job.row.prompt):
-                job.keep_prompt(self.runner.head(hidden[None, piece.span], None)[0], piece.start)
-            for table in job.tables.values():
-                number = piece.stop // self.limits.block - 1
-                if piece.stop % self.limits.block == 0 and 0 <= number < len(job.names):
-                    block = table.ids[number] if number < len(table.ids) else None
-                    if block is not None:
-                        table.blocks.name(block, job.names[number])
-        last = [(job, piece.span.stop - 1) for job, piece in asked if piece.stop == len(job.tokens)]
-        if last:
-            logits = self.runner.head(hidden[[place for _, place in last]][:, None], None)[:, 0]  # B V
-            self._write([job for job, _ in last], logits)
+        for read, jobs, logits in self.passes.run(self.pool, plan):
+            for job, piece in read:
+                job.encoded, job.read = True, piece.stop
+                self.figures.prompt_tokens += max(0, min(piece.stop, len(job.row.prompt)) - piece.start)
+                for table in job.tables.values():
+                    number = piece.stop // self.limits.block - 1
+                    if piece.stop % self.limits.block == 0 and 0 <= number < len(job.names):
+                        block = table.ids[number] if number < len(table.ids) else None
+                        if block is not None:
+                            table.blocks.name(block, job.names[number])
+            if logits is not None:
+                self._write(jobs, logits)
 
     def _write(self, jobs: list[Job], logits: torch.Tensor) -> None:
         """Choose the next token of each text: logits [B, V]."""

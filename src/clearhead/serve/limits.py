@@ -24,6 +24,7 @@ class Limits:
     block: int = 64  # tokens of a block, and of a piece of a prompt
     cache_tokens: int | None = None  # that the pool holds; default: as many as 1 GiB holds
     exact: bool = False  # give each row the same bits whatever else is in the step; slower for one text alone
+    rows: bool = True  # take the last tokens of texts through the step in C, where it runs
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
