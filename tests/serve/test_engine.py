@@ -127,14 +127,15 @@ def test_a_deadline_ends_a_request_that_waits(byte_tokenizer):
 
 
 def test_the_line_has_an_end(byte_tokenizer):
-    engine = ServeEngine(mixes.model("learned", byte_tokenizer), Limits(waiting=2))
+    engine = ServeEngine(mixes.model("learned", byte_tokenizer), Limits(waiting=1, running=1))
     for _ in range(2):
         engine.submit(PROMPT)
     with pytest.raises(BusyError, match="2 requests with 80 tokens"):
         engine.submit(PROMPT)
+    engine.submit(PROMPT, joined=True)  # one more text of a request that was let in
     engine = ServeEngine(mixes.model("learned", byte_tokenizer), Limits(waiting_tokens=60))
     engine.submit(PROMPT)
-    with pytest.raises(BusyError, match="at most 256 and 60"):
+    with pytest.raises(BusyError, match="at most 8 and 60"):
         engine.submit(PROMPT)
 
 

@@ -47,7 +47,8 @@ class ServeEngine:
         self.readings = ReadingLine()
         self.inside = InsideView(m)
         self.moved = time.monotonic()  # when the last step ended
-        self.closed, self._count = False, 0
+        self.sign: Callable[[], None] = lambda: None  # told whenever `busy`, `moved` or `room` may differ
+        self.closed, self._count, self.decided = False, 0, 0  # requests let in or refused
         self._wake = threading.Condition()
         self._thread: threading.Thread | None = None
         weight, spec = next(m.model.parameters()), m.model.main.spec
@@ -74,13 +75,24 @@ class ServeEngine:
 
     # Requests ----------------------------------------------------------------------------------------------
 
-    def check_room(self, tokens: int = 0) -> None:
-        """Raise `BusyError` where no more may wait; cheap enough to ask before a prompt is encoded."""
+    @property
+    def room(self) -> int:
+        """Number of requests that may still come: those that can begin at the next step, and may wait."""
+        free = self.limits.running - len(self.running)
+        return self.limits.waiting + free - len(self.waiting) - len(self.readings.waiting)
+
+    def check_room(self, tokens: int = 0, joined: bool = False) -> None:
+        """Raise `BusyError` where no more may wait; cheap enough to ask before a prompt is encoded.
+
+        `joined`: one more text of a request that was let in.
+        """
         limits, waiting = self.limits, sum(len(job.tokens) for job in list(self.waiting))
         requests = len(self.waiting) + len(self.readings.waiting)
         if self.closed:
             raise BusyError("the server is ending and takes no more requests: try another one")
-        if requests >= limits.waiting or (waiting and waiting + tokens > limits.waiting_tokens):
+        if (self.room < 1 and not joined) or (waiting and waiting + tokens > limits.waiting_tokens):
+            self.decided += 1
+            self.sign()
             raise BusyError(
                 f"{requests} requests with {waiting} tokens of prompts are waiting, and at most "
                 f"{limits.waiting} and {limits.waiting_tokens} may: try again later"
@@ -93,6 +105,7 @@ class ServeEngine:
         asked: Asked | None = None,
         told: Told | None = None,
         after: Job | None = None,
+        joined: bool = False,
     ) -> Job:
         """Put a text to generate into the line; `options` are those of `generate`."""
         refuse(not self.writes, f"this model's head is {self.m.config.head}: it writes no text")
@@ -107,12 +120,15 @@ class ServeEngine:
         if job.asked.inside:
             refuse(adapter, f'inside is given of the model, and not with an adapter such as "{adapter}"')
             self.inside.check(job.asked.inside, needed, job.sources)
-        self.check_room(len(job.tokens))
+        self.check_room(len(job.tokens), joined)
         with self._wake:
+            self.moved = self.moved if self.busy else time.monotonic()  # nothing had to move before
             self._count += 1
+            self.decided += not joined
             job.number = self._count
             self.waiting.append(job)
             self._wake.notify()
+        self.sign()
         return job
 
     def read(self, inputs: Sequence[Any], run: Callable[[Bundle, list[Any]], Sequence[Any]]) -> Reading:
@@ -123,8 +139,11 @@ class ServeEngine:
         self.check_room()
         reading = Reading(inputs, lambda every: run(self.reader, every), run)
         with self._wake:
+            self.moved = self.moved if self.busy else time.monotonic()
+            self.decided += 1
             self.readings.waiting.append(reading)
             self._wake.notify()
+        self.sign()
         return reading
 
     # Steps -------------------------------------------------------------------------------------------------
@@ -148,6 +167,7 @@ class ServeEngine:
                 self._end(job, reason)
         plan: list[tuple[Job, int, int]] = []
         self._plan(plan)
+        self.sign()
         alone = [one for one in plan if not one[0].encoded]
         for one in alone:
             self._guarded([one])
@@ -155,6 +175,7 @@ class ServeEngine:
         self.readings.step()
         self.figures.steps += 1
         self.moved = time.monotonic()
+        self.sign()
 
     def _plan(self, plan: list[tuple[Job, int, int]]) -> None:
         """Choose what is read in this step: texts that go on first, then prompts, in the order of arrival."""
@@ -304,7 +325,6 @@ class ServeEngine:
             with self._wake:
                 while not self.busy and not self.closed:
                     self._wake.wait()
-                self.moved = self.moved if self.busy else time.monotonic()
             if not self.busy:
                 return
             self.step()

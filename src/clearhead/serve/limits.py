@@ -19,7 +19,7 @@ class Limits:
 
     tokens: int = 512  # read in one step at most, but for a piece that is longer
     running: int = 64  # texts written at the same time
-    waiting: int = 256  # requests that wait
+    waiting: int = 8  # requests that wait, beside those that can begin at once
     waiting_tokens: int = 1 << 18  # tokens of the prompts that wait
     block: int = 64  # tokens of a block, and of a piece of a prompt
     cache_tokens: int | None = None  # that the pool holds; default: as many as 1 GiB holds
