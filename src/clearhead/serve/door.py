@@ -138,7 +138,7 @@ class Door:
             self.hand_over(one)
 
     def engines(self) -> tuple[bool, float]:
-        """Return whether an engine is ill, and how many requests there is room for beyond those on the way."""
+        """Return whether an engine is ill, and the room for requests beyond those on the way."""
         found, now = list(ENGINE.iter_unpack(self.state[:])), time.monotonic()
         decided = sum(count for _, _, count in found)
         for _ in range(min(len(self.asked), int(decided - self.decided))):
@@ -197,10 +197,10 @@ class Door:
 
 def main(listening: str, control: str, state: str, names: str) -> None:
     """Keep the door of the server that has started this process."""
-    sockets = [socket.socket(fileno=int(number)) for number in (listening, control)]
+    door, server = (socket.socket(fileno=int(number)) for number in (listening, control))
     memory = mmap.mmap(int(state), 0, access=mmap.ACCESS_READ)
     with contextlib.suppress(BrokenPipeError, ConnectionResetError, KeyboardInterrupt):
-        Door(*sockets, memory, json.loads(names)).run()
+        Door(door, server, memory, json.loads(names)).run()
 
 
 if __name__ == "__main__":
