@@ -70,8 +70,10 @@ def decode_compiled(
     watched = ends.on_token is not None or ends.cancel is not None or request.reports
     watched |= ends.rule is not None
     if watched or request.temperature > 0 or request.looks_back or request.restricts:
-        read = partial(read_prompts, model, prompts, step.cache)
-        return decode(model, request, prompts, ends, Running(len(prompts.ids), step.ids.device), step, read)
+        reading = partial(read_prompts, model, prompts, step.cache)
+        return decode(
+            model, request, prompts, ends, Running(len(prompts.ids), step.ids.device), step, reading
+        )
     # Greedy rows go on from their first token [B]; the host reads tokens some steps later.
     first = best_of(adjust_by(read_prompts(model, prompts, step.cache), request), request)
     rows = [Continuation(list(prompt)) for prompt in prompts.ids]
