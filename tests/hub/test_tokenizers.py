@@ -161,6 +161,13 @@ CASES = {
         {"extra_ids": 5, "tokenizer_class": "T5Tokenizer"},
     ),
     "xlm-roberta": ("xlm-roberta", "unigram.model", "sentencepiece.bpe.model", {}),
+    "camembert": ("camembert", "unigram.model", "sentencepiece.bpe.model", {}),
+    "camembert, named class": (
+        "camembert",
+        "unigram.model",
+        "sentencepiece.bpe.model",
+        {"tokenizer_class": "CamembertTokenizer", "add_prefix_space": False},
+    ),
     "albert": ("albert", "albert.model", "spiece.model", {}),
     "albert, case kept": (
         "albert",

@@ -1,6 +1,6 @@
 """BERT: a post-norm encoder with learned positions and segments.
 
-RoBERTa, DistilBERT and ALBERT build on its tables.
+RoBERTa (with XLM-RoBERTa and CamemBERT), DistilBERT and ALBERT build on its tables.
 """
 
 from clearhead.hub.architecture import Architecture
@@ -130,23 +130,32 @@ BERT = Architecture(
 
 # RoBERTa: positions that start at padding id + 1, and heads of its own.
 
-ROBERTA = Architecture(
-    model_type="roberta",
-    classes=classes(
-        "Roberta",
-        # This head has GELU, whatever activation the layers have.
-        ForMaskedLM={"head": "mlm", "head_transform": True, "head_bias": True, "head_activation": "gelu"},
-    ),
-    prefix="roberta.",
-    config=(*SHAPE, positions_after_padding(rows=512, padding=1)),
-    rules=embedding("roberta") + layers("roberta"),
-    heads={
-        **heads(masked_head("lm_head.dense", "lm_head.layer_norm", "lm_head"), "roberta.pooler.dense"),
-        "classifier": same({"classifier.dense": "head.pooler", "classifier.out_proj": "head.out"}),
-    },
-    ignored=("roberta.embeddings.position_ids",),
-    carried=("roberta.pooler.*",),
-)
+
+def roberta_like(model_type: str, name: str, named: bool = True) -> Architecture:
+    """Return an architecture with RoBERTa's config and tensors; its classes begin with `name`."""
+    return Architecture(
+        model_type=model_type,
+        classes=classes(
+            name,
+            # This head has GELU, whatever activation the layers have.
+            ForMaskedLM={"head": "mlm", "head_transform": True, "head_bias": True, "head_activation": "gelu"},
+        ),
+        prefix="roberta.",
+        config=(*SHAPE, positions_after_padding(rows=512, padding=1)),
+        rules=embedding("roberta") + layers("roberta"),
+        heads={
+            **heads(masked_head("lm_head.dense", "lm_head.layer_norm", "lm_head"), "roberta.pooler.dense"),
+            "classifier": same({"classifier.dense": "head.pooler", "classifier.out_proj": "head.out"}),
+        },
+        ignored=("roberta.embeddings.position_ids",),
+        carried=("roberta.pooler.*",),
+        named=named,
+    )
+
+
+ROBERTA = roberta_like("roberta", "Roberta", named=False)
+XLM_ROBERTA = roberta_like("xlm-roberta", "XLMRoberta")
+CAMEMBERT = roberta_like("camembert", "Camembert")
 
 # DistilBERT: no segments and no pooler, under names of its own.
 

@@ -127,7 +127,7 @@ def t5(model: PieceModel, settings: Settings) -> Tokenizer:
 
 
 def xlm_roberta(model: PieceModel, settings: Settings) -> Tokenizer:
-    """Build XLM-RoBERTa's."""
+    """Build XLM-RoBERTa's and CamemBERT's, which differ in how they number the pieces."""
     return _words(model, prefix=settings.get("add_prefix_space", True))
 
 
@@ -197,6 +197,7 @@ def plain(model: PieceModel, settings: Settings) -> Tokenizer:
 FAMILIES: dict[str, Callable[[PieceModel, Settings], Tokenizer]] = {
     "T5": t5,
     "XLMRoberta": xlm_roberta,
+    "Camembert": xlm_roberta,
     "Albert": albert,
     "BigBird": big_bird,
     "Llama": llama,
@@ -206,11 +207,20 @@ FAMILIES: dict[str, Callable[[PieceModel, Settings], Tokenizer]] = {
 }
 
 
+UNUSED = ("<s>NOTUSED", "</s>NOTUSED", "<unk>NOTUSED")  # CamemBERT's, beside those that are used
+# What comes before the pieces of the file, and how many of those are left out.
+FAIRSEQ_FIRST = {
+    "XLMRoberta": (("<s>", "<pad>", "</s>", "<unk>"), 3),
+    "Camembert": ((UNUSED[0], "<pad>", UNUSED[1], "<unk>", UNUSED[2]), 1),
+}
+
+
 def _numbered(model: PieceModel, family: str, settings: Settings) -> PieceModel:
     """Return the pieces in the order that a family gives them ids, with those that the file lacks."""
-    if family == "XLMRoberta":  # the first four ids are fairseq's, the pieces follow, the mask is last
-        first, last = ["<s>", "<pad>", "</s>", "<unk>"], ["<mask>"]
-        pieces = [(text, 0.0, 1) for text in first] + model.pieces[3:] + [(text, 0.0, 1) for text in last]
+    if family in FAIRSEQ_FIRST:  # the first ids are fairseq's, the pieces follow, the mask is last
+        first, left_out = FAIRSEQ_FIRST[family]
+        pieces = [(text, -100.0 if text == UNUSED[-1] else 0.0, 1) for text in first]
+        pieces += [*model.pieces[left_out:], ("<mask>", 0.0, 1)]
         return replace(model, pieces=pieces, unk_id=3)
     if family == "T5":
         known = dict(model.scores)

@@ -31,6 +31,7 @@ KNOWN = (
     *(gpt.GPT_NEOX, gpt.FALCON, llama_relatives.PHI, llama_relatives.PHI3, llama_relatives.OLMO2),
     *(llama_relatives.STABLELM, llama_relatives.GRANITE, llama_relatives.SMOLLM3, gpt_oss.GPT_OSS),
     *(bert.BERT, bert.ROBERTA, bert.DISTILBERT, bert.ALBERT, big_bird.BIG_BIRD, vit.VIT),
+    *(bert.XLM_ROBERTA, bert.CAMEMBERT),
     longformer.LONGFORMER,
     *(t5.T5, bart.BART, bart.MBART, bart.M2M100, bart.MARIAN, t5.MT5),
     whisper.WHISPER,

@@ -37,6 +37,7 @@ CLASSES = {
     **dict.fromkeys(("llama", "mistral", "mixtral"), "Llama"),
     **dict.fromkeys(("gemma", "gemma2", "gemma3_text"), "Gemma"),
     "xlm-roberta": "XLMRoberta",
+    "camembert": "Camembert",
     "albert": "Albert",
     "big_bird": "BigBird",
     "marian": "Marian",
@@ -51,7 +52,7 @@ AS_IT_STANDS = ("mistral", "mixtral", "phi3", "olmo2", "stablelm", "granite")
 MODELS = {
     "Bert": ("WordPiece", 0),
     **dict.fromkeys(("Roberta", "GPT2", "Qwen2", "GPTNeoX", "Llama", "Gemma"), ("BPE", 0)),
-    **{"T5": ("Unigram", 2), "XLMRoberta": ("Unigram", 3), "Albert": ("Unigram", 1)},
+    **{"T5": ("Unigram", 2), "XLMRoberta": ("Unigram", 3), "Camembert": ("Unigram", 3), "Albert": ("Unigram", 1)},
     "BigBird": ("Unigram", 0),
 }
 KEEPS_FRAME = (
@@ -69,6 +70,7 @@ TEMPLATES = {
     "Albert": ("cls $A sep", "cls $A sep $B:1 sep:1"),
     "BigBird": ("cls $A sep", "cls $A sep $B:1 sep:1"),
     "XLMRoberta": ("bos $A eos", "bos $A eos eos $B eos"),
+    "Camembert": ("bos $A eos", "bos $A eos eos $B eos"),
     "T5": ("$A eos", "$A eos $B eos"),
     "Marian": ("$A eos", "$A $B eos"),
 }
