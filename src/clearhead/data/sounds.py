@@ -3,6 +3,7 @@
 Shapes: N samples.
 """
 
+import io
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,32 +21,34 @@ MOST_SECONDS = 6 * 3600  # of one file; a few bytes of FLAC can hold hours of si
 BLOCK = 2**20  # numbers read at a time, of all channels
 
 
-def read_sound(path: Path, rate: int, most: float = MOST_SECONDS) -> Samples:
+def read_sound(path: Path | io.BytesIO, rate: int, most: float = MOST_SECONDS) -> Samples:
     """Return a file as one channel [N] of `rate` samples a second: the mean of its channels, resampled."""
-    refuse(not path.is_file(), f"{path} is no file: give a sound file; {FORMATS}")
-    refuse(not path.stat().st_size, f"{path} is empty: give a sound file; {FORMATS}")
+    name = str(path) if isinstance(path, Path) else "the sound"
+    refuse(isinstance(path, Path) and not path.is_file(), f"{name} is no file: give a sound file; {FORMATS}")
+    size = path.stat().st_size if isinstance(path, Path) else len(path.getbuffer())
+    refuse(not size, f"{name} is empty: give a sound file; {FORMATS}")
     reader = _library("soundfile", "reading sound")
     try:
         with reader.SoundFile(path) as file:
             refuse(
                 file.samplerate not in RATES,
-                f"{path} has {file.samplerate:,} samples a second: {RATES[0]:,} to {RATES[-1]:,} are read",
+                f"{name} has {file.samplerate:,} samples a second: {RATES[0]:,} to {RATES[-1]:,} are read",
             )
-            samples = np.concatenate([np.zeros(0, np.float32), *_mixed(file, path, most)])
-            return resampled(samples, file.samplerate, rate, str(path))
+            samples = np.concatenate([np.zeros(0, np.float32), *_mixed(file, name, most)])
+            return resampled(samples, file.samplerate, rate, name)
     except InputError:
         raise
     except (OSError, RuntimeError, TypeError, ValueError) as error:  # no sound, cut short, no such codec
-        reason = first_line(error).removeprefix(f"Error opening {str(path)!r}: ")
-        raise InputError(f"{path} cannot be read as sound: {reason.rstrip('.')}; {FORMATS}") from None
+        reason = first_line(error).partition(": ")[2] or first_line(error)  # after "Error opening FILE"
+        raise InputError(f"{name} cannot be read as sound: {reason.rstrip('.')}; {FORMATS}") from None
 
 
-def _mixed(file: Any, path: Path, most: float) -> Iterator[Samples]:
+def _mixed(file: Any, name: str, most: float) -> Iterator[Samples]:
     """Yield the mean of a file's channels, piece by piece: whatever its header says, no more is held."""
     left = int(most * file.samplerate)
     while len(piece := file.read(max(1, BLOCK // file.channels), dtype="float32", always_2d=True)):
         left -= len(piece)
-        refuse(left < 0, f"{path} holds more than {most / 3600:g} hours of sound: cut it into several files")
+        refuse(left < 0, f"{name} holds more than {most / 3600:g} hours of sound: cut it into several files")
         yield piece.mean(axis=1)
 
 

@@ -7,6 +7,7 @@ or not. A window of several sounds is read together; each comes out as it would 
 Shapes: B windows read together, N samples, T frames of a window, M mel bands.
 """
 
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,7 +34,7 @@ from clearhead.tasks.reading import fitting
 from clearhead.tasks.results import Segment, Transcription
 from clearhead.tokens.labels import decoded
 
-Sound = str | Path | np.ndarray | Tensor  # a file, or samples [N], of several channels [N, C]
+Sound = str | Path | io.BytesIO | np.ndarray | Tensor  # a file, or samples [N], of several channels [N, C]
 Task = Literal["transcribe", "translate"]
 TASKS = ("transcribe", "translate")
 NO_TIMES = "<|notimestamps|>"
@@ -194,6 +195,23 @@ def transcribe(
     return [_written(m, voice, one) for one in heard]
 
 
+def first_window(m: Bundle, sound: Sound) -> tuple[Tensor, list[int], list[int], float]:
+    """Return the first window of a sound [1, T, M], what its transcript begins with, and the transcript.
+
+    It has no times. Last comes how many seconds a position of the encoder stands for.
+    """
+    voice = voice_of(m)
+    heard = _hear(voice, sound, None, timestamps=False)
+    heard.times = False
+    source = _windows(m, voice, [heard])
+    with torch.inference_mode(), evaluating(m.model):
+        _tell_languages(m, voice, [heard], None)
+        start = voice.begin(heard.language, "transcribe", times=False)
+        request, ends = _request(m, voice, False, len(start), None)
+        rows = decode(m.engine.runner(), request, Prompts([start], source), ends)
+    return source, start, rows[0].ids, voice.step
+
+
 def _hear(voice: Voice, sound: Sound, rate: int | None, timestamps: bool) -> Hearing:
     """Return a sound as frames, of its file or of samples."""
     samples = samples_of(sound, voice.sound.sampling_rate, rate)
@@ -209,6 +227,8 @@ def _hear(voice: Voice, sound: Sound, rate: int | None, timestamps: bool) -> Hea
 
 def samples_of(sound: Sound, wanted: int, rate: int | None = None) -> Samples:
     """Return the samples [N] of a sound at the wanted rate; `rate` is that of samples which are given."""
+    if isinstance(sound, io.BytesIO):
+        return read_sound(sound, wanted)
     if isinstance(sound, str | Path):
         refuse(rate is not None, f"rate {rate} is for samples, and {sound} is a file, which states its own")
         return read_sound(Path(sound), wanted)
