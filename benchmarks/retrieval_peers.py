@@ -5,8 +5,8 @@
 DATA is as for retrieval.py, which builds the indexes; --work DIR keeps them. --sample N lets the peer embed N
 documents only, evenly spread, and gives FAISS our vectors for the others: how far the vectors of the sample
 lie apart is in the record. Ratios are ours over theirs, so that below 1 ours takes less: medians over rounds,
-of the wall's seconds and of this process's. sentence-transformers and faiss-cpu are in no extra; without FAISS,
-one product of matrices stands for its flat index.
+of the wall's seconds and of this process's. sentence-transformers and faiss-cpu are in no extra. Without
+FAISS, one product of matrices stands for its flat index.
 """
 
 from __future__ import annotations
