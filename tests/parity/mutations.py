@@ -85,6 +85,10 @@ NEXT = {
     "shared_expert_intermediate_size": 16,
     "mlp_only_layers": [2],
 }
+DEBERTA = {
+    **{"relative_attention": True, "position_biased_input": False, "share_att_key": True},
+    **{"pos_att_type": ["p2c", "c2p"], "position_buckets": 6, "norm_rel_ebd": "layer_norm"},
+}
 VIT = {**TEXT, "image_size": 28, "patch_size": 4, "num_labels": 5}
 LABELS = {"num_labels": 3}
 BLOCKS = {"block_size": 4, "num_random_blocks": 1}
@@ -144,6 +148,19 @@ SUBJECTS = {
     "BERT decoder": Subject("BertConfig", "BertModel", TEXT),
     "RoBERTa": Subject("RobertaConfig", "RobertaForMaskedLM", {**TEXT, "max_position_embeddings": 130}),
     "RoBERTa tagger": Subject("RobertaConfig", "RobertaForTokenClassification", {**TEXT, **LABELS}),
+    "XLM-RoBERTa": Subject("XLMRobertaConfig", "XLMRobertaForSequenceClassification", {**TEXT, **LABELS}),
+    "CamemBERT": Subject("CamembertConfig", "CamembertForMaskedLM", TEXT),
+    "MPNet": Subject("MPNetConfig", "MPNetForMaskedLM", TEXT),
+    "ELECTRA": Subject("ElectraConfig", "ElectraForMaskedLM", {**TEXT, "embedding_size": 16}),
+    "ELECTRA discriminator": Subject("ElectraConfig", "ElectraForPreTraining", TEXT),
+    "ModernBERT": Subject("ModernBertConfig", "ModernBertForMaskedLM", {**TEXT, "local_attention": 8}),
+    "ModernBERT classifier": Subject(
+        "ModernBertConfig", "ModernBertForSequenceClassification", {**TEXT, **LABELS, "local_attention": 8}
+    ),
+    "DeBERTa": Subject("DebertaV2Config", "DebertaV2ForMaskedLM", {**TEXT, **DEBERTA}),
+    "DeBERTa classifier": Subject(
+        "DebertaV2Config", "DebertaV2ForSequenceClassification", {**TEXT, **DEBERTA, **LABELS}
+    ),
     "DistilBERT": Subject("DistilBertConfig", "DistilBertForMaskedLM", DISTIL),
     "DistilBERT spans": Subject("DistilBertConfig", "DistilBertForQuestionAnswering", DISTIL),
     "Longformer": Subject("LongformerConfig", "LongformerForMaskedLM", {**TEXT, **LONGFORMER}),

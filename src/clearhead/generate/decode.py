@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from clearhead.batches.padding import padded, real_tokens
+from clearhead.config import TABLES
 from clearhead.errors import refuse
 from clearhead.fast.kernels import without_plans
 from clearhead.generate.exits import ExitStep
@@ -291,7 +292,7 @@ def check_request(model: Transformer, request: Request, prompts: Prompts, ends: 
     )
     needed = prompts.longest + request.max_new_tokens - 1
     refuse(
-        config.positions == "learned" and needed > config.max_positions and not sliding,
+        config.positions in TABLES and needed > config.max_positions and not sliding,
         f"a prompt of {prompts.longest} tokens and {request.max_new_tokens} new ones need {needed} "
         f"positions and the model has {config.max_positions}: shorten one of them, or keep the last "
         'tokens that fit with overflow="window" (of the prompt) or "slide" (of the text as it grows)',

@@ -40,6 +40,7 @@ KIND: Json = {
     "bias": True,
     "init": "bert",
 }
+TYPES = field("type_vocab_size", "n_types", 2, least=1)
 SHAPE: tuple[ConfigPart, ...] = (
     fixed(KIND),
     fixed(only={"is_decoder": False, "add_cross_attention": False, "position_embedding_type": "absolute"}),
@@ -49,7 +50,7 @@ SHAPE: tuple[ConfigPart, ...] = (
     field("num_attention_heads", "n_heads", 12),
     field("intermediate_size", "d_ff", 3072),
     field("hidden_act", "activation", "gelu", ACTIVATIONS),
-    field("type_vocab_size", "n_types", 2, least=1),
+    TYPES,
     field("layer_norm_eps", "norm_eps", 1e-12),
     field("hidden_dropout_prob", "dropout", 0.1),
     field("attention_probs_dropout_prob", "attention_dropout", 0.1),
@@ -130,16 +131,15 @@ BERT = Architecture(
 
 # RoBERTa: positions that start at padding id + 1, and heads of its own.
 
+# This head has GELU, whatever activation the layers have.
+GELU_HEAD: Json = {"head": "mlm", "head_transform": True, "head_bias": True, "head_activation": "gelu"}
+
 
 def roberta_like(model_type: str, name: str, named: bool = True) -> Architecture:
     """Return an architecture with RoBERTa's config and tensors; its classes begin with `name`."""
     return Architecture(
         model_type=model_type,
-        classes=classes(
-            name,
-            # This head has GELU, whatever activation the layers have.
-            ForMaskedLM={"head": "mlm", "head_transform": True, "head_bias": True, "head_activation": "gelu"},
-        ),
+        classes=classes(name, ForMaskedLM=GELU_HEAD),
         prefix="roberta.",
         config=(*SHAPE, positions_after_padding(rows=512, padding=1)),
         rules=embedding("roberta") + layers("roberta"),

@@ -156,6 +156,25 @@ def big_bird(model: PieceModel, settings: Settings) -> Tokenizer:
     )
 
 
+def deberta(model: PieceModel, settings: Settings) -> Tokenizer:
+    """Build DeBERTa's (v2 and v3): runs of spaces are one, and the file's own normalisation is not used."""
+    unknown = (token_text(settings.get("unk_token")) or "[UNK]", 0.0)
+    steps = [
+        *([normalizers.Lowercase()] if settings.get("do_lower_case", False) else []),
+        normalizers.Replace(Regex(r"\s{2,}|[\n\r\t]"), " "),
+        *(normalizers.NFC(), normalizers.Strip(left=False, right=True)),
+    ]
+    scheme = "always" if settings.get("add_prefix_space", True) else "first"
+    apart = [pre_tokenizers.Punctuation("isolated")] if settings.get("split_by_punct", False) else []
+    unk_id = model.scores.index(unknown) if unknown in model.scores else 1
+    return assembled(
+        Unigram(model.scores, unk_id, byte_fallback=False),
+        normalizers.Sequence(steps),
+        pre_tokenizers.Sequence([*apart, pre_tokenizers.Metaspace(SPACE, scheme)]),
+        decoders.Metaspace(SPACE, scheme),
+    )
+
+
 def llama(model: PieceModel, settings: Settings) -> Tokenizer:
     """Build Llama's (1 and 2) and Mistral's: unknown characters become bytes, and spaces stay as they are."""
     stated = settings.get("add_prefix_space")
@@ -200,6 +219,7 @@ FAMILIES: dict[str, Callable[[PieceModel, Settings], Tokenizer]] = {
     "Camembert": xlm_roberta,
     "Albert": albert,
     "BigBird": big_bird,
+    "DebertaV2": deberta,
     "Llama": llama,
     "CodeLlama": llama,
     "Gemma": gemma,

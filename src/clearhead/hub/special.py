@@ -20,7 +20,8 @@ ROLES = (
 )  # in the order in which those without an id get one
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")  # of an added token
 
-MASK_TAKES_SPACE = ("BigBird", "Camembert")  # classes whose mask takes the space before it, unless a file says otherwise
+# Classes whose mask takes the space before it, unless a file says otherwise.
+MASK_TAKES_SPACE = ("BigBird", "Camembert", "MPNet")
 
 # The special tokens that a class has without any file naming them.
 BERT = {"unk": "[UNK]", "sep": "[SEP]", "pad": "[PAD]", "cls": "[CLS]", "mask": "[MASK]"}
@@ -32,6 +33,7 @@ USUAL: dict[str, dict[str, str]] = {
     "Roberta": FAIRSEQ,
     "XLMRoberta": FAIRSEQ,
     "Camembert": FAIRSEQ,
+    "MPNet": {**FAIRSEQ, "unk": "[UNK]"},
     "GPT2": dict.fromkeys(("unk", "bos", "eos"), "<|endoftext|>"),
     "Qwen2": dict.fromkeys(("unk", "eos", "pad"), "<|endoftext|>"),
     "GPTNeoX": {**dict.fromkeys(("unk", "bos", "eos"), "<|endoftext|>"), "pad": "<|padding|>"},
@@ -42,6 +44,7 @@ USUAL: dict[str, dict[str, str]] = {
     "Albert": {**BERT, "unk": "<unk>", "pad": "<pad>", "bos": "[CLS]", "eos": "[SEP]"},
     "BigBird": {**BERT, "unk": "<unk>", "pad": "<pad>", "bos": "<s>", "eos": "</s>"},
     "Bert": BERT,
+    "DebertaV2": {**BERT, "bos": "[CLS]", "eos": "[SEP]"},
 }
 
 

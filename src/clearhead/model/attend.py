@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from clearhead.config import BIASES, StackSpec
+from clearhead.config import BIASES, LEARNED_BIASES, StackSpec
 from clearhead.config.kinds import Kind
 from clearhead.model.dtypes import wide
 from clearhead.model.steps import Pass
@@ -158,7 +158,7 @@ def attend_bytes(
         each = (run.size if capped else 0) + run.wide + copied
         return values * each + columns + (2 * square if masked else 0)
     if not fused:
-        return values * run.wide + (square if masked and own and spec.positions == "relative" else 0)
+        return values * run.wide + (square if masked and own and spec.positions in LEARNED_BIASES else 0)
     log_sums = run.batch * H * T * 4
     if own and spec.positions in BIASES and masked:
         return log_sums + H * square * run.size

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from clearhead.config import StackSpec
+from clearhead.config import LEARNED_BIASES, StackSpec
 from clearhead.config.kinds import Kind, Strided
 from clearhead.model import masks, norms, positions
 from clearhead.model.attend import KERNELS, attend_bytes
@@ -143,7 +143,7 @@ def attention_steps(
     blocks = plain_blocks(sees, T, spec.causal) if own else None
     H, K, E, Ev = len(spec.heads_of(name)), spec.kv_heads_of(name), spec.d_head, spec.d_value
     eager = spec.attention_softcap is not None or spec.attention_sink
-    fused = not eager and Ev == E and not (own and spec.positions == "relative")
+    fused = not eager and Ev == E and not (own and spec.positions in LEARNED_BIASES)
     repeated = not fused and not eager  # PyTorch's unfused path copies and widens all, for each head
     for projection, rows, heads, width in (("q", B * T, H, E), ("k", B * S, K, E), ("v", B * S, K, Ev)):
         kept = rows * width * (H * run.wide if repeated else heads * run.size) if blocks is None else 0

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from clearhead.config import ModelConfig
+from clearhead.config import LEARNED_BIASES, ModelConfig
 from clearhead.config.kinds import Blocks
 from clearhead.errors import InputError
 from clearhead.fast.prepare import prepared
@@ -43,7 +43,7 @@ def thresholds(config: ModelConfig) -> list[int]:
     found = {
         *(kind.nearby for spec in config.stacks for kind in spec.kinds),
         *(kind.full for spec in config.stacks for kind in spec.kinds if isinstance(kind, Blocks)),
-        config.relative_max_distance if config.positions == "relative" else None,
+        config.relative_max_distance if config.positions in LEARNED_BIASES else None,
         config.max_positions if config.bounded else None,
         None if scaling is None else scaling.original_positions or config.max_positions,
     }
