@@ -71,8 +71,10 @@ def their_inputs(batch) -> dict[str, torch.Tensor]:
     for document in (0, 1):
         for ids, targets, documents, mask in zip(batch.ids, batch.targets, batch.documents, batch.mask):
             own = (documents == document) & mask
-            last = targets[own][-1]
-            found.append((torch.cat([ids[own], last[None]]), torch.cat([torch.tensor([-100]), targets[own]])))
+            last = targets[own][-1:]  # what the template writes after the answer is no target
+            last = last[last != -100]
+            wanted = torch.cat([torch.tensor([-100]), targets[own]])
+            found.append((torch.cat([ids[own], last]), wanted[: int(own.sum()) + len(last)]))
     width = max(len(ids) for ids, _ in found)
     inputs = {
         name: torch.zeros(len(found), width, dtype=torch.long)

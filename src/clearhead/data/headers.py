@@ -98,6 +98,13 @@ NAMES: dict[str, tuple[str, ...]] = {
     "input": ("input", "context"),
     "system": ("system", "system_prompt"),
     "tools": ("tools", "functions"),
+    "anchor": ("anchor", "query", "question", "sentence1", "text1", "premise", "text", "sentence", "claim"),
+    "positive": (
+        *("positive", "pos", "passage", "document", "sentence2", "text2", "hypothesis", "pair"),
+        *("answer", "context"),
+    ),
+    "negative": ("negative", "neg", "hard_negative"),
+    "score": ("score", "similarity", "similarity_score", "label"),
     "chosen": ("chosen",),
     "rejected": ("rejected",),
 }

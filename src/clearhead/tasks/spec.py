@@ -16,7 +16,7 @@ from clearhead.data.examples import Shape
 from clearhead.errors import ConfigError, InputError, refuse
 from clearhead.losses import Objective
 from clearhead.presets import preset
-from clearhead.recipe import TrainPlan
+from clearhead.recipe import Recipe, TrainPlan
 from clearhead.tokens.training import SpecialTokens
 
 # What a model is used for, by its head; every model also embeds.
@@ -98,6 +98,8 @@ class TaskSpec:
     outputs: int = 0  # otherwise: how many outputs it has, apart from a vocabulary
     pooled: bool = True  # whether the head reads one vector of the whole text
     stated: Mapping[str, Any] = field(default_factory=dict)  # what config.json says beside the config
+    # Gives a new model what the task needs besides, such as a chat template; returns a note.
+    ready: Callable[[Bundle, Recipe], str] | None = None
     # Training
     objective: Objective | None = None  # None: cross-entropy over the vocabulary
     # The same, where it follows from the recipe and the model.

@@ -32,7 +32,7 @@ from clearhead.parallel.world import ALONE, World
 from clearhead.presets import PRESETS
 from clearhead.recipe import BASE, Recipe, TrainPlan
 from clearhead.tasks import spec, table
-from clearhead.tasks.chat import chat_template, set_template
+from clearhead.tasks.chat import chat_template
 from clearhead.tasks.corpus import Texts, open_examples
 from clearhead.tokens.training import choose, train_tokenizer
 from clearhead.training import build, optim, weights
@@ -63,8 +63,8 @@ def prepare(recipe: Recipe, folder: Path, on_event: OnEvent, world: World = ALON
     loaded = build.build(
         recipe, name, tokenizer, special, corpus.labels, image, base, large=device.type != "cpu"
     )
-    if task.chats:
-        on_event(Note(set_template(loaded, recipe.tokens.template)))
+    if task.ready is not None:
+        on_event(Note(task.ready(loaded, recipe)))
     recipe = recipe.replace("data", task=name)
     batches = encode_batches(recipe, task, corpus, loaded, folder, on_event, world)
     for line in remarks(recipe, task, loaded, base):

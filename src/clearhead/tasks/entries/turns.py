@@ -19,7 +19,7 @@ from clearhead.evaluation.judgement import Judgement
 from clearhead.evaluation.metrics import METRICS
 from clearhead.losses import Answered, Objective
 from clearhead.recipe import GeneratePlan, TrainPlan
-from clearhead.tasks.chat import chat_ids
+from clearhead.tasks.chat import chat_ids, set_template
 from clearhead.tasks.spec import DECODER, Answers, TaskSpec, sampled
 from clearhead.tokens.chat import answers
 from clearhead.tokens.training import GENERATOR
@@ -179,6 +179,7 @@ TASKS = (
         head="lm",
         usual=DECODER,
         chats=True,
+        ready=lambda loaded, recipe: set_template(loaded, recipe.tokens.template),
         command="chat {folder} TEXT",
         sample=_answered,
         figures=lambda judgement: [],  # the loss of the answers says it all
@@ -192,6 +193,7 @@ TASKS = (
         head="lm",
         usual=DECODER,
         chats=True,
+        ready=lambda loaded, recipe: set_template(loaded, recipe.tokens.template),
         objective=pair_objective(),
         objective_for=_pair_objective,
         metrics=("loss", "accuracy", "margin"),
