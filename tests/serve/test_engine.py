@@ -10,6 +10,7 @@ from clearhead.errors import BusyError, InputError
 from clearhead.fast import library
 from clearhead.serve.blocks import BlockPool, Named, chain
 from clearhead.serve.engine import ServeEngine
+from clearhead.serve.graphs import GraphWriter
 from clearhead.serve.jobs import Asked
 from clearhead.serve.limits import Limits
 from clearhead.tasks import reading
@@ -273,3 +274,22 @@ def test_the_step_in_c_reads_the_pool_as_the_ragged_row_does(shape, rows, byte_t
             assert served(engine, alone)[0].alternatives == jobs[-1].wait(0).alternatives
     for one, other in zip(*found, strict=True):
         assert max(abs(one[token] - other[token]) for token in other) < 2e-5
+
+
+@pytest.mark.parametrize("shape", ["learned", "rope-gqa", "window"])
+def test_recorded_steps_write_what_the_ragged_row_writes(shape, byte_tokenizer):
+    """The formulas of the kernels, with rows and blocks that fill a size up; the kernels run on a GPU."""
+    given = {"window": {**mixes.SHAPES["rope-gqa"], "attention": "window(5)", "qk_norm": "head"}}
+    changes = given.get(shape, {"norm": "rmsnorm"})
+    m = mixes.model("learned" if shape == "window" else shape, byte_tokenizer, **changes)
+    m.special.clear()
+    texts = [list(range(30 + 3 * n, 47 + 5 * n)) for n in range(5)]
+    engine = ServeEngine(m, Limits(block=4, piece=8, running=3))
+    engine.passes.writer = GraphWriter(m.model, 3)
+    jobs = [engine.submit(text, {"max_new_tokens": 12, "logprobs": True}) for text in texts]
+    for text, found in zip(texts, served(engine, *jobs)):
+        alone = m.generate(text, 12, logprobs=True)
+        assert found.ids == alone.ids
+        assert max(abs(a - b) for a, b in zip(found.logprobs, alone.logprobs)) < 1e-4
+    assert engine.passes.writer.steps.keys() >= {(4, 8), (2, 8)}
+    assert engine.pool.used == 0

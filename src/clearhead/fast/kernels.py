@@ -247,3 +247,54 @@ def step_attend(
         .reshape(B, 1, -1)
         .clone()
     )
+
+
+def paged_attend(
+    qkv: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    table: Tensor,
+    place: Tensor,
+    size: int,
+    reach: int,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    layout: str,
+    n_heads: int,
+    scale: float,
+    softcap: float | None,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 0.0,
+    unit_offset: bool = False,
+) -> Tensor:
+    """Attend as `step_attend`, to keys in a pool: [B, 1, (H+K)·E + K·Ev] -> [B, 1, H·Ev].
+
+    The pool [1, K, S, E] has blocks of `size` slots. `table` [B, M] names the blocks of each row, and `place`
+    [B] says where its new token stands. Keys further than `reach` before it are not seen; 0: all are.
+    """
+    if available(qkv):
+        from clearhead.fast import triton_paged
+
+        return triton_paged.paged_attend(
+            qkv, keys, values, table, place, size, reach, cos, sin, layout, n_heads, scale, softcap,
+            q_norm, k_norm, eps, unit_offset,
+        )  # fmt: skip
+    places = torch.arange(table.shape[1] * size, device=table.device)[None]  # 1 M·size
+    slots = (table[:, :, None] * size + torch.arange(size, device=table.device)).flatten(1)  # B M·size
+    k, v = (x[0][:, slots].transpose(0, 1) for x in (keys, values))  # B K M·size E
+    seen = places < place[:, None]
+    if reach:
+        seen = seen & (places > place[:, None] - reach)
+    here = torch.arange(len(qkv), device=table.device)
+    # The slots of the rows are looked up, and so copied: the new token goes to a place behind them.
+    last = torch.full((1,), k.shape[2], device=table.device)
+    buffers = [nnf.pad(x, (0, 0, 0, 1)) for x in (k, v)]
+    z = step_attend(
+        qkv, *buffers, last, nnf.pad(seen, (0, 1), value=True), cos, sin, layout, n_heads, scale, softcap,
+        q_norm, k_norm, eps, unit_offset,
+    )  # fmt: skip
+    slot = slots[here, place]
+    for pool, buffer in zip((keys, values), buffers):
+        pool[0, :, slot] = buffer[:, :, -1].transpose(0, 1)
+    return cast(Tensor, z)

@@ -70,7 +70,7 @@ class CompiledStep:
         if device.type == "cuda":
             with _never_waiting():
                 run()
-                self.replay = _recorded(run)
+                self.replay = recorded(run)
 
     def _forward(self) -> None:
         logits = self.model(self.ids, cache=self.cache, logits="last").logits[:, -1]
@@ -124,7 +124,7 @@ def _never_waiting() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode(before)
 
 
-def _recorded(run: Callable[[], object]) -> Callable[[], object]:
+def recorded(run: Callable[[], object]) -> Callable[[], object]:
     """Record the kernels that `run` launches as one CUDA graph."""
     graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream())

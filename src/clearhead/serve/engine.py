@@ -27,6 +27,7 @@ from clearhead.serve.passes import Passes
 from clearhead.serve.readings import Reading, ReadingLine, with_model
 from clearhead.tasks.generation import Prompt
 
+PIECE = 16  # blocks of a prompt that a GPU reads together
 KEPT = 64  # requests that are remembered once they have ended
 STALLED = 30.0  # seconds without a step, with work to do, after which the engine counts as ill
 
@@ -52,6 +53,10 @@ class ServeEngine:
         self._wake = threading.Condition()
         self._thread: threading.Thread | None = None
         weight, spec = next(m.model.parameters()), m.model.main.spec
+        self.piece = self.limits.piece or self.limits.block * (PIECE if weight.is_cuda else 1)
+        refuse(
+            self.piece % self.limits.block, f"piece {self.piece} is no multiple of block {self.limits.block}"
+        )
         self.writes = spec.causal and m.config.head == "lm"
         # A layer that keeps a state has nothing that a later prompt could take up.
         self.shares = self.writes and all(kind.chooses for kind in spec.kinds)
@@ -181,15 +186,16 @@ class ServeEngine:
         """Choose what is read in this step: texts that go on first, then prompts, in the order of arrival."""
         budget = self.limits.tokens
         for job in [job for job in self.running if job.decoding]:
-            budget -= self._add(plan, job, budget, 1) if job in self.running else 0
+            budget -= self._add(plan, job, budget, 1) if job.placed else 0
         for job in [job for job in self.running if not job.decoding]:
-            budget -= self._add(plan, job, budget) if job in self.running else 0
+            budget -= self._add(plan, job, budget) if job.placed else 0
         while self.waiting and budget > 0 and len(self.running) < self.limits.running:
             job = self.waiting[0]
             if (job.after is not None and job.after.reading) or not self._admit(job):
                 return
             self.waiting.popleft()
             self.running.append(job)
+            job.placed = True
             budget -= self._add(plan, job, budget)
 
     def _add(self, plan: list[tuple[Job, int, int]], job: Job, budget: int, most: int | None = None) -> int:
@@ -198,7 +204,7 @@ class ServeEngine:
         for table in job.tables.values():
             table.trim(job.read)
         while job.planned < len(job.tokens) and (most is None or added < most):
-            start, stop = job.next_piece(self.limits.block)
+            start, stop = job.next_piece(self.piece)
             if (plan and added + stop - start > budget) or not self._make_room(plan, job, stop):
                 break
             plan.append((job, start, stop))
@@ -223,6 +229,7 @@ class ServeEngine:
         job.preempted += 1
         self.figures.preempted += 1
         self.running.remove(job)
+        job.placed = False
         self.waiting.appendleft(job)
 
     def _admit(self, job: Job) -> bool:
@@ -278,9 +285,9 @@ class ServeEngine:
             for job, piece in read:
                 job.encoded, job.read = True, piece.stop
                 self.figures.prompt_tokens += max(0, min(piece.stop, len(job.row.prompt)) - piece.start)
-                for table in job.tables.values():
-                    number = piece.stop // self.limits.block - 1
-                    if piece.stop % self.limits.block == 0 and 0 <= number < len(job.names):
+                size = self.limits.block
+                for number in range(piece.start // size, min(piece.stop // size, len(job.names))):
+                    for table in job.tables.values():
                         block = table.ids[number] if number < len(table.ids) else None
                         if block is not None:
                             table.blocks.name(block, job.names[number])
@@ -308,8 +315,9 @@ class ServeEngine:
         self.finished.append(job)  # before anyone is told that it has ended
         job.end(reason, error)
         self.figures.ended[job.row.stop_reason] += 1
-        if job in self.running:
+        if job.placed:
             self.running.remove(job)
+            job.placed = False
         elif job in self.waiting:
             self.waiting.remove(job)
 

@@ -6,21 +6,26 @@ such rows there are.
 Shapes: T tokens of all pieces, D model, B texts, V vocabulary.
 """
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from clearhead.model.transformer import Transformer
 from clearhead.serve.adapters import AdaptedRows, Updates, adapt
+from clearhead.serve.graphs import GraphWriter
 from clearhead.serve.jobs import Job
 from clearhead.serve.limits import Limits
 from clearhead.serve.paged import PagedCache, Pool, TextPiece
 from clearhead.serve.ragged import ragged, rows_agree
-from clearhead.serve.rows import HEAD_ROWS, RowsWriter
+from clearhead.serve.rows import RowsWriter
 
 Part = tuple[Job, int, int]  # a request, and where the tokens begin and end that it reads in a step
 Read = list[tuple[Job, TextPiece]]
+# cuDNN's is not among them: it makes a plan for each new length, which takes longer than the attention.
+KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 class Passes:
@@ -28,7 +33,9 @@ class Passes:
 
     def __init__(self, model: Transformer, limits: Limits, adapters: Mapping[str, Updates]) -> None:
         spec = model.main.spec
-        self.writer = RowsWriter.make(model, limits.exact) if spec.causal and limits.rows else None
+        self.writer: RowsWriter | GraphWriter | None = None
+        if spec.causal and model.config.head == "lm" and limits.rows:
+            self.writer = RowsWriter.make(model, limits.exact) or GraphWriter.make(model, limits.running)
         self.runner = ragged(model, limits.exact)
         self.rows = AdaptedRows()
         adapt(self.runner, model, adapters, self.rows)
@@ -48,7 +55,7 @@ class Passes:
             tokens = [job.tokens[start] for job, start, _ in rows]
             sources = [job.sources for job, _, _ in rows] if rows[0][0].sources else []
             hidden = self.writer(pool, [piece for _, piece in read], tokens, sources)  # B D
-            few = not self.writer.alike and len(rows) <= HEAD_ROWS  # packed rows are alike
+            few = len(rows) <= self.writer.head_rows
             logits = (self.writer.model if few else self.runner).head(hidden[:, None], None)[:, 0]
             for (job, piece), row in zip(read, logits):
                 job.keep_prompt(row[None], piece.start)
@@ -77,15 +84,13 @@ class Passes:
             (piece.span if encoded else slice(None), job.asked.adapter)
             for (job, _, _), piece in zip(plan, pieces)
         ]
-        hidden = self.runner(
-            torch.tensor([[t for job, start, stop in plan for t in job.tokens[start:stop]]], device=device),
-            positions=torch.tensor(
-                [[p for _, start, stop in plan for p in range(start, stop)]], device=device
-            ),
-            source=None if encoded else first.prompts.source,
-            cache=PagedCache(pool, pieces, sources),
-            logits="none",
-        ).hidden[0]  # T D
+        ids = torch.tensor([[t for job, start, stop in plan for t in job.tokens[start:stop]]], device=device)
+        places = torch.tensor([[p for _, start, stop in plan for p in range(start, stop)]], device=device)
+        source = None if encoded else first.prompts.source
+        with sdpa_kernel(KERNELS) if device.type == "cuda" else contextlib.nullcontext():
+            hidden = self.runner(
+                ids, positions=places, source=source, cache=PagedCache(pool, pieces, sources), logits="none"
+            ).hidden[0]  # T D
         self.rows.spans = ()
         read = [(job, piece) for (job, _, _), piece in zip(plan, pieces)]
         for job, piece in read:

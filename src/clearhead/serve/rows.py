@@ -127,6 +127,7 @@ class RowsWriter:
     def __init__(self, model: Transformer, alike: bool) -> None:
         """Prepare the copy; `alike`: the bits of a row do not depend on the number of rows."""
         self.alike, self.most = alike, sys.maxsize if alike else MOST_ROWS
+        self.head_rows = 0 if alike else HEAD_ROWS  # beyond them the packed head, whose rows are alike
 
         def part_of(part: nn.Module) -> nn.Module:
             if isinstance(part, NativeBlock):
