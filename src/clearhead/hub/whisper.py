@@ -58,5 +58,5 @@ WHISPER = Architecture(
         Rule("proj_out.weight", ("head.out.weight",)),
     ),
     tied=(TABLE, "proj_out.weight"),
-    aliases=ALIASES,
+    aliases={"num_key_value_heads": "encoder_attention_heads", **ALIASES},
 )
