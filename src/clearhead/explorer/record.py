@@ -31,7 +31,7 @@ SMALLEST_SIDE = 16  # cells of a pattern, however many there are
 LOGIT_BYTES = 3_000_000
 STOP_NUMBERS = 300_000  # of all heads whose inside is recorded
 EXAMPLE_PARAMETERS = 50_000_000  # of a model whose examples are recorded too
-EXPLAINED = 12  # edges of the path whose reasons are recorded
+EXPLAINED = 12  # edges of the path whose reasons are recorded; of an example, a quarter
 BATCH_TOKENS = 100_000  # that interventions of a file may take: longer ones are left out
 STEP_LAYERS = 2  # blocks whose numbers are recorded, step by step
 Examples = Sequence[dict[str, Any]]
@@ -96,23 +96,26 @@ def record_run(
     return {"run": about, "views": views, "says": says, "state": state}
 
 
-def _views_of(run: PageRun, about: dict[str, Any], opened: "Selected") -> dict[str, Any]:
-    """Return the views of one run by their paths, but for the numbers of steps."""
+def _views_of(run: PageRun, about: dict[str, Any], opened: "Selected", share: int = 1) -> dict[str, Any]:
+    """Return the views of one run by their paths, but for the numbers of steps.
+
+    Of several runs each gets its share of the bytes, and only one by itself its neurons, which take longest.
+    """
     known = names.kinds_of(run.m.config)
     kinds = list(dict.fromkeys(one.kind for one, own in known.items() if own.patterned))
     here = f"run/{about['run']}"
     views: dict[str, Any] = {}
-    for path in _paths(run, kinds, about, opened):
+    for path in _paths(run, kinds, about, opened, share):
         with suppress(ClearheadError):  # a view that this model does not have is not in the file
             views[f"{here}/{path}"] = view(run, path)
     for kind in kinds:
         views |= {f"{here}/attention/{kind}/{one['layer']}": finite(one) for one in run.attentions(kind)}
-    edges = [edge for path, body in views.items() if "/paths?" in path for edge in body["edges"][:EXPLAINED]]
+    edges = [edge for path, body in views.items() if "/paths?" in path for edge in body["edges"][: EXPLAINED if share == 1 else EXPLAINED // 4]]
     for edge in edges:
         with suppress(ClearheadError):
             path = f"looks/{edge['part']}/{edge['reader']}/{edge['source']}"
             views[f"{here}/{path}"] = view(run, path)
-    stops = _stops(run, about, opened, edges)
+    stops = _stops(run, about, opened, edges, share)
     return views | {f"{here}/stops/{one['head']}/{one['reader']}": finite(one) for one in stops}
 
 
@@ -127,7 +130,7 @@ def _examples(run: PageRun, found: Examples) -> tuple[list[dict[str, Any]], dict
             kept = {"cells": run.cells, "roles": run.roles}
             own = replace(begin(run.m, given, None, pair), **kept)
             about = own.about(f"example{number}")
-            views |= _views_of(own, about, Selected.of(about, ""))
+            views |= _views_of(own, about, Selected.of(about, ""), 2 * len(found))
             shown["run"] = about
         listed.append(finite(shown))
     return listed, views
@@ -158,7 +161,7 @@ class Selected:
 
 
 def _stops(
-    run: PageRun, about: dict[str, Any], opened: Selected, edges: list[dict[str, Any]]
+    run: PageRun, about: dict[str, Any], opened: Selected, edges: list[dict[str, Any]], share: int
 ) -> list[dict[str, Any]]:
     """Return what the file has of the inside of heads, one pass for each attention and reader.
 
@@ -176,7 +179,7 @@ def _stops(
     first = [pair for pair in at if pair[0] == opened.head or heads[pair[0]].number == 0]
     wanted = dict.fromkeys([*first, *((edge["part"], edge["reader"]) for edge in edges), *at])
     groups: dict[tuple[str, int], list[str]] = {}
-    for name, reader in list(wanted)[: max(len(first), STOP_NUMBERS // (5 * max(source, own)))]:
+    for name, reader in list(wanted)[: max(len(first), STOP_NUMBERS // (5 * share * max(source, own)))]:
         groups.setdefault((heads[name].part, reader), []).append(name)
     found: list[dict[str, Any]] = []
     for (_, reader), some in groups.items():
@@ -210,19 +213,22 @@ def _beside(run: PageRun, second: PageRun, about: dict[str, Any], opened: Select
     return views
 
 
-def _paths(run: PageRun, kinds: list[str], about: dict[str, Any], opened: Selected) -> list[str]:
+def _paths(
+    run: PageRun, kinds: list[str], about: dict[str, Any], opened: Selected, share: int
+) -> list[str]:
     """Return the paths of the views that go into the file, but for attention and steps."""
     paths = ["stages", "trace", "lens", *(f"thumbnails/{kind}" for kind in kinds)]
     paths += [f"rollout/{kind}" for kind in kinds if kind != "cross"]
     paths += ["similar"] if run.pair is not None else []
     if about["columns"]:
-        fit = max(1, LOGIT_BYTES // (4 * run.choices.count))
+        fit = max(1, LOGIT_BYTES // (4 * share * run.choices.count))
         chosen = [opened.column, about["position"], *reversed(range(len(about["columns"])))]
         paths += [f"next?position={position}" for position in list(dict.fromkeys(chosen))[:fit]]
         begins = f"position={about['position']}"
         paths += [f"paths?{asked}" for asked in dict.fromkeys([opened.asked, begins])]
         asked = dict.fromkeys([f"position={opened.column}", begins, opened.asked])
-        paths += [f"{kind}?{one}" for kind in ("contributions", "occlusion", "neurons") for one in asked]
+        kinds = ["contributions", "occlusion", *(["neurons"] if share == 1 else [])]
+        paths += [f"{kind}?{one}" for kind in kinds for one in asked]
         paths += [f"map?position={place}" for place in dict.fromkeys([opened.position, about["position"]])]
         read = len((about["source"] or about["tokens"])["labels"])
         rows = len(single_parts(run.m.config)) * max(read, len(about["tokens"]["labels"]))

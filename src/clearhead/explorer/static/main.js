@@ -37,7 +37,8 @@ function makeApp(source) {
       store.set("view", id);
       const link = document.querySelector(`nav a[data-view="${id}"]`);
       if (link.parentElement.scrollWidth > link.parentElement.clientWidth) link.scrollIntoView({ block: "nearest", inline: "center" });
-      if (store.get("run") && matchMedia("(max-width: 61.99rem)").matches) byId(id).scrollIntoView({ block: "start" });
+      const narrow = matchMedia("(max-width: 61.99rem)").matches;
+      if (store.get("run") && (narrow || byId("views").getBoundingClientRect().top < 0)) byId(narrow ? id : "top").scrollIntoView({ block: "start", behavior: "instant" });
     },
     /** A line under the header: what the page is doing. */
     say(text) {
