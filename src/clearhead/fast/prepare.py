@@ -196,7 +196,7 @@ class StepBlock(Direct, Block):
         if not isinstance(keys, FixedKeys) or view.mask is None:
             return None
         found = (keys.k, keys.v, keys.cache.index, view.mask[:, 0, 0])
-        return cast(Tensor, step_attend(self.projected(x), *found, *self.formula(view)))
+        return step_attend(self.projected(x), *found, *self.formula(view))
 
     def projected(self, x: Tensor) -> Tensor:
         """Return queries, keys and values side by side: [B, 1, D] -> [B, 1, (H+K)·E + K·Ev]."""
