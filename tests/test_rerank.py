@@ -46,12 +46,7 @@ def test_a_cross_encoder_ranks_as_the_reference_scores(folder, capsys):
     assert [one.text for one in found] == [TEXTS[n] for n in order]
     assert max(abs(one.score - float(wanted[one.index])) for one in found) <= 1e-6
     (folder / "texts.txt").write_text("\n".join(TEXTS) + "\n")
-    assert main(
-        ["rerank", str(folder), QUERY, "--file", str(folder / "texts.txt"), "--top", "2", "--json"]
-    ) in (
-        None,
-        0,
-    )
+    main(["rerank", str(folder), QUERY, "--file", str(folder / "texts.txt"), "--top", "2", "--json"])
     results = json.loads(capsys.readouterr().out)["results"]
     assert [one["index"] for one in results] == order[:2]
 

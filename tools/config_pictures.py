@@ -547,7 +547,7 @@ PICTURES = {
         draw_embedding,
         "d_embedding embedding_projection embedding_scale n_types embedding_norm tie_embeddings",
     ),
-    "positions": Drawn(draw_positions, "positions max_positions position_offset"),
+    "positions": Drawn(draw_positions, "positions max_positions max_encoder_positions position_offset"),
     "waves": Drawn(draw_waves, "sinusoid_layout sinusoid_ends"),
     "rope": Drawn(draw_rope, "rope_base rope_local_base rope_fraction rope_layout rope_skips"),
     "rope-scaling": Drawn(draw_rope_scaling, "rope_scaling"),
@@ -564,7 +564,7 @@ PICTURES = {
         draw_residuals, "norm_position first_norm parallel parallel_norms residual_scale final_norm"
     ),
     "norms": Drawn(draw_norms, "norm norm_eps norm_unit_offset"),
-    "biases": Drawn(draw_biases, "bias qkv_bias attention_out_bias feedforward_bias norm_bias"),
+    "biases": Drawn(draw_biases, "bias qkv_bias key_bias attention_out_bias feedforward_bias norm_bias"),
     "depth": Drawn(draw_depth, "depth_capacity layer_drop"),
     "dropout": Drawn(draw_dropout, "dropout embedding_dropout attention_dropout feedforward_dropout"),
     "output": Drawn(

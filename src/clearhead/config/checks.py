@@ -17,7 +17,10 @@ MOST_LAYERS, MOST_WIDE = 10_000, 2**24  # far beyond any model
 LAYERS = ("n_layers", "n_encoder_layers")
 HEADS = ("n_heads", "n_kv_heads", "n_encoder_heads")
 WIDTHS = ("d_model", "d_head", "d_encoder_head", "d_value", "d_ff", "d_encoder_ff", "d_expert", "d_embedding")
-COUNTS = ("max_positions", "patch_size", "n_channels", "conv_kernel", "conv_stride")
+COUNTS = (
+    *("max_positions", "max_encoder_positions", "patch_size", "n_channels"),
+    *("conv_kernel", "conv_stride"),
+)
 FROM_ZERO = (
     "vocab_size",
     "n_types",
@@ -31,7 +34,10 @@ ABOVE_ZERO = ("rope_base", "rope_local_base", "attention_softcap", "logit_softca
 PROBABILITIES = ("dropout", "attention_dropout", "embedding_dropout", "feedforward_dropout", "layer_drop")
 GATED = ("gated_clamp", "gated_shift")
 MIXTURE = ("router_bias", "d_expert", "d_shared_expert", "dense_layers")
-TWO_STACKS = ("n_encoder_layers", "n_encoder_heads", "d_encoder_head", "d_encoder_ff", "source_vocab_size")
+TWO_STACKS = (
+    *("n_encoder_layers", "n_encoder_heads", "d_encoder_head", "d_encoder_ff"),
+    *("max_encoder_positions", "source_vocab_size"),
+)
 
 
 def check_given(config: Fields) -> None:

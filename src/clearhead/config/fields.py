@@ -126,6 +126,7 @@ class Fields(StackFields):
     d_value: int | None = None  # width of a value head; None: d_head
     d_ff: int | None = None  # None: 4 * d_model
     d_encoder_ff: int | None = None  # encoder-decoder: None: d_ff
+    max_encoder_positions: int | None = None  # encoder-decoder: None: max_positions
     d_expert: int | None = None  # width of an expert; None: d_ff
     # None: every layer its own weights; k: runs of layers share k sets of weights
     layer_groups: int | None = None
@@ -155,6 +156,7 @@ class Fields(StackFields):
     # Biases
     bias: bool = True  # in every linear layer and norm, unless a field below says otherwise
     qkv_bias: bool | None = None  # None: bias
+    key_bias: bool | None = None  # of keys alone, which no softmax sees; None: qkv_bias
     attention_out_bias: bool | None = None  # None: bias
     feedforward_bias: bool | None = None  # None: bias
     norm_bias: bool | None = None  # layernorm only; None: bias
@@ -224,6 +226,7 @@ class StackSpec(StackFields):
     capacities: tuple[float, ...]  # of each layer, the share of the tokens that go through; 1: all
     attention_scale: float
     qkv_bias: bool
+    key_bias: bool
     attention_out_bias: bool
     feedforward_bias: bool
     norm: NormSpec

@@ -14,7 +14,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from clearhead import errors
-from clearhead.errors import CheckpointError, MissingExtraError, first_line
+from clearhead.errors import CheckpointError, first_line
 
 MODEL = "model"  # the files of its weights begin with it
 
@@ -159,16 +159,3 @@ def _sync(path: Path) -> None:
         os.fsync(number)
     finally:
         os.close(number)
-
-
-def download(name: str) -> Path:
-    """Return the folder of a model of the Hugging Face Hub, fetched where it is not here yet."""
-    try:
-        from huggingface_hub import snapshot_download
-    except ImportError:
-        raise MissingExtraError("downloading needs huggingface_hub: pip install 'clearhead[hub]'") from None
-    patterns = ["*.json", "*.safetensors", "*.model", "*.spm", "*.txt", "*.jinja"]
-    try:
-        return Path(snapshot_download(name, allow_patterns=patterns))
-    except Exception as error:
-        raise CheckpointError(f"{name} could not be downloaded: {str(error).splitlines()[0]}") from None

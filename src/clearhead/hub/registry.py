@@ -23,6 +23,7 @@ from clearhead.hub import (
     qwen_next,
     t5,
     vit,
+    whisper,
 )
 from clearhead.hub.architecture import Architecture
 
@@ -38,6 +39,7 @@ KNOWN = (
     *(modernbert.MODERNBERT, deberta.DEBERTA),
     longformer.LONGFORMER,
     *(t5.T5, bart.BART, bart.MBART, bart.M2M100, bart.MARIAN, t5.MT5),
+    whisper.WHISPER,
 )
 ARCHITECTURES: dict[str, Architecture] = {architecture.model_type: architecture for architecture in KNOWN}
 

@@ -38,7 +38,7 @@ class Attention(nn.Module):
 
         width = self.n_heads * self.d_value
         self.q = nn.Linear(spec.d_model, self.n_heads * self.d_head, bias=spec.qkv_bias)
-        self.k = nn.Linear(spec.d_model, self.n_kv_heads * self.d_head, bias=spec.qkv_bias)
+        self.k = nn.Linear(spec.d_model, self.n_kv_heads * self.d_head, bias=spec.key_bias)
         self.v = nn.Linear(spec.d_model, self.n_kv_heads * self.d_value, bias=spec.qkv_bias)
         self.out = nn.Linear(width, spec.d_model, bias=spec.attention_out_bias)
         whole, normed = spec.qk_norm == "full", spec.qk_norm != "none"
@@ -155,7 +155,7 @@ def attention_steps(
             rows,
             D,
             heads * width,
-            spec.qkv_bias,
+            spec.key_bias if projection == "k" else spec.qkv_bias,
             kept=kept,
             joined=own and sees.shares,
         )

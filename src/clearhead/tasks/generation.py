@@ -96,6 +96,10 @@ def asked_for(
     m: Bundle, prompts: Sequence[Prompt], options: Mapping[str, Any], hooks: Hooks = NO_HOOKS
 ) -> tuple[Request, list[list[int]], Ends]:
     """Return the request, the ids of each prompt and what ends a text, all of them checked."""
+    refuse(
+        m.config.input != "tokens",
+        f"a prompt is text, and this model reads {m.config.input}: {fitting(m)}",
+    )
     hooked = hooks != NO_HOOKS
     request = make_request(with_own(m.own_options, options, hooked))
     request.check_hooks(on_text=hooks.on_text, cancel=hooks.cancel, draft=hooks.draft)

@@ -41,7 +41,11 @@ def check_head(m: Bundle, task: str) -> None:
 def fitting(m: Bundle) -> str:
     """Return what the model is good for, as part of a message."""
     if m.config.family == "encoder-decoder" and m.config.head == "lm":
-        return "it is for translate, generate and score"
+        return (
+            "it is for transcribe"
+            if m.config.input == "frames"
+            else "it is for translate, generate and score"
+        )
     uses = USES[m.config.head or "none"]
     return f"it is for {', '.join(uses)} and embed" if uses else "it is for embed"
 

@@ -290,12 +290,13 @@ def shallow(lively: Transformer, config: ModelConfig, kept: Sequence[int] = ()) 
         for number, layer in enumerate(kept)
         for kind in ("attention", "cross")
     }
+    kinds = tuple(str(deepest.kinds[layer]) for layer in kept)
     made.config = lively.config.replace(
         n_layers=counts[-1],
         n_encoder_layers=counts[0] if len(stacks) > 1 else None,
         layer_groups=None,
         window=None,
-        attention=tuple(str(deepest.kinds[layer]) for layer in kept),
+        attention=kinds if len({*kinds}) > 1 else kinds[:1],  # stacks of unequal depth have one kind
         depth_capacity=tuple(deepest.capacities[layer] for layer in kept) if len(stacks) == 1 else 1.0,
         rope_skips=tuple(number for number, layer in enumerate(kept) if layer in config.rope_skips),
         dense_layers=tuple(number for number, layer in enumerate(kept) if layer in config.dense_layers),

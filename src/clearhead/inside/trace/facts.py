@@ -56,6 +56,7 @@ def facts_of(config: ModelConfig, name: str, x: Tensor) -> dict[str, Any]:
         "softcap": config.attention_softcap,
         "logit_softcap": config.logit_softcap,
         "qkv_bias": " + b" if config.qkv_bias else "",
+        "key_bias": " + b" if config.key_bias else "",
         "out_bias": " + b" if config.attention_out_bias else "",
         "feedforward_bias": " + b" if config.feedforward_bias else "",
         "head_bias": " + b" if config.head_bias else "",

@@ -122,7 +122,7 @@ WORDS = {
     ),
     # Attention
     "attention.q": Words("query", "B T H·E", "x · Wq{qkv_bias}", "What each token looks for."),
-    "attention.k": Words("key", "B S K·E", "x · Wk{qkv_bias}", "What each token offers to be found by."),
+    "attention.k": Words("key", "B S K·E", "x · Wk{key_bias}", "What each token offers to be found by."),
     "attention.v": Words(
         "value", "B S K·{Ev}", "x · Wv{qkv_bias}", "What each token hands over when it is found."
     ),
@@ -197,7 +197,7 @@ WORDS = {
         "query", "B T H·E", "x · Wq{qkv_bias}", "What each token being written looks for in the source."
     ),
     "cross.k": Words(
-        *("key", "B S K·E", "memory · Wk{qkv_bias}"), "What each token of the source offers to be found by."
+        *("key", "B S K·E", "memory · Wk{key_bias}"), "What each token of the source offers to be found by."
     ),
     "cross.v": Words(
         *("value", "B S K·{Ev}", "memory · Wv{qkv_bias}"),
