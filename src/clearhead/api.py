@@ -14,18 +14,10 @@ from clearhead.hub import adapters, checkpoint, files, pixels, sentences
 from clearhead.hub.download import download
 from clearhead.hub.tokenizer import load_tokenizer, open_tokenizer, read_settings, special_ids
 from clearhead.model.transformer import Transformer
-from clearhead.tasks import chat, generation, reading, speech
+from clearhead.tasks import chat, generation, ranking, reading, results, speech
 from clearhead.tasks.generation import Cancel, GenerateOptions, Hooks, OnText, TranslateOptions, generate
 from clearhead.tasks.one_or_many import as_prompts, best_of_each, unwrapped
-from clearhead.tasks.results import (
-    Answer,
-    Candidate,
-    Classification,
-    Generation,
-    Score,
-    Tags,
-    Transcription,
-)
+from clearhead.tasks.results import Answer, Candidate, Classification, Generation, Score, Tags
 
 One = str | Sequence[int]  # a prompt: text or ids
 Many = list[str] | tuple[str, ...] | Sequence[Sequence[int]]
@@ -190,6 +182,12 @@ class Model(Bundle):
             single = not isinstance(inputs, list | tuple) and getattr(inputs, "ndim", 3) < 4
         return unwrapped(reading.classify(self, [inputs] if single else list(inputs), batch_size), single)
 
+    def rerank(
+        self, query: str, texts: Sequence[str], top: int | None = None, batch_size: int = 32
+    ) -> list[results.Ranked]:
+        """Return the texts that answer a query best, `top` of them: by a classifier with one class, or vectors."""
+        return ranking.rerank(self, query, texts, top, batch_size)
+
     @overload
     def tag(self, text: str | list[str], batch_size: int = ...) -> Tags: ...
 
@@ -254,16 +252,16 @@ class Model(Bundle):
     @overload
     def transcribe(
         self, sound: speech.Sound, **options: Unpack[speech.TranscribeOptions]
-    ) -> Transcription: ...
+    ) -> results.Transcription: ...
 
     @overload
     def transcribe(
         self, sound: list[Any], **options: Unpack[speech.TranscribeOptions]
-    ) -> list[Transcription]: ...
+    ) -> list[results.Transcription]: ...
 
     def transcribe(
         self, sound: Any, **options: Unpack[speech.TranscribeOptions]
-    ) -> Transcription | list[Transcription]:
+    ) -> results.Transcription | list[results.Transcription]:
         """Return what is said in a sound, a file or samples [N]; a long one is read by windows.
 
         Options: `language` by code or name (default: what the model hears), `task` "transcribe" or
@@ -329,10 +327,7 @@ def open_empty(
 
 
 def _with_settings(
-    path: Path,
-    model: Transformer,
-    description: checkpoint.Description,
-    tokenizer: str | Path | None,
+    path: Path, model: Transformer, description: checkpoint.Description, tokenizer: str | Path | None
 ) -> Model:
     """Return a model with what lies beside its weights in a directory."""
     generation = files.read_json_if_any(path / "generation_config.json")
