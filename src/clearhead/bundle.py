@@ -42,6 +42,15 @@ def default_names(count: int) -> tuple[str, ...]:
     return tuple(f"LABEL_{number}" for number in range(count))
 
 
+def class_labels(description: checkpoint.Description) -> tuple[str, ...]:
+    """Return the names of the classes in the order of their ids, where config.json names each."""
+    names = description.theirs.get("id2label")
+    numbers = [str(number) for number in range(description.config.n_classes)]
+    if isinstance(names, dict) and set(names) == set(numbers):
+        return tuple(str(names[number]) for number in numbers)
+    return default_names(len(numbers))
+
+
 def best_device(name: str | torch.device = "auto") -> torch.device:
     """Return the device called `name`; "auto": a GPU if there is one, else Apple's, else the CPU."""
     present = {

@@ -1,4 +1,4 @@
-"""Models from the Hugging Face Hub, fetched only when asked for."""
+"""Model directories of the Hugging Face Hub, fetched on request."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ from clearhead.errors import CheckpointError, MissingExtraError
 
 
 def download(name: str) -> Path:
-    """Return the directory that a model of the Hub was fetched into."""
+    """Return the directory that holds a model of the Hub, fetched where it is not there yet."""
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
