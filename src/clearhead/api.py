@@ -12,6 +12,7 @@ from clearhead.errors import CheckpointError, refuse
 from clearhead.generate.request import MAX_NEW_TOKENS
 from clearhead.hub import adapters, checkpoint, files, pixels, sentences
 from clearhead.hub.download import download
+from clearhead.hub.gguf_file import is_gguf
 from clearhead.hub.tokenizer import load_tokenizer, open_tokenizer, read_settings, special_ids
 from clearhead.model.transformer import Transformer
 from clearhead.tasks import chat, generation, ranking, reading, results, speech
@@ -281,7 +282,7 @@ def load(
     mapped: bool = False,
     parallel: Mapping[str, int] | None = None,
 ) -> Model:
-    """Open a model directory, clearhead's or Hugging Face's, or PEFT's with the model that it names.
+    """Open a model directory, clearhead's, Hugging Face's or PEFT's with its base, or a GGUF file.
 
     No network unless `allow_download`.
 
@@ -294,7 +295,7 @@ def load(
     """
     cast, place = float_dtype(dtype), best_device(device)
     path = Path(folder)
-    if not path.is_dir():
+    if not path.is_dir() and not is_gguf(path):
         refuse(
             not allow_download,
             f"{folder} is not a directory: name a model directory; one from the Hub is fetched by "

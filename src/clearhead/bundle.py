@@ -22,6 +22,8 @@ from clearhead.generate.engine import Engine
 from clearhead.generate.own import own_options
 from clearhead.hub import checkpoint, export, files
 from clearhead.hub.adapters import Adapters
+from clearhead.hub.gguf_file import SUFFIX
+from clearhead.hub.gguf_writing import write_gguf
 from clearhead.hub.pixels import PREPROCESSOR
 from clearhead.hub.sentences import Sentences, write_sentences
 from clearhead.hub.tokenizer import clean, encode, save_tokenizer, stop_ids
@@ -275,13 +277,26 @@ class Bundle:
     ) -> None:
         """Write a Hugging Face directory: whole, or not at all. Other files of an existing directory stay.
 
-        Adapters that are in use are merged into the weights that are written.
+        Adapters that are in use are merged into the weights that are written. A name that ends in .gguf is
+        written as one GGUF file, whose `dtype` may also be Q8_0 or Q4_0.
         """
         refuse(
             is_split(self.model),
             f"this model is split over processes: use the directory it was loaded from, {self.folder}",
         )
         described = self.described()
+        if Path(folder).suffix == SUFFIX:
+            with merged(self.model):
+                write_gguf(
+                    Path(folder),
+                    self.model,
+                    described,
+                    self._gguf_type(dtype),
+                    self.tokenizer,
+                    self.special,
+                    self.settings,
+                )
+            return
         with merged(self.model), files.whole_folder(Path(folder)) as work:
             parameters = dict(self.model.named_parameters())
             tensors = export.outgoing(self.model, described, float_dtype(dtype))
@@ -289,6 +304,11 @@ class Bundle:
                 work, files.MODEL, tensors, lambda name, owner: parameters[name].detach().cpu(), shard_size
             )
             self.write_settings(work, described, tensors)
+
+    def _gguf_type(self, dtype: str | torch.dtype | None) -> str:
+        """Return the type of GGUF that is asked for, or, where none is, the one that holds the weights."""
+        given = str(dtype or next(self.model.parameters()).dtype).removeprefix("torch.")
+        return {"float32": "F32", "float64": "F32", "bfloat16": "F32", "float16": "F16"}.get(given, given)
 
     def described(self) -> checkpoint.Description:
         """Return what the model is saved as: its architecture and config.json."""
