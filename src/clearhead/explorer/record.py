@@ -110,7 +110,12 @@ def _views_of(run: PageRun, about: dict[str, Any], opened: "Selected", share: in
             views[f"{here}/{path}"] = view(run, path)
     for kind in kinds:
         views |= {f"{here}/attention/{kind}/{one['layer']}": finite(one) for one in run.attentions(kind)}
-    edges = [edge for path, body in views.items() if "/paths?" in path for edge in body["edges"][: EXPLAINED if share == 1 else EXPLAINED // 4]]
+    edges = [
+        edge
+        for path, body in views.items()
+        if "/paths?" in path
+        for edge in body["edges"][: EXPLAINED if share == 1 else EXPLAINED // 4]
+    ]
     for edge in edges:
         with suppress(ClearheadError):
             path = f"looks/{edge['part']}/{edge['reader']}/{edge['source']}"
@@ -213,9 +218,7 @@ def _beside(run: PageRun, second: PageRun, about: dict[str, Any], opened: Select
     return views
 
 
-def _paths(
-    run: PageRun, kinds: list[str], about: dict[str, Any], opened: Selected, share: int
-) -> list[str]:
+def _paths(run: PageRun, kinds: list[str], about: dict[str, Any], opened: Selected, share: int) -> list[str]:
     """Return the paths of the views that go into the file, but for attention and steps."""
     paths = ["stages", "trace", "lens", *(f"thumbnails/{kind}" for kind in kinds)]
     paths += [f"rollout/{kind}" for kind in kinds if kind != "cross"]
