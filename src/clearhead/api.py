@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from clearhead.bundle import Bundle, best_device, class_labels, float_dtype
-from clearhead.errors import CheckpointError, refuse
+from clearhead.errors import refuse
 from clearhead.generate.request import MAX_NEW_TOKENS
 from clearhead.hub import adapters, checkpoint, files, pixels, sentences
-from clearhead.hub.download import download
-from clearhead.hub.gguf_file import is_gguf
+from clearhead.hub.download import here_or_fetched
 from clearhead.hub.tokenizer import load_tokenizer, open_tokenizer, read_settings, special_ids
 from clearhead.model.transformer import Transformer
 from clearhead.tasks import chat, generation, ranking, reading, results, speech
@@ -294,15 +293,7 @@ def load(
     over the processes that `torchrun` has started; each reads its part, and all call it with the same inputs.
     """
     cast, place = float_dtype(dtype), best_device(device)
-    path = Path(folder)
-    if not path.is_dir() and not is_gguf(path):
-        refuse(
-            not allow_download,
-            f"{folder} is not a directory: name a model directory; one from the Hub is fetched by "
-            f"`hf download {folder} --local-dir DIR`, or in Python by load with allow_download=True",
-            CheckpointError,
-        )
-        path = download(str(folder))
+    path = here_or_fetched(folder, allow_download)
     if adapters.is_adapter(path):
         refuse(parallel is not None, f"{folder} is an adapter: merge it, clearhead convert {folder} OUT")
         adapted = load(adapters.base_of(path), dtype, device, False, tokenizer, mapped)
