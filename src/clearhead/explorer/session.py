@@ -81,7 +81,7 @@ def named_roles(m: Model) -> dict[str, str]:
 
 
 def first_given(m: Model, text: str | None) -> tuple[Any, str | None]:
-    """Return what a recording begins with, the text or image file that was named, or an example; and a pair."""
+    """Return what a recording begins with, the text or image that was named or an example; and a pair."""
     if text is not None:
         return text, None
     example = first_example(m)
