@@ -233,7 +233,8 @@ def _paths(run: PageRun, kinds: list[str], about: dict[str, Any], opened: Select
         kinds = ["contributions", "occlusion", *(["neurons"] if share == 1 else [])]
         paths += [f"{kind}?{one}" for kind in kinds for one in asked]
         paths += [f"map?position={place}" for place in dict.fromkeys([opened.position, about["position"]])]
-        rows = len(single_parts(run.m.config)) * (len(about["tokens"]["labels"]))
+        read = len((about["source"] or about["tokens"])["labels"])
+        rows = len(single_parts(run.m.config)) * max(read, len(about["tokens"]["labels"]))
         if rows < BATCH_TOKENS:
             paths += [f"effects/zero?{one}" for one in dict.fromkeys([f"position={opened.column}", begins])]
     return paths

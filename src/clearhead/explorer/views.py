@@ -104,11 +104,14 @@ class PageRun:
         if task in ("fill", "tag"):
             column = ids.index(mask) if task == "fill" and mask in ids else words[0] if words else 0
         pixels = self.prepared.main[0].float().cpu().numpy() if self.m.config.input == "patches" else None
+        sound = self.prepared.source if self.m.config.input == "frames" else None
         return {
             **{"run": name, "model": self.number, "task": task},
             "tokens": tokens_view(self.m, self.prepared.tokens),
             "source": tokens_view(self.m, self.prepared.source_tokens),
             "picture": None if pixels is None else packed_picture(pixels),
+            # M T, the lowest band last, as pictures of sound are drawn
+            "sound": None if sound is None else packed_picture(sound[0].T.flip(0).float().cpu().numpy()),
             "pair": self.pair,
             "position": column,
             "columns": list(self.choices.columns) if task != "embed" else [],
@@ -117,7 +120,7 @@ class PageRun:
     def stages(self) -> dict[str, Any]:
         """Return the four stages of tokenization, of the text that was typed and of the answer's."""
         text, tokenizer = self.given, self.m.tokenizer
-        if not isinstance(text, str) or tokenizer is None or self.m.config.input == "patches":
+        if not isinstance(text, str) or tokenizer is None or self.m.config.input != "tokens":
             return {"text": None, "target": None}
         written = self.prepared.tokens.text if self.prepared.source is not None else ""
         return {
