@@ -13,6 +13,7 @@ from clearhead.generate.request import MAX_NEW_TOKENS
 from clearhead.hub import checkpoint, files, pixels, sentences
 from clearhead.hub.tokenizer import load_tokenizer, open_tokenizer, read_settings, special_ids
 from clearhead.model.transformer import Transformer
+from clearhead.quant.apply import QuantPlan, quantize_model
 from clearhead.tasks import generation, reading
 from clearhead.tasks.generation import Cancel, GenerateOptions, Hooks, OnText, TranslateOptions, generate
 from clearhead.tasks.results import Answer, Candidate, Classification, Generation, Score, Tags
@@ -260,6 +261,7 @@ def load(
     tokenizer: str | Path | None = None,
     mapped: bool = False,
     parallel: Mapping[str, int] | None = None,
+    quantize: str | QuantPlan | None = None,
 ) -> Model:
     """Open a model directory, clearhead's or Hugging Face's; no network unless `allow_download`.
 
@@ -269,9 +271,10 @@ def load(
     are the file's own pages: they are read when first used and shared between processes, and the file must
     not be written to while the model is in use. `parallel`, such as {"tensor": 2}, splits the model by heads
     over the processes that `torchrun` has started; each reads its part, and all call it with the same inputs.
+    `quantize`, "int8", "int4" (both HQQ in groups of 32) or a `QuantPlan`, rounds weights once they are read.
     """
-    cast, place = float_dtype(dtype), best_device(device)
-    path = Path(folder)
+    cast, place, path = float_dtype(dtype), best_device(device), Path(folder)
+    rounding = None if quantize is None else QuantPlan.named(quantize)
     if not path.is_dir():
         refuse(
             not allow_download,
@@ -283,11 +286,13 @@ def load(
     if parallel is not None:
         from clearhead.parallel.inference import split_for_use  # takes seconds to import
 
+        refuse(quantize is not None, "quantize and parallel were both given: few bits run in one process")
         empty, unread = open_empty(path, cast, tokenizer)
         split_for_use(empty.model, unread, parallel, place)
         return empty
     model, description = checkpoint.load_model(path, checkpoint.describe(path), cast, mapped)
-    return _with_settings(path, model.to(place), description, tokenizer)
+    model = model.to(place) if rounding is None else quantize_model(model.to(place), rounding).model
+    return _with_settings(path, model, description, tokenizer)
 
 
 def open_empty(

@@ -19,14 +19,17 @@ from clearhead.config import ModelConfig
 from clearhead.errors import InputError, refuse
 from clearhead.generate.engine import Engine
 from clearhead.generate.own import own_options
-from clearhead.hub import checkpoint, export, files
+from clearhead.hub import checkpoint, export, files, quantized
+from clearhead.hub.architecture import SECTION
 from clearhead.hub.pixels import PREPROCESSOR
+from clearhead.hub.quantized import code_tensors, outgoing_codes
 from clearhead.hub.sentences import Sentences, write_sentences
 from clearhead.hub.tokenizer import clean, encode, save_tokenizer, stop_ids
 from clearhead.hub.writing import Outgoing, write_tensors
 from clearhead.model.taps import unwrapped
 from clearhead.model.transformer import Transformer
 from clearhead.parallel.shards import is_split
+from clearhead.quant.layers import quantized_parts
 from clearhead.tokens.labels import decoded
 
 SHARD_SIZE = 5_000_000_000
@@ -69,6 +72,16 @@ def float_dtype(given: str | torch.dtype | None) -> torch.dtype | None:
     return dtype
 
 
+def few_bits(model: Transformer) -> str:
+    """Say how many weights have few bits, and how many bytes they take."""
+    parts = {part.codes.data_ptr(): part for part in quantized_parts(model).values()}.values()
+    if not parts:
+        return ""
+    kinds = " and ".join(f"int{bits}" for bits in sorted({part.grid.bits for part in parts}))
+    weights, size = sum(one.in_features * one.out_features for one in parts), sum(one.size for one in parts)
+    return f"; {weights:,} in {kinds}, {size / 1e6:,.1f} MB"
+
+
 @dataclass(repr=False)
 class Bundle:
     """A Transformer with its tokenizer and settings, whether it was loaded or built."""
@@ -108,7 +121,7 @@ class Bundle:
         tokens = "none" if self.tokenizer is None else f"{self.tokenizer.get_vocab_size():,} tokens"
         return {
             "model": f"{config.family} of {config.input}, head {head}",
-            "weights": f"{count:,} parameters, {dtype} on {weight.device}",
+            "weights": f"{count:,} parameters, {dtype} on {weight.device}{few_bits(self.model)}",
             "size": f"{layers} layers, d_model {config.d_model}, {config.n_heads} heads{shared}",
             "reads": f"{config.max_positions:,} positions ({config.positions}); tokenizer: {tokens}",
             "folder": str(self.folder or "none: it was built here"),
@@ -255,13 +268,14 @@ class Bundle:
         self, folder: str | Path, dtype: str | torch.dtype | None = None, shard_size: int = SHARD_SIZE
     ) -> None:
         """Write a Hugging Face directory: whole, or not at all. Other files of an existing directory stay."""
-        parameters = dict(self.model.named_parameters())
+        sources = (*self.model.named_parameters(), *code_tensors(self.model))
+        parameters: dict[str, Tensor] = dict(sources)
         refuse(
             is_split(self.model),
             f"this model is split over processes: use the directory it was loaded from, {self.folder}",
         )
         described = self.described()
-        tensors = export.outgoing(self.model, described, float_dtype(dtype))
+        tensors = export.outgoing(self.model, described, float_dtype(dtype)) | outgoing_codes(self.model)
         with files.whole_folder(Path(folder)) as work:
             write_tensors(
                 work, files.MODEL, tensors, lambda name, owner: parameters[name].detach().cpu(), shard_size
@@ -271,6 +285,9 @@ class Bundle:
     def described(self) -> checkpoint.Description:
         """Return what the model is saved as: its architecture and config.json."""
         saved = export.exported(self.config, self.description)
+        if quantized_parts(self.model):  # no architecture of others has such tensors
+            own = quantized.described(self.model, self.config)
+            saved = checkpoint.Description(own, self.config, SECTION)
         theirs = dict(saved.theirs)
         if len(self.labels) == self.config.n_classes > 0:
             theirs |= {

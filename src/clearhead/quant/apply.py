@@ -44,7 +44,8 @@ class QuantPlan:
     def __post_init__(self) -> None:
         methods = get_args(MethodName)
         refuse(
-            self.method not in methods, f'method "{self.method}" is not known: choose from {", ".join(methods)}'
+            self.method not in methods,
+            f'method "{self.method}" is not known: choose from {", ".join(methods)}',
         )
         Grid(self.bits, self.group, self.symmetric)
 
@@ -90,12 +91,12 @@ class Quantization:
 
 
 def linear_names(model: Transformer) -> list[str]:
-    """Return the names of the linear layers that can be kept in few bits: all of blocks, and the output layer.
+    """Return the names of the linear layers that can have few bits: those of blocks, and the output layer.
 
     Routers, and layers of heads other than a language model's output, are small and decide much: they stay.
     """
-    routers = {part.router for part in model.modules() if isinstance(part, Experts)}
-    routers |= {part.shared_gate for part in model.modules() if isinstance(part, Experts)}
+    mixtures = [part for part in model.modules() if isinstance(part, Experts)]
+    routers = {layer for part in mixtures for layer in (part.router, part.shared_gate)}
     found = [
         name
         for name, part in model.named_modules()
@@ -134,7 +135,7 @@ def quantize_model(
     )
     if seen is None:
         seen = {} if rows is None else moments(model, rows, given)
-    made, layers = _shared(model), []
+    made, layers = shared_copy(model), []
     for number, name in enumerate(given):
         on_layer(name, number, len(given))
         layer = cast(nn.Linear, model.get_submodule(name))
@@ -169,7 +170,7 @@ def _error(
     return LayerError(name, choice.made.grid.bits, weight.numel(), new.size, share, outputs)
 
 
-def _shared(model: Transformer) -> Transformer:
+def shared_copy(model: Transformer) -> Transformer:
     """Return a copy of the parts of a model that has the same parameters."""
     tensors = (*model.parameters(), *model.buffers())
     return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
@@ -180,7 +181,7 @@ def _tie_tables(made: Transformer, model: Transformer, plan: QuantPlan) -> None:
     tables: dict[Tensor, QuantizedTable] = {}
     out = getattr(made.head, "out", None)
     if isinstance(out, QuantizedLinear):
-        tables[cast(nn.Linear, cast(LanguageHead, model.head).out).weight] = QuantizedTable(out)
+        tables[cast(LanguageHead, model.head).out.weight] = QuantizedTable(out)
     for name, part in list(made.named_modules(remove_duplicate=False)):
         if isinstance(part, nn.Embedding) and name.endswith(".tokens"):
             grid = plan.grid(name)
@@ -201,11 +202,11 @@ def refuse_quantized(model: nn.Module, what: str) -> None:
 @torch.no_grad()
 def dequantized(model: Transformer) -> Transformer:
     """Return a copy in floating point with the numbers that the codes stand for."""
-    made = _shared(model)
+    made = shared_copy(model)
     for name, part in quantized_parts(model).items():
         weight = nn.Parameter(part.weight, requires_grad=False)
         if isinstance(part, QuantizedTable):
-            new: nn.Module = nn.Embedding(*weight.shape, device="meta")
+            new: nn.Module = nn.Embedding(weight.shape[0], weight.shape[1], device="meta")
         else:
             new = nn.Linear(part.in_features, part.out_features, device="meta", bias=False)
             new.register_parameter("bias", cast(QuantizedLinear, part).bias)

@@ -4,10 +4,12 @@ A group is a run of columns of one row, that is, inputs of one output. Codes are
 127 or from -8 to 7. Scales and offsets are bfloat16, and codes are chosen after these were rounded. Without
 an offset a grid is symmetric.
 
-Four bits are kept two in a byte: byte j of 32 columns has column j in its lower half and column 16 + j in its
-upper half, each 8 more than the code. Rows are filled up to a multiple of 32 columns with code 0.
+Weights lie as products read them, four rows of four columns to a tile, so that 16 numbers meet four inputs:
+rows are filled up to a multiple of 4 and columns to one of 32, with code 0. Four bits are kept two in a byte:
+of 32 columns, tile j of the first 16 is in the lower halves and tile j of the last 16 in the upper halves,
+each 8 more than the code. The scales of four rows lie side by side too.
 
-Shapes: N width out, D width in, C columns with those that fill up, G groups of a row.
+Shapes: N width out, D width in, G groups of a row, R = N/4 and K = D/32, rounded up.
 """
 
 from dataclasses import dataclass
@@ -20,6 +22,7 @@ from torch import Tensor
 from clearhead.errors import refuse
 
 BLOCK = 32  # columns that kernels take at a time: groups are multiples of it
+TILE = 4  # rows, and columns, of a tile
 BITS = (4, 8)
 GROUPS = (32, 64, 128, 256)
 
@@ -85,27 +88,48 @@ class Quantized(NamedTuple):
     """A weight [N, D] on a grid."""
 
     grid: Grid
+    rows: int  # N
     columns: int  # D
-    codes: Tensor  # N C of int8, or N C/2 of uint8 with two in each
-    scales: Tensor  # N G, bfloat16
-    offsets: Tensor | None  # N G, bfloat16
+    codes: Tensor  # R K·128 of int8, or R K·64 of uint8 with two in each
+    scales: Tensor  # R G 4, bfloat16
+    offsets: Tensor | None  # R G 4, bfloat16
 
     def weight(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the numbers that the codes stand for: [N, D]."""
+        codes = unpack(self.codes) if self.grid.bits == 4 else _unlaid(self.codes)
+        scales, offsets = _flat(self.scales), None if self.offsets is None else _flat(self.offsets)
+        return self._numbers(codes, scales, offsets, dtype)[: self.rows]
+
+    def of_rows(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return some rows of the weight: [n] -> [n, D]."""
+        codes = self.codes[rows // TILE]
+        wide = unpack(codes) if self.grid.bits == 4 else _unlaid(codes)  # 4n C
+        chosen = torch.arange(len(rows), device=rows.device) * TILE + rows % TILE
+        scales = self.scales[rows // TILE, :, rows % TILE]
+        offsets = None if self.offsets is None else self.offsets[rows // TILE, :, rows % TILE]
+        return self._numbers(wide[chosen], scales, offsets, dtype)
+
+    def _numbers(self, codes: Tensor, scales: Tensor, offsets: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Return the numbers that codes [n, C] with scales [n, G] stand for: [n, D]."""
         wide = torch.promote_types(dtype, torch.float32)
-        codes = unpack(self.codes) if self.grid.bits == 4 else self.codes
-        groups = self.grid.split(codes[:, : self.columns].to(wide))
-        groups = groups * self.scales.to(wide)[..., None]
-        if self.offsets is not None:
-            groups = groups + self.offsets.to(wide)[..., None]
+        groups = self.grid.split(codes[:, : self.columns].to(wide)) * scales.to(wide)[..., None]
+        if offsets is not None:
+            groups = groups + offsets.to(wide)[..., None]
         return groups.flatten(1)[:, : self.columns].to(dtype).contiguous()
 
 
 def stored(grid: Grid, columns: int, codes: Tensor, scales: Tensor, offsets: Tensor | None) -> Quantized:
-    """Return codes [N, D or more] as they are kept, with their scales and offsets [N, G]."""
-    room = -(-columns // BLOCK) * BLOCK
-    whole = nnf.pad(codes[:, :columns], (0, room - columns)).to(torch.int8)
-    return Quantized(grid, columns, pack(whole) if grid.bits == 4 else whole.contiguous(), scales, offsets)
+    """Return codes [N, D or more] with their scales and offsets [N, G] as they are kept."""
+    rows = len(codes)
+    room, more = -(-columns // BLOCK) * BLOCK, -rows % TILE
+    whole = nnf.pad(codes[:, :columns], (0, room - columns, 0, more)).to(torch.int8)
+    kept = pack(whole) if grid.bits == 4 else _laid(whole)
+    laid = [
+        nnf.pad(one, (0, 0, 0, more)).view(-1, TILE, one.shape[1]).transpose(1, 2).contiguous()
+        for one in (scales, offsets)
+        if one is not None
+    ]
+    return Quantized(grid, rows, columns, kept, laid[0], None if offsets is None else laid[1])
 
 
 def nearest_codes(grid: Grid, weight: Tensor) -> Quantized:
@@ -115,16 +139,32 @@ def nearest_codes(grid: Grid, weight: Tensor) -> Quantized:
     return stored(grid, weight.shape[1], grid.round(groups, scales, offsets).flatten(1), scales, offsets)
 
 
+def _laid(codes: Tensor) -> Tensor:
+    """Lay rows out in tiles: [4R, C] -> [R, 4C]."""
+    tiles = codes.view(len(codes) // TILE, TILE, -1, TILE)  # R 4 C/4 4
+    return tiles.transpose(1, 2).flatten(1).contiguous()
+
+
+def _unlaid(laid: Tensor) -> Tensor:
+    """Take rows out of their tiles: [R, 4C] -> [4R, C]."""
+    return laid.view(len(laid), -1, TILE, TILE).transpose(1, 2).flatten(2).flatten(0, 1)
+
+
+def _flat(scales: Tensor) -> Tensor:
+    """Take scales out of their tiles: [R, G, 4] -> [4R, G]."""
+    return scales.transpose(1, 2).flatten(0, 1)
+
+
 def pack(codes: Tensor) -> Tensor:
-    """Put two codes from -8 to 7 in each byte: int8 [N, C] -> uint8 [N, C/2]."""
-    halves = (codes + 8).to(torch.uint8).view(codes.shape[0], -1, 2, BLOCK // 2)
+    """Lay rows of codes from -8 to 7 out in tiles, two in each byte: int8 [4R, C] -> uint8 [R, 2C]."""
+    halves = (_laid(codes) + 8).to(torch.uint8).view(len(codes) // TILE, -1, 2, BLOCK * TILE // 2)
     return (halves[:, :, 0] | (halves[:, :, 1] << 4)).flatten(1)
 
 
 def unpack(packed: Tensor) -> Tensor:
-    """Take two codes from each byte: uint8 [N, C/2] -> int8 [N, C]."""
-    pairs = packed.view(packed.shape[0], -1, 1, BLOCK // 2)
-    return torch.cat([pairs & 15, pairs >> 4], dim=2).flatten(1).to(torch.int8) - 8
+    """Take codes out of bytes and tiles: uint8 [R, 2C] -> int8 [4R, C]."""
+    pairs = packed.view(len(packed), -1, 1, BLOCK * TILE // 2)
+    return _unlaid(torch.cat([pairs & 15, pairs >> 4], dim=2).flatten(1).to(torch.int8) - 8)
 
 
 def bf16(x: Tensor, up: bool = False) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor, nn
 
-from clearhead.quant.grid import BLOCK, Grid, Quantized
+from clearhead.quant.grid import BLOCK, TILE, Grid, Quantized
 
 PARTS = ("codes", "scales", "offsets", "smooth")  # the tensors of a weight, by their names on disk
 
@@ -32,7 +32,7 @@ class QuantizedWeight(nn.Module):
 
     def __init__(self, made: Quantized, smooth: Tensor | None, dtype: torch.dtype) -> None:
         super().__init__()
-        self.grid, self.in_features, self.out_features = made.grid, made.columns, made.codes.shape[0]
+        self.grid, self.in_features, self.out_features = made.grid, made.columns, made.rows
         for name in PARTS[:3]:
             self.register_buffer(name, getattr(made, name))
         self.register_buffer("smooth", smooth)
@@ -42,7 +42,9 @@ class QuantizedWeight(nn.Module):
     @property
     def made(self) -> Quantized:
         """The codes with their grid, apart from `smooth`."""
-        return Quantized(self.grid, self.in_features, self.codes, self.scales, self.offsets)
+        return Quantized(
+            self.grid, self.out_features, self.in_features, self.codes, self.scales, self.offsets
+        )
 
     @property
     def weight(self) -> Tensor:
@@ -66,7 +68,9 @@ class QuantizedWeight(nn.Module):
     def extra_repr(self) -> str:
         """Return the line that `print(model)` shows."""
         kind = "symmetric" if self.grid.symmetric else "with offsets"
-        return f"{self.in_features}, {self.out_features}, int{self.grid.bits}, {self.grid.group} a scale, {kind}"
+        return (
+            f"{self.in_features}, {self.out_features}, int{self.grid.bits}, {self.grid.group} a scale, {kind}"
+        )
 
 
 class QuantizedLinear(QuantizedWeight):
@@ -96,21 +100,24 @@ class QuantizedTable(QuantizedWeight):
 
     def forward(self, ids: Tensor) -> Tensor:
         """[...] -> [..., D]."""
-        rows = [None if x is None else nnf.embedding(ids.flatten(), x) for x in self.made[2:]]
-        weight = Quantized(self.grid, self.in_features, *rows).weight(torch.float32)  # type: ignore[arg-type]
+        weight = self.made.of_rows(ids.flatten(), torch.float32)
         weight = weight if self.smooth is None else weight * self.smooth
         return weight.to(self.place.dtype).view(*ids.shape, self.in_features)
 
 
-def empty_layer(grid: Grid, out: int, columns: int, smooth: bool, bias: bool, **where: Any) -> QuantizedLinear:
+def empty_layer(
+    grid: Grid, out: int, columns: int, smooth: bool, bias: bool, **where: Any
+) -> QuantizedLinear:
     """Return a layer of this form for tensors that are at hand: on the meta device it costs no memory."""
-    room, groups = -(-columns // BLOCK) * BLOCK, grid.groups(columns)
-    four = grid.bits == 4
-    codes = torch.empty(out, room // 2 if four else room, dtype=torch.uint8 if four else torch.int8, **where)
-    scales = torch.empty(out, groups, dtype=torch.bfloat16, **where)
-    offsets = None if grid.symmetric else torch.empty_like(scales)
+    size = -(-columns // BLOCK) * BLOCK * TILE // (8 // grid.bits)
+    tiles, dtype = -(-out // TILE), torch.uint8 if grid.bits == 4 else torch.int8
+    scales = torch.empty(tiles, grid.groups(columns), TILE, dtype=torch.bfloat16, **where)
+    codes, offsets = (
+        torch.empty(tiles, size, dtype=dtype, **where),
+        None if grid.symmetric else scales.clone(),
+    )
     return QuantizedLinear(
-        Quantized(grid, columns, codes, scales, offsets),
+        Quantized(grid, out, columns, codes, scales, offsets),
         torch.empty(out, **where) if bias else None,
         torch.empty(columns, **where) if smooth else None,
     )

@@ -1,7 +1,8 @@
 """Four ways to choose the codes of a weight: to the nearest, HQQ, GPTQ, AWQ.
 
-The last two know what the layer reads: `moment` [D, D] is the mean of x xᵀ over the inputs of a data set. With
-it the mean squared error of the layer's outputs is the trace of Δ · moment · Δᵀ, Δ the error of the weight.
+The last two know what the layer reads: `moment` [D, D] is the mean of x xᵀ over the inputs of a data set.
+With it the mean squared error of the layer's outputs is the trace of Δ · moment · Δᵀ, Δ the error of the
+weight.
 
 Shapes: N width out, D width in, G groups of a row.
 """
@@ -46,7 +47,7 @@ def hqq(grid: Grid, weight: Tensor, moment: Tensor | None) -> Choice:
     """
     groups = grid.split(weight)
     scales, offsets = grid.fit(groups)
-    best: list[Tensor | None] = [scales, offsets]
+    best, best_offsets = scales, offsets
     least = torch.full(scales.shape, torch.inf, device=weight.device)
     beta = BETA
     for _ in range(ROUNDS):
@@ -57,9 +58,9 @@ def hqq(grid: Grid, weight: Tensor, moment: Tensor | None) -> Choice:
         loss = error.abs().pow(NORM).sum(-1)
         better = loss < least
         least = torch.where(better, loss, least)
-        for number, new in enumerate((scales, offsets)):
-            if new is not None:
-                best[number] = torch.where(better, new, best[number])
+        best = torch.where(better, scales, best)
+        if offsets is not None and best_offsets is not None:
+            best_offsets = torch.where(better, offsets, best_offsets)
         size = error.abs()
         spread = groups.abs().mean(-1, keepdim=True).clamp(min=1e-12)  # the pull is relative to the weights
         shrunk = (size / spread - (size / spread + 1e-6).pow(NORM - 1) / beta).clamp(min=0) * spread
@@ -70,9 +71,8 @@ def hqq(grid: Grid, weight: Tensor, moment: Tensor | None) -> Choice:
         else:
             offsets = bf16((target - grown).mean(-1))
         beta *= GROWTH
-    scales, offsets = best[0], best[1]  # type: ignore[assignment]
-    codes = grid.round(groups, scales, offsets)
-    return Choice(stored(grid, weight.shape[1], codes.flatten(1), scales, offsets))
+    codes = grid.round(groups, best, best_offsets)
+    return Choice(stored(grid, weight.shape[1], codes.flatten(1), best, best_offsets))
 
 
 def gptq(grid: Grid, weight: Tensor, moment: Tensor | None) -> Choice:
@@ -98,9 +98,7 @@ def gptq(grid: Grid, weight: Tensor, moment: Tensor | None) -> Choice:
             errors[:, column - start] = error
             left[:, column + 1 : stop] -= error[:, None] * inverse[column, None, column + 1 : stop]
         left[:, stop:] -= errors @ inverse[start:stop, stop:]
-    return Choice(
-        stored(grid, D, codes, torch.cat(scales, 1), torch.cat(offsets, 1) if offsets else None)
-    )
+    return Choice(stored(grid, D, codes, torch.cat(scales, 1), torch.cat(offsets, 1) if offsets else None))
 
 
 def _inverse_root(moment: Tensor) -> Tensor:
@@ -111,7 +109,7 @@ def _inverse_root(moment: Tensor) -> Tensor:
     while True:
         factor, failed = torch.linalg.cholesky_ex(moment.double() + damping * identity)
         if not failed:
-            root = torch.linalg.cholesky(torch.cholesky_inverse(factor), upper=True)
+            root: Tensor = torch.linalg.cholesky(torch.cholesky_inverse(factor), upper=True)
             return root.float()
         damping *= 10
 
