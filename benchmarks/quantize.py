@@ -1,12 +1,12 @@
-"""Measure what rounding the weights of SmolLM2-135M-Instruct costs on WikiText-2: perplexity and KL divergence.
+"""Measure what rounding the weights of SmolLM2-135M-Instruct costs on WikiText-2: perplexity and KL.
 
     python benchmarks/quantize.py DIR --data WIKITEXT2 [--variants ...] [--tokens 4096] [--save]
 
 DIR is the model in Hugging Face's layout. The weights that can be had here come from a file that is rounded
-to 4 bits in groups of 32 already (Q4_1), so rounding them to the same grid costs next to nothing. `--regauge`,
-the default, moves them off that grid without changing what the model computes: what a norm, a value or a
-gate's factor puts out is multiplied by random numbers near 1, and the weights that read it are divided by
-them. Calibration is on valid.txt and figures are on the first tokens of test.txt, rows of 512.
+to 4 bits in groups of 32 already (Q4_1), so rounding them to the same grid costs next to nothing. They are
+moved off that grid first, unless `--as-stored`, without changing what the model computes: what a norm, a
+value or a gate's factor puts out is multiplied by random numbers near 1, and the weights that read it are
+divided by them. Calibration is on valid.txt and figures are on the first tokens of test.txt, rows of 512.
 
 Each variant is added to what an earlier run saved.
 """
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 import clearhead as ch
-from clearhead.inside.quantize import _figures, _means, log_probabilities, weight_bytes
+from clearhead.inside.quantize import log_probabilities, text_figures, text_sums, weight_bytes
 from clearhead.quant.apply import QuantPlan, linear_names, quantize_model
 from clearhead.quant.calibrate import moments
 from common import save
@@ -94,25 +94,23 @@ def main() -> None:
         regauge(m.model)
     test = rows(m, options.data / "test.txt", options.tokens)
     title = "weights as stored (Q4_1)" if options.as_stored else "weights off their grid"
-    title += f", {len(test)} rows of {LENGTH} tokens of test.txt, calibrated on {options.calibration:,} of valid.txt"
+    title += f", {len(test)} rows of {LENGTH} tokens, calibrated on {options.calibration:,}"
     with torch.no_grad():
         reference = [log_probabilities(m.model, ids) for ids in test]
         needed = any(VARIANTS[name].method in ("gptq", "awq") for name in options.variants)
         valid = rows(m, options.data / "valid.txt", options.calibration)
         seen = moments(m.model, valid, linear_names(m.model)) if needed else None
-        found = {
-            "float32": _means(sum(_figures(log, log[:-1], ids[0, 1:]) for log, ids in zip(reference, test)))
-        }
+        sums = sum(text_sums(log, log, ids) for log, ids in zip(reference, test))
+        found = {"float32": text_figures(sums)}
         sizes = {"float32": weight_bytes(m.model)}
         print(f"{title}\nfloat32: perplexity {found['float32'].perplexity:.3f}", flush=True)
         for name in options.variants:
             start = time.perf_counter()
             model = quantize_model(m.model, VARIANTS[name], seen=seen or {}).model
-            sums = [
-                _figures(log, log_probabilities(model, ids)[:-1], ids[0, 1:])
-                for log, ids in zip(reference, test)
-            ]
-            found[name], sizes[name] = _means(sum(sums)), weight_bytes(model)
+            sums = sum(
+                text_sums(log, log_probabilities(model, ids), ids) for log, ids in zip(reference, test)
+            )
+            found[name], sizes[name] = text_figures(sums), weight_bytes(model)
             change = found[name].perplexity / found["float32"].perplexity - 1
             print(f"{name}: {found[name].perplexity:.3f} ({change:+.2%}), KL {found[name].divergence:.4f}, "
                   f"{sizes[name] / 1e6:.0f} MB, {time.perf_counter() - start:.0f} s", flush=True)  # fmt: skip

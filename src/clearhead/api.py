@@ -13,7 +13,7 @@ from clearhead.generate.request import MAX_NEW_TOKENS
 from clearhead.hub import checkpoint, files, pixels, sentences
 from clearhead.hub.tokenizer import load_tokenizer, open_tokenizer, read_settings, special_ids
 from clearhead.model.transformer import Transformer
-from clearhead.quant.apply import QuantPlan, quantize_model
+from clearhead.quant.apply import QuantPlan, quantize_model, refuse_quantized
 from clearhead.tasks import generation, reading
 from clearhead.tasks.generation import Cancel, GenerateOptions, Hooks, OnText, TranslateOptions, generate
 from clearhead.tasks.results import Answer, Candidate, Classification, Generation, Score, Tags
@@ -288,6 +288,7 @@ def load(
 
         refuse(quantize is not None, "quantize and parallel were both given: few bits run in one process")
         empty, unread = open_empty(path, cast, tokenizer)
+        refuse_quantized(empty.model, "split over processes")
         split_for_use(empty.model, unread, parallel, place)
         return empty
     model, description = checkpoint.load_model(path, checkpoint.describe(path), cast, mapped)

@@ -127,10 +127,7 @@ def _shown(found: QuantReport, out: Path, every: bool) -> Iterator[Table | str]:
         yield table(
             "divergence when one part alone is rounded",
             ("part", ">KL, nats a token"),
-            [
-                (one.part, f"{one.divergence:.5f}")
-                for one in found.sensitivity[: max(LISTED, len(found.wide))]
-            ],
+            [(one.part, f"{one.divergence:.5f}") for one in found.sensitivity[:LISTED]],
         )
     if found.before is not None and found.after is not None:
         before, after = found.before, found.after

@@ -70,7 +70,12 @@ def _written(model: Transformer) -> dict[str, Any]:
 def is_packed(theirs: Mapping[str, Any]) -> bool:
     """Return True if config.json says that some layers have few bits, in our format."""
     stated = theirs.get(QUANTIZATION)
-    return isinstance(stated, dict) and stated.get("quant_method") == METHOD
+    mine = isinstance(stated, dict) and stated.get("quant_method") == METHOD
+    refuse(
+        bool(stated) and not mine and theirs.get("model_type") == SECTION,
+        f"config.json has {QUANTIZATION} {str(stated)[:40]}: the quant_method of our own files is {METHOD}",
+    )
+    return mine
 
 
 class Packed:
@@ -149,10 +154,10 @@ def _grids(folder: Path, theirs: Mapping[str, Any]) -> dict[str, Grid]:
             str(name): Grid(int(bits), int(group), bool(symmetric))
             for name, (bits, group, symmetric) in layers.items()
         }
-    except (TypeError, ValueError):
-        raise CheckpointError(wrong) from None
     except ClearheadError as error:
         raise CheckpointError(f"{folder / 'config.json'}: {error}") from None
+    except (TypeError, ValueError):
+        raise CheckpointError(wrong) from None
 
 
 def place_like(model: Transformer, dtype: torch.dtype) -> None:

@@ -199,11 +199,10 @@ class _Rows:
         self.halves = halves
         self.counts = [max(1, most // self.length) for most in (calibration, evaluation)]
 
-    def _of(
-        self, half: int, on_progress: OnProgress, stage: str, most: int | None = None
-    ) -> Iterator[Tensor]:
+    def rows(self, half: int, on_progress: OnProgress, stage: str) -> Iterator[Tensor]:
+        """Yield rows of one half: ids [1, T]."""
         text: LongText = self.halves[half]
-        rows = list(text.rows(self.length, min(self.counts[half], most or self.counts[half])))
+        rows = list(text.rows(self.length, self.counts[half]))
         for number, row in enumerate(rows):
             on_progress(stage, number, len(rows))
             yield torch.tensor([row], device=self.device)
@@ -217,29 +216,29 @@ class _Rows:
         sums = [torch.zeros(4, dtype=torch.float64) for _ in range(2)]
         with evaluating(before), evaluating(after):
             for ids in self.rows(1, on_progress, "measuring"):
-                logs = [
-                    model(ids).required_logits[0, :-1].float().log_softmax(-1) for model in (before, after)
-                ]
+                logs = [log_probabilities(model, ids) for model in (before, after)]
                 for total, log in zip(sums, logs):
-                    total += _figures(logs[0], log, ids[0, 1:])
-        return _means(sums[0]), _means(sums[1])
+                    total += text_sums(logs[0], log, ids)
+        return text_figures(sums[0]), text_figures(sums[1])
 
 
 def log_probabilities(model: Transformer, ids: Tensor) -> Tensor:
     """Return the log-probabilities of the next token after each: [1, T] -> [T, V]."""
-    return model(ids).required_logits[0].float().log_softmax(-1)
+    logits: Tensor = model(ids).required_logits
+    return logits[0].float().log_softmax(-1)
 
 
-def _figures(reference: Tensor, log: Tensor, targets: Tensor) -> Tensor:
-    """Return tokens, and sums over them of loss, divergence and agreement: [T, V] twice, [T] -> [4]."""
+def text_sums(reference: Tensor, log: Tensor, ids: Tensor) -> Tensor:
+    """Return tokens, and sums over them of loss, divergence and agreement: [T, V] twice, [1, T] -> [4]."""
+    reference, log, targets = reference[:-1], log[:-1], ids[0, 1:]
     loss = -log.gather(1, targets[:, None]).sum()
-    reference = reference[: len(log)]
     divergence = (reference.exp() * (reference - log)).sum()
     agreement = (reference.argmax(-1) == log.argmax(-1)).sum()
     return torch.tensor([len(targets), float(loss), float(divergence), float(agreement)], dtype=torch.float64)
 
 
-def _means(sums: Tensor) -> TextFigures:
+def text_figures(sums: Tensor) -> TextFigures:
+    """Return means from sums [4]."""
     tokens, loss, divergence, agreement = sums.tolist()
     return TextFigures(int(tokens), loss / tokens, divergence / tokens, agreement / tokens)
 
