@@ -15,9 +15,9 @@ from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 from transformers.models.t5.modeling_t5 import T5Attention
 
 import clearhead as ch
+from clearhead.model.kinds.relative import relative_bucket
 from clearhead.model.positions import (
     alibi_slopes,
-    relative_bucket,
     rope_frequencies,
     rope_order,
     rotate,

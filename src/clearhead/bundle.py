@@ -17,9 +17,11 @@ from torch import Tensor
 from clearhead.batches.padding import padded, real_tokens
 from clearhead.config import ModelConfig
 from clearhead.errors import InputError, refuse
+from clearhead.fast.lora import merged
 from clearhead.generate.engine import Engine
 from clearhead.generate.own import own_options
 from clearhead.hub import checkpoint, export, files, quantized
+from clearhead.hub.adapters import Adapters
 from clearhead.hub.architecture import SECTION
 from clearhead.hub.pixels import PREPROCESSOR
 from clearhead.hub.quantized import code_tensors, outgoing_codes
@@ -39,6 +41,15 @@ DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float1
 def default_names(count: int) -> tuple[str, ...]:
     """Return the names of classes that have none: LABEL_0, LABEL_1, ..."""
     return tuple(f"LABEL_{number}" for number in range(count))
+
+
+def class_labels(description: checkpoint.Description) -> tuple[str, ...]:
+    """Return the names of the classes in the order of their ids, where config.json names each."""
+    names = description.theirs.get("id2label")
+    numbers = [str(number) for number in range(description.config.n_classes)]
+    if isinstance(names, dict) and set(names) == set(numbers):
+        return tuple(str(names[number]) for number in numbers)
+    return default_names(len(numbers))
 
 
 def best_device(name: str | torch.device = "auto") -> torch.device:
@@ -97,6 +108,7 @@ class Bundle:
     sentences: Sentences | None = None  # how sentence-transformers makes one vector of a text
     images: dict[str, Any] = field(default_factory=dict)  # the preprocessor_config.json it came with
     _engine: Engine | None = field(default=None, init=False, repr=False, compare=False)
+    _adapters: Adapters | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         self.model = unwrapped(self.model)
@@ -156,6 +168,13 @@ class Bundle:
         if self._engine is None or self._engine.model is not self.model:
             self._engine = Engine(self.model)
         return self._engine
+
+    @property
+    def adapters(self) -> Adapters:
+        """The model's adapters, by name: `m.adapters.add("polite", folder)`, `m.adapters.use("polite")`."""
+        if self._adapters is None or self._adapters.model is not self.model:
+            self._adapters = Adapters(self.model, self.described().architecture)
+        return self._adapters
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_engine": None}
@@ -267,16 +286,19 @@ class Bundle:
     def save(
         self, folder: str | Path, dtype: str | torch.dtype | None = None, shard_size: int = SHARD_SIZE
     ) -> None:
-        """Write a Hugging Face directory: whole, or not at all. Other files of an existing directory stay."""
-        sources = (*self.model.named_parameters(), *code_tensors(self.model))
-        parameters: dict[str, Tensor] = dict(sources)
+        """Write a Hugging Face directory: whole, or not at all. Other files of an existing directory stay.
+
+        Adapters that are in use are merged into the weights that are written.
+        """
         refuse(
             is_split(self.model),
             f"this model is split over processes: use the directory it was loaded from, {self.folder}",
         )
         described = self.described()
-        tensors = export.outgoing(self.model, described, float_dtype(dtype)) | outgoing_codes(self.model)
-        with files.whole_folder(Path(folder)) as work:
+        with merged(self.model), files.whole_folder(Path(folder)) as work:
+            sources = (*self.model.named_parameters(), *code_tensors(self.model))
+            parameters: dict[str, Tensor] = dict(sources)
+            tensors = export.outgoing(self.model, described, float_dtype(dtype)) | outgoing_codes(self.model)
             write_tensors(
                 work, files.MODEL, tensors, lambda name, owner: parameters[name].detach().cpu(), shard_size
             )

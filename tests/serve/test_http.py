@@ -186,16 +186,17 @@ def test_keys_and_the_end_of_the_line(byte_tokenizer):
     m = mixes.model("learned", byte_tokenizer)
     engine = ServeEngine(m, Limits(waiting=1, running=1))
     engine.start = lambda: None  # nothing moves
-    engine.moved -= 100
     with serving({"m": engine}, keys=["secret"], drain=0) as at:
         body = {"prompt": "x", "max_tokens": 5}
         assert call(at, "/v1/completions", body)[0] == 401
         assert call(at, "/v1/completions", body, Authorization="Bearer wrong")[0] == 401
         assert call(at, "/health")[0] == 200
         engine.submit("x")
+        engine.submit("x")
+        engine.moved -= 100
         status, headers, answer = call(at, "/v1/completions", body, Authorization="Bearer secret")
         assert (status, headers["Retry-After"]) == (429, "1")
-        assert "1 requests" in answer["error"]["message"]
+        assert "2 requests" in answer["error"]["message"]
         assert call(at, "/health")[0] == 503  # work waits and nothing moves
         engine.waiting.clear()
 
@@ -237,7 +238,7 @@ def test_the_ids_of_a_chat_equal_those_of_transformers(tmp_path):
     from tokenizers import AddedToken, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    from clearhead.serve.chat import chat_ids
+    from clearhead.tasks.chat import chat_ids
 
     tokenizer = Tokenizer(
         models.WordLevel({"[UNK]": 0, "<s>": 1, "</s>": 2, "hi": 3, "user": 4, ":": 5}, "[UNK]")

@@ -25,7 +25,9 @@ GROUPS: dict[str, dict[str, Command]] = {
     },
     "use": {
         "generate": Command("use:generate", "continue a text"),
+        "chat": Command("chat:chat", "talk with a model in the terminal"),
         "translate": Command("use:translate", "translate a text, with an encoder-decoder"),
+        "transcribe": Command("speech:transcribe", "write down what is said in a sound file"),
         "classify": Command("use:classify", "find the class of a text, a pair of texts or an image"),
         "predict": Command("use:predict", "predict a number for a text or a pair of texts"),
         "tag": Command("use:tag", "tag each word of a text, and find the spans"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import Positional
@@ -124,7 +125,8 @@ def check(
 
 def convert(
     source: Annotated[
-        Positional[Path], option("a model directory, clearhead's or Hugging Face's", metavar="IN")
+        Positional[Path],
+        option("a model directory, clearhead's or Hugging Face's; or OpenAI's Whisper as .pt", metavar="IN"),
     ],
     target: Annotated[Positional[Path], option("the directory to write", metavar="OUT")],
     dtype: Dtype = None,
@@ -139,6 +141,7 @@ def convert(
       clearhead convert my-model/ out/
       clearhead convert my-model/ out/ --dtype bfloat16 --shard-size 500MB
       clearhead convert stories/ out/ --tokenizer stories/tok512.bin
+      clearhead convert tiny.en.pt out/ --tokenizer gpt2.tiktoken
     """
     refuse(
         (target / "config.json").exists() and not overwrite,
@@ -148,7 +151,13 @@ def convert(
     limit = read_bytes(shard_size)
     from clearhead.hub.export import explain_export
 
-    model = load_model(source, tokenizer=tokenizer)
+    with TemporaryDirectory() as work:
+        if source.suffix == ".pt":
+            from clearhead.hub.openai_whisper import unpack
+
+            unpack(source, tokenizer, Path(work))
+            source, tokenizer = Path(work), None
+        model = load_model(source, tokenizer=tokenizer)
     model.save(target, dtype, shard_size=limit)
     saved_as, note = explain_export(model.config, model.description)
     body = {"saved": str(target), "architecture": saved_as, "note": note}
@@ -187,11 +196,12 @@ def explore(
     from clearhead.explorer.session import Opened, Session, first_given, starting_example
 
     if export is not None:
-        from clearhead.explorer import record
+        from clearhead.explorer import findings, record
 
         model = load_model(folder, tokenizer=tokenizer)
-        given = first_given(model, text)
-        print(record.export(record.record(model, folder.name or str(folder), given, target, pair), export))
+        given, second = first_given(model, text)
+        asked = (folder.name or str(folder), given, target, pair or second)
+        print(record.export(record.record(model, *asked, examples=findings.findings(model)), export))
         return
     from clearhead.hub.checkpoint import describe
 
@@ -206,6 +216,17 @@ def explore(
 
 def _serve(session: Session, host: str, port: int, browser: bool) -> None:
     """Serve the page until Ctrl-C."""
+    server, listening, address = page_server(session, host, port)
+    print_notes([f"clearhead explorer: {address}  (Ctrl-C ends it)"])
+    if browser:
+        import webbrowser
+
+        webbrowser.open(address)
+    server.run(sockets=[listening])
+
+
+def page_server(session: Session, host: str, port: int) -> tuple[Any, socket.socket, str]:
+    """Return a server of the page, the socket it listens on, and its address; its models begin to load."""
     try:
         import uvicorn
 
@@ -220,12 +241,7 @@ def _serve(session: Session, host: str, port: int, browser: bool) -> None:
         print_notes([f"warning: {host} can be reached by others: whoever opens {address} can use this model"])
     server = uvicorn.Server(uvicorn.Config(make_app(session, host), log_level="warning", server_header=False))
     session.start()
-    print_notes([f"clearhead explorer: {address}  (Ctrl-C ends it)"])
-    if browser:
-        import webbrowser
-
-        webbrowser.open(address)
-    server.run(sockets=[listening])
+    return server, listening, address
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -31,7 +32,8 @@ def serve(
     adapter: Annotated[
         UseAppendAction[tuple[str, ...]],
         option(
-            "a low-rank update of the first model, under a name: what train.lora leaves", metavar="NAME=DIR"
+            "a low-rank update of the first model, under a name: PEFT's directory, or what train.lora leaves",
+            metavar="NAME=DIR",
         ),
     ] = (),
     host: Annotated[
@@ -41,7 +43,9 @@ def serve(
     api_key_file: Annotated[
         Path | None, option(f"keys, one on a line, of which a request must have one; also: ${KEY}")
     ] = None,
-    max_waiting: Annotated[int, option("requests that wait; more are refused with 429")] = 256,
+    max_waiting: Annotated[
+        int | None, option("requests that wait; more get 429; default: an eighth of max-running")
+    ] = None,
     max_waiting_tokens: Annotated[int, option("tokens of the prompts that wait")] = 262_144,
     step_tokens: Tokens = 512,
     max_running: Running = 64,
@@ -82,6 +86,7 @@ def serve(
 
         from clearhead.explorer.app import is_loopback
         from clearhead.serve.app import make_server
+        from clearhead.serve.behind import ServerBehind
         from clearhead.serve.guard import Connection, connections_allowed
         from clearhead.serve.passages import ServedPassages
     except ImportError:
@@ -91,7 +96,8 @@ def serve(
     from clearhead.serve.limits import Limits
 
     found = None if retrieve is None else ServedPassages(Index(retrieve), passages)
-    limits = Limits(step_tokens, max_running, max_waiting, max_waiting_tokens, 64, cache_tokens, exact)
+    waiting = max(1, max_running // 8) if max_waiting is None else max_waiting
+    limits = Limits(step_tokens, max_running, waiting, max_waiting_tokens, 64, cache_tokens, exact)
     listening = bind(host, port)
     engines = {
         name: _engine(where, limits, device, dtype, updates if where is folder else {})
@@ -115,7 +121,8 @@ def serve(
         timeout_graceful_shutdown=int(drain) + 1,
         http=Connection,
     )
-    uvicorn.Server(config).run(sockets=[listening])
+    sys.setswitchinterval(0.0005)  # seconds for which the engine's thread may keep the loop's from running
+    ServerBehind(config, host, listening, list(engines.values())).run()
 
 
 def batch(
@@ -143,7 +150,7 @@ def batch(
         raise MissingExtraError("batch needs FastAPI: pip install 'clearhead[serve]'") from None
     from clearhead.serve.limits import Limits
 
-    limits = Limits(step_tokens, max_running, cache_tokens=cache_tokens)
+    limits = Limits(step_tokens, max_running, sys.maxsize, sys.maxsize, cache_tokens=cache_tokens)
     engine = _engine(folder, limits, device, dtype)
     count = sum(1 for _ in run_batch(engine, folder.resolve().name, requests, answers))
     print_notes([f"{count} answers added to {answers}"])
@@ -152,16 +159,21 @@ def batch(
 def _engine(
     folder: Path, limits: object, device: str, dtype: str | None, adapters: Mapping[str, Path] | None = None
 ) -> ServeEngine:
+    from clearhead.hub.adapters import is_adapter
     from clearhead.serve.adapters import updates_of
     from clearhead.serve.engine import ServeEngine
     from clearhead.serve.limits import Limits
 
     assert isinstance(limits, Limits)
     m = load_model(folder, device=device, dtype=dtype)
-    updates = {
-        name: updates_of(m.model, load_model(where, device=device, dtype=dtype).model, name)
-        for name, where in (adapters or {}).items()
-    }
+    updates = {}
+    for name, where in (adapters or {}).items():
+        if is_adapter(where):
+            m.adapters.add(name, where)
+            updates[name] = m.adapters.products(name)
+        else:
+            tuned = load_model(where, device=device, dtype=dtype).model
+            updates[name] = updates_of(m.model, tuned, name)
     return ServeEngine(m, limits, updates)
 
 

@@ -50,6 +50,8 @@ typedef struct {
     int64_t mask_row, mask_slot;
     const float *bias;
     int64_t bias_row, bias_head, bias_slot;
+    const int64_t *table; /* of each row the blocks of slots that it reads, one after the other; NULL: all */
+    int64_t table_row, block;
 } View;
 typedef struct {
     const float *x;
@@ -61,6 +63,7 @@ typedef struct {
     int64_t slots_row;
     const float *cos, *sin;
     int64_t rotary_row, rotated, threads;
+    int64_t alike; /* 1: add up each row in one order, whatever the number of rows */
 } Call;
 
 #if defined(__AVX512F__)
@@ -154,7 +157,7 @@ typedef struct { float *memory; const float *x, *smooth; } Room;
 
 /* y [B, stride] = x [B, D] Wᵀ + bias, for the thread's share of the rows of W. */
 static void product(const Linear *linear, const float *x, int64_t batch, float *y, int64_t stride,
-                    Thread thread, Room *room) {
+                    int64_t alike, Thread thread, Room *room) {
     if (linear->codes) {
         Rounded rounded = rounded_in(room->memory, linear, batch);
         if (room->x != x || room->smooth != linear->smooth) round_rows(linear, x, 0, batch, &rounded);
@@ -165,7 +168,7 @@ static void product(const Linear *linear, const float *x, int64_t batch, float *
     }
     static Tile *const single[] = {one_row_1, one_row_2, one_row_3, one_row_4};
     static Tile *const several[] = {four_rows_1, four_rows_2, four_rows_3, four_rows_4};
-    int64_t D = linear->columns, stop = until(linear->rows, thread), rows = batch <= 2 ? 1 : 4;
+    int64_t D = linear->columns, stop = until(linear->rows, thread), rows = batch <= 2 && !alike ? 1 : 4;
     for (int64_t n = from(linear->rows, thread); n < stop; n += rows) {
         if (n + rows > stop) rows = 1;
         for (int64_t b = 0; b < batch;) {
@@ -235,23 +238,30 @@ static void attend(const Attention *attention, const View *view, int64_t b, int6
     const float *values = view->values + row * view->value_row + kv * view->value_head;
     const uint8_t *mask = view->mask ? view->mask + row * view->mask_row : NULL;
     const float *bias = view->bias ? view->bias + b * view->bias_row + head * view->bias_head : NULL;
+    const int64_t *table = view->table ? view->table + row * view->table_row : NULL;
+    int64_t size = table ? view->block : view->slots;
     float scale = attention->scale, softcap = attention->softcap;
     float most = attention->sink ? attention->sink[head] : -INFINITY, sum = 0;
-    for (int64_t s = 0; s < view->slots; s++) {
-        if (mask && !mask[s * view->mask_slot]) continue;
-        float score = dot(q, keys + s * view->key_slot, attention->width) * scale;
-        if (softcap > 0) score = softcap * tanhf(score / softcap);
-        if (bias) score += bias[s * view->bias_slot];
-        scores[s] = score;
-        if (!(score <= most)) most = score; /* also where it is no number */
+    for (int64_t start = 0; start < view->slots; start += size) {
+        const float *key = keys + (table ? table[start / size] * size : start) * view->key_slot;
+        for (int64_t s = start; s < start + size; s++, key += view->key_slot) {
+            if (mask && !mask[s * view->mask_slot]) continue;
+            float score = dot(q, key, attention->width) * scale;
+            if (softcap > 0) score = softcap * tanhf(score / softcap);
+            if (bias) score += bias[s * view->bias_slot];
+            scores[s] = score;
+            if (!(score <= most)) most = score; /* also where it is no number */
+        }
     }
     memset(z, 0, attention->value_width * sizeof(float));
-    for (int64_t s = 0; s < view->slots; s++) {
-        if (mask && !mask[s * view->mask_slot]) continue;
-        float weight = most == -INFINITY ? 0 : expf(scores[s] - most);
-        const float *value = values + s * view->value_slot;
-        sum += weight;
-        for (int64_t e = 0; e < attention->value_width; e++) z[e] += weight * value[e];
+    for (int64_t start = 0; start < view->slots; start += size) {
+        const float *value = values + (table ? table[start / size] * size : start) * view->value_slot;
+        for (int64_t s = start; s < start + size; s++, value += view->value_slot) {
+            if (mask && !mask[s * view->mask_slot]) continue;
+            float weight = most == -INFINITY ? 0 : expf(scores[s] - most);
+            sum += weight;
+            for (int64_t e = 0; e < attention->value_width; e++) z[e] += weight * value[e];
+        }
     }
     if (attention->sink) sum += expf(attention->sink[head] - most);
     for (int64_t e = 0; e < attention->value_width; e++) z[e] = sum == 0 ? 0 : z[e] / sum;
@@ -284,10 +294,10 @@ static void attention_part(const Attention *a, const Shared *s, const float *nor
     room->x = NULL; /* the same place has other numbers now */
     const View *view = own ? &call->own : &call->source;
     int64_t B = call->batch, H = a->heads, K = a->kv_heads, E = a->width, V = a->value_width;
-    product(&a->q, normed, B, s->q, H * E, thread, room);
+    product(&a->q, normed, B, s->q, H * E, call->alike, thread, room);
     if (own) {
-        product(&a->k, normed, B, s->k, K * E, thread, room);
-        product(&a->v, normed, B, s->v, K * V, thread, room);
+        product(&a->k, normed, B, s->k, K * E, call->alike, thread, room);
+        product(&a->v, normed, B, s->v, K * V, call->alike, thread, room);
     }
     GOMP_barrier();
     for (int64_t b = thread.number; b < B; b += thread.count) {
@@ -315,7 +325,7 @@ static void attention_part(const Attention *a, const Shared *s, const float *nor
     for (int64_t item = thread.number; item < B * H; item += thread.count)
         attend(a, view, item / H, item % H, s->q + item * E, scores, s->z + item * V);
     GOMP_barrier();
-    product(&a->out, s->z, B, s->y, a->out.rows, thread, room);
+    product(&a->out, s->z, B, s->y, a->out.rows, call->alike, thread, room);
     GOMP_barrier();
 }
 
@@ -323,17 +333,17 @@ static void attention_part(const Attention *a, const Shared *s, const float *nor
 static void feedforward_part(const FeedForward *f, const Shared *s, const float *normed, Thread thread,
                              Room *room) {
     room->x = NULL;
-    int64_t B = s->call->batch, F = f->up.rows;
+    int64_t B = s->call->batch, F = f->up.rows, alike = s->call->alike;
     float *pre = f->gate.rows ? s->gate : s->up;
-    product(&f->up, normed, B, s->up, F, thread, room);
-    if (f->gate.rows) product(&f->gate, normed, B, s->gate, F, thread, room);
+    product(&f->up, normed, B, s->up, F, alike, thread, room);
+    if (f->gate.rows) product(&f->gate, normed, B, s->gate, F, alike, thread, room);
     for (int64_t b = 0; b < B; b++)
         for (int64_t i = b * F + from(F, thread); i < b * F + until(F, thread); i++) {
             float post = activated(pre[i], f->activation);
             s->up[i] = f->gate.rows ? post * s->up[i] : post;
         }
     GOMP_barrier();
-    product(&f->down, s->up, B, s->y, f->down.rows, thread, room);
+    product(&f->down, s->up, B, s->y, f->down.rows, alike, thread, room);
     GOMP_barrier();
 }
 
@@ -398,14 +408,20 @@ int clearhead_block(const Block *block, const Call *call) {
     return 0;
 }
 
-typedef struct { const Linear *linear; const float *x; float *y; int64_t batch; float *memory; } Product;
+typedef struct {
+    const Linear *linear;
+    const float *x;
+    float *y;
+    int64_t batch, alike;
+    float *memory;
+} Product;
 
 static void linear_work(void *data) {
     Product *p = data;
     Thread thread = {omp_get_thread_num(), omp_get_num_threads()};
     int64_t rows = p->linear->rows;
     if (!p->linear->codes) {
-        product(p->linear, p->x, p->batch, p->y, rows, thread, NULL);
+        product(p->linear, p->x, p->batch, p->y, rows, p->alike, thread, NULL);
         return;
     }
     Rounded rounded = rounded_in(p->memory, p->linear, p->batch);
@@ -416,8 +432,9 @@ static void linear_work(void *data) {
 }
 
 /* y [B, N] = x [B, D] Wᵀ + bias; 0, or 1 where memory ran out. */
-int clearhead_linear(const Linear *linear, const float *x, float *y, int64_t batch, int64_t threads) {
-    Product job = {linear, x, y, batch, NULL};
+int clearhead_linear(const Linear *linear, const float *x, float *y, int64_t batch, int64_t threads,
+                     int64_t alike) {
+    Product job = {linear, x, y, batch, alike, NULL};
     if (linear->codes) {
         job.memory = malloc(rounded_room(linear->columns, batch) * sizeof(float));
         if (!job.memory) return 1;

@@ -25,6 +25,8 @@ KEPT = (
     *("model_max_length", "padding_side", "truncation_side"),
     *("clean_up_tokenization_spaces", "model_input_names", "split_special_tokens"),
 )
+# A class that transformers needs by name, because it knows what times are; any other is spelled out in full.
+SPEECH = "WhisperTokenizer"
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
@@ -162,6 +164,7 @@ def save_tokenizer(
 ) -> None:
     """Write tokenizer.json and tokenizer_config.json; transformers' AutoTokenizer gives the same ids."""
     settings = settings or {}
+    is_speech = str(settings.get("tokenizer_class")).removesuffix("Fast") == SPEECH
     try:
         tokenizer.save(str(folder / TOKENIZER))
     except Exception as error:
@@ -170,20 +173,20 @@ def save_tokenizer(
     others = [text for text in map(token_text, extra_tokens(settings)) if text not in named.values()]
     extra = [text for text in others if text is not None and tokenizer.token_to_id(text) is not None]
     written = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
+        "tokenizer_class": SPEECH if is_speech else "PreTrainedTokenizerFast",
         **({} if max_length is None else {"model_max_length": max_length}),
         **{key: settings[key] for key in KEPT if key in settings},
         **{f"{role}_token": text for role, text in named.items() if text is not None},
         **({"additional_special_tokens": extra} if extra else {}),
     }
     write_json(folder / SETTINGS, written)
-    for name, text in _templates_of(settings).items():
+    for name, text in templates_of(settings).items():
         path = folder / (TEMPLATE if name == "default" else f"{TEMPLATES}/{name}.jinja")
         path.parent.mkdir(exist_ok=True)
         path.write_text(text, encoding="utf-8")
 
 
-def _templates_of(settings: Mapping[str, Any]) -> dict[str, str]:
+def templates_of(settings: Mapping[str, Any]) -> dict[str, str]:
     """Return chat templates by name, from any of the forms in which files state them."""
     stated = settings.get("chat_template") or {}
     if isinstance(stated, list):

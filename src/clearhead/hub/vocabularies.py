@@ -28,7 +28,7 @@ Settings = dict[str, Any]
 
 # The class that a model's tokenizer has when no file names it.
 CLASSES = {
-    **dict.fromkeys(("bert", "distilbert"), "Bert"),
+    **dict.fromkeys(("bert", "distilbert", "electra"), "Bert"),
     **dict.fromkeys(("gpt2", "phi"), "GPT2"),
     "gpt_neox": "GPTNeoX",
     **dict.fromkeys(("roberta", "bart", "longformer"), "Roberta"),
@@ -37,6 +37,7 @@ CLASSES = {
     **dict.fromkeys(("llama", "mistral", "mixtral"), "Llama"),
     **dict.fromkeys(("gemma", "gemma2", "gemma3_text"), "Gemma"),
     "xlm-roberta": "XLMRoberta",
+    **{"camembert": "Camembert", "mpnet": "MPNet", "deberta-v2": "DebertaV2"},
     "albert": "Albert",
     "big_bird": "BigBird",
     "marian": "Marian",
@@ -49,10 +50,11 @@ LIKE = {
 AS_IT_STANDS = ("mistral", "mixtral", "phi3", "olmo2", "stablelm", "granite")
 # The kind of model, and the id of the unknown token, that a class takes from tokenizer.json.
 MODELS = {
-    "Bert": ("WordPiece", 0),
+    **dict.fromkeys(("Bert", "MPNet"), ("WordPiece", 0)),
     **dict.fromkeys(("Roberta", "GPT2", "Qwen2", "GPTNeoX", "Llama", "Gemma"), ("BPE", 0)),
-    **{"T5": ("Unigram", 2), "XLMRoberta": ("Unigram", 3), "Albert": ("Unigram", 1)},
-    "BigBird": ("Unigram", 0),
+    **dict.fromkeys(("XLMRoberta", "Camembert"), ("Unigram", 3)),
+    **{"T5": ("Unigram", 2), "Albert": ("Unigram", 1)},
+    **{"BigBird": ("Unigram", 0), "DebertaV2": ("Unigram", 1)},
 }
 KEEPS_FRAME = (
     "GPT2",
@@ -68,7 +70,9 @@ TEMPLATES = {
     "Bert": ("cls $A sep", "cls $A sep $B:1 sep:1"),
     "Albert": ("cls $A sep", "cls $A sep $B:1 sep:1"),
     "BigBird": ("cls $A sep", "cls $A sep $B:1 sep:1"),
+    "DebertaV2": ("cls $A sep", "cls $A sep $B:1 sep:1"),
     "XLMRoberta": ("bos $A eos", "bos $A eos eos $B eos"),
+    "Camembert": ("bos $A eos", "bos $A eos eos $B eos"),
     "T5": ("$A eos", "$A eos $B eos"),
     "Marian": ("$A eos", "$A $B eos"),
 }
@@ -84,7 +88,10 @@ def from_folder(folder: Path, settings: Settings) -> Tokenizer | None:
     pieces = next((folder / name for name in PIECES if (folder / name).exists()), None)
     if (folder / "vocab.txt").exists():
         return _completed(
-            folder, _wordpiece(WordPiece.read_file(str(folder / "vocab.txt")), settings), "Bert", settings
+            folder,
+            _wordpiece(WordPiece.read_file(str(folder / "vocab.txt")), settings),
+            "MPNet" if kind == "MPNet" else "Bert",
+            settings,
         )
     if (folder / "source.spm").exists() and (folder / "vocab.json").exists():
         return _completed(folder, _marian(folder, settings), "Marian", settings)
@@ -163,7 +170,7 @@ def _surrounded(folder: Path, stated: Tokenizer, kind: str, settings: Settings) 
         "the file as it stands",
     )
     vocabulary = model["vocab"]
-    if kind == "Bert":
+    if wanted == "WordPiece":
         return _wordpiece(vocabulary, settings)
     merges = [tuple(pair.split(" ") if isinstance(pair, str) else pair) for pair in model.get("merges", ())]
     if kind not in FAMILIES:
@@ -251,8 +258,8 @@ def _completed(
     special = special_tokens(settings, kind)
     add_named(folder, tokenizer, kind, settings, stated)
     ids = {role: tokenizer.token_to_id(text) for role, text in special.items()}
-    if kind == "Roberta":
-        _frame_roberta(tokenizer, settings, special, ids)
+    if kind in ("Roberta", "MPNet"):
+        _frame_roberta(tokenizer, settings if kind == "Roberta" else {}, special, ids)
     else:
         _frame(tokenizer, kind, settings, special, ids)
     return tokenizer

@@ -90,7 +90,7 @@ def make_server(
         choices: ServedTexts, body: protocol.Writing, request: Request, cited: dict[str, Any]
     ) -> Response:
         choices.cited = cited
-        await choices.begin(metrics)
+        await choices.begin(metrics, bool(body.stream))
         if body.stream:
             usage = body.stream_options is not None and body.stream_options.include_usage
             return StreamingResponse(choices.stream(usage), media_type="text/event-stream")

@@ -310,3 +310,19 @@ def _generation(recipe: Recipe, task: TaskSpec, special: Mapping[str, int], know
         "num_beams": plan.num_beams,
         "length_penalty": plan.length_penalty,
     }
+
+
+def processor(mean: list[float], deviation: list[float], config: ModelConfig) -> dict[str, Any]:
+    """Return preprocessor_config.json: how a picture is prepared for the model."""
+    assert config.image_size is not None
+    height, width = config.image_size
+    return {
+        "image_processor_type": "ViTImageProcessor",
+        "do_resize": True,
+        "size": {"height": height, "width": width},
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        "image_mean": mean,
+        "image_std": deviation,
+    }

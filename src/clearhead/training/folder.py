@@ -33,6 +33,7 @@ OWN = (  # what a run writes
         CURVE,
         PICTURE,
         *ROWS.values(),
+        "adapter",
         "tensorboard",
         ".*",
     ),

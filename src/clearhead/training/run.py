@@ -29,6 +29,7 @@ from clearhead.training import faults, loop, prepare, weights
 from clearhead.training import resume as continued
 from clearhead.training.events import Finished, Note, OnEvent, Reason, Started, logged
 from clearhead.training.folder import mark, new_folder, ours, resumed_folder
+from clearhead.training.leaving import leave_adapter
 from clearhead.training.state import BEST, CHECKPOINTS, LAST, PRETRAIN, TENSORS, newest
 from clearhead.training.tries import command_to_try
 from clearhead.typed import plain
@@ -238,6 +239,8 @@ def _chosen(run: loop.TrainingRun, reason: Reason) -> tuple[Model, dict[str, flo
         _write_model(run.folder, found, [run.folder / CHECKPOINTS / f"step-{step}" for step in steps])
     run.world.meet()
     chosen = load(run.folder, mapped=many)
+    if run.world.first and len(steps) < 2:
+        leave_adapter(run, chosen, found)
     return chosen, metrics if len(steps) < 2 else {"step": run.state.step, **_judged(run, chosen)}
 
 
