@@ -53,6 +53,7 @@ from clearhead.tasks.results import Answer as Answer
 from clearhead.tasks.results import Candidate as Candidate
 from clearhead.tasks.results import Classification as Classification
 from clearhead.tasks.results import Generation as Generation
+from clearhead.tasks.results import Ranked as Ranked
 from clearhead.tasks.results import Score as Score
 from clearhead.tasks.results import Segment as Segment
 from clearhead.tasks.results import Span as Span

@@ -12,21 +12,14 @@ from clearhead.errors import CheckpointError, refuse
 from clearhead.generate.request import MAX_NEW_TOKENS
 from clearhead.hub import adapters, checkpoint, files, pixels, sentences
 from clearhead.hub.download import download
+from clearhead.hub.gguf_file import is_gguf
 from clearhead.hub.tokenizer import load_tokenizer, open_tokenizer, read_settings, special_ids
 from clearhead.model.transformer import Transformer
-from clearhead.quant.apply import QuantPlan, quantize_model, refuse_quantized
-from clearhead.tasks import chat, generation, reading, speech
+from clearhead.quant.apply import QuantPlan, plan_of, refuse_quantized, rounded
+from clearhead.tasks import chat, generation, ranking, reading, results, speech
 from clearhead.tasks.generation import Cancel, GenerateOptions, Hooks, OnText, TranslateOptions, generate
 from clearhead.tasks.one_or_many import as_prompts, best_of_each, unwrapped
-from clearhead.tasks.results import (
-    Answer,
-    Candidate,
-    Classification,
-    Generation,
-    Score,
-    Tags,
-    Transcription,
-)
+from clearhead.tasks.results import Answer, Candidate, Classification, Generation, Score, Tags
 
 One = str | Sequence[int]  # a prompt: text or ids
 Many = list[str] | tuple[str, ...] | Sequence[Sequence[int]]
@@ -191,6 +184,12 @@ class Model(Bundle):
             single = not isinstance(inputs, list | tuple) and getattr(inputs, "ndim", 3) < 4
         return unwrapped(reading.classify(self, [inputs] if single else list(inputs), batch_size), single)
 
+    def rerank(
+        self, query: str, texts: Sequence[str], top: int | None = None, batch_size: int = 32
+    ) -> list[results.Ranked]:
+        """Return the texts that answer a query best, `top` of them: by a classifier with one class, or vectors."""
+        return ranking.rerank(self, query, texts, top, batch_size)
+
     @overload
     def tag(self, text: str | list[str], batch_size: int = ...) -> Tags: ...
 
@@ -255,16 +254,16 @@ class Model(Bundle):
     @overload
     def transcribe(
         self, sound: speech.Sound, **options: Unpack[speech.TranscribeOptions]
-    ) -> Transcription: ...
+    ) -> results.Transcription: ...
 
     @overload
     def transcribe(
         self, sound: list[Any], **options: Unpack[speech.TranscribeOptions]
-    ) -> list[Transcription]: ...
+    ) -> list[results.Transcription]: ...
 
     def transcribe(
         self, sound: Any, **options: Unpack[speech.TranscribeOptions]
-    ) -> Transcription | list[Transcription]:
+    ) -> results.Transcription | list[results.Transcription]:
         """Return what is said in a sound, a file or samples [N]; a long one is read by windows.
 
         Options: `language` by code or name (default: what the model hears), `task` "transcribe" or
@@ -285,11 +284,10 @@ def load(
     parallel: Mapping[str, int] | None = None,
     quantize: str | QuantPlan | None = None,
 ) -> Model:
-    """Open a model directory, clearhead's or Hugging Face's, or PEFT's with the model that it names.
+    """Open a model directory, clearhead's, Hugging Face's or PEFT's with its base, or a GGUF file.
 
-    No network unless `allow_download`.
-
-    `dtype` is float32, bfloat16, float16 or float64, by name or as PyTorch's; None: as the weights are.
+    There is no network unless `allow_download`. `dtype` is float32, bfloat16, float16 or float64; None: as
+    the weights are.
     `device` is "cpu", "cuda", "cuda:1", "mps", or "auto" for the best there is. `tokenizer` names one that
     lies elsewhere: a directory, a tokenizer.json, a SentencePiece .model, llama2.c's .bin. `mapped` weights
     are the file's own pages: they are read when first used and shared between processes, and the file must
@@ -298,8 +296,8 @@ def load(
     `quantize`, "int8", "int4" (both HQQ in groups of 32) or a `QuantPlan`, rounds weights once they are read.
     """
     cast, place, path = float_dtype(dtype), best_device(device), Path(folder)
-    rounding = None if quantize is None else QuantPlan.named(quantize)
-    if not path.is_dir():
+    rounding = plan_of(quantize, parallel is not None)
+    if not path.is_dir() and not is_gguf(path):
         refuse(
             not allow_download,
             f"{folder} is not a directory: name a model directory; one from the Hub is fetched by "
@@ -308,7 +306,7 @@ def load(
         )
         path = download(str(folder))
     if adapters.is_adapter(path):
-        refuse(parallel is not None, f"{folder} is an adapter: merge it, clearhead convert {folder} OUT")
+        refuse(bool(parallel or rounding), f"{path} is an adapter: merge it, clearhead convert {path} OUT")
         adapted = load(adapters.base_of(path), dtype, device, False, tokenizer, mapped)
         adapted.adapters.add(path.name, path)
         adapted.adapters.use(path.name)
@@ -316,14 +314,12 @@ def load(
     if parallel is not None:
         from clearhead.parallel.inference import split_for_use  # takes seconds to import
 
-        refuse(quantize is not None, "quantize and parallel were both given: few bits run in one process")
         empty, unread = open_empty(path, cast, tokenizer)
         refuse_quantized(empty.model, "split over processes")
         split_for_use(empty.model, unread, parallel, place)
         return empty
     model, description = checkpoint.load_model(path, checkpoint.describe(path), cast, mapped)
-    model = model.to(place) if rounding is None else quantize_model(model.to(place), rounding).model
-    return _with_settings(path, model, description, tokenizer)
+    return _with_settings(path, rounded(model.to(place), rounding), description, tokenizer)
 
 
 def open_empty(
@@ -335,10 +331,7 @@ def open_empty(
 
 
 def _with_settings(
-    path: Path,
-    model: Transformer,
-    description: checkpoint.Description,
-    tokenizer: str | Path | None,
+    path: Path, model: Transformer, description: checkpoint.Description, tokenizer: str | Path | None
 ) -> Model:
     """Return a model with what lies beside its weights in a directory."""
     generation = files.read_json_if_any(path / "generation_config.json")
@@ -347,11 +340,7 @@ def _with_settings(
     else:
         found, settings = open_tokenizer(Path(tokenizer), path)
     return Model(
-        model,
-        found,
-        generation,
-        description,
-        path,
+        *(model, found, generation, description, path),
         special=special_ids(found, settings, generation, description.theirs),
         settings=settings,
         labels=class_labels(description),

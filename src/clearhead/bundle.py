@@ -23,6 +23,8 @@ from clearhead.generate.own import own_options
 from clearhead.hub import checkpoint, export, files, quantized
 from clearhead.hub.adapters import Adapters
 from clearhead.hub.architecture import SECTION
+from clearhead.hub.gguf_file import SUFFIX
+from clearhead.hub.gguf_writing import write_gguf
 from clearhead.hub.pixels import PREPROCESSOR
 from clearhead.hub.quantized import code_tensors, outgoing_codes
 from clearhead.hub.sentences import Sentences, write_sentences
@@ -31,7 +33,7 @@ from clearhead.hub.writing import Outgoing, write_tensors
 from clearhead.model.taps import unwrapped
 from clearhead.model.transformer import Transformer
 from clearhead.parallel.shards import is_split
-from clearhead.quant.layers import quantized_parts
+from clearhead.quant.layers import few_bits, quantized_parts
 from clearhead.tokens.labels import decoded
 
 SHARD_SIZE = 5_000_000_000
@@ -81,16 +83,6 @@ def float_dtype(given: str | torch.dtype | None) -> torch.dtype | None:
         f"dtype {str(given)!r} is not one that weights may have: choose from {', '.join(DTYPES)}",
     )
     return dtype
-
-
-def few_bits(model: Transformer) -> str:
-    """Say how many weights have few bits, and how many bytes they take."""
-    parts = {part.codes.data_ptr(): part for part in quantized_parts(model).values()}.values()
-    if not parts:
-        return ""
-    kinds = " and ".join(f"int{bits}" for bits in sorted({part.grid.bits for part in parts}))
-    weights, size = sum(one.in_features * one.out_features for one in parts), sum(one.size for one in parts)
-    return f"; {weights:,} in {kinds}, {size / 1e6:,.1f} MB"
 
 
 @dataclass(repr=False)
@@ -288,28 +280,44 @@ class Bundle:
     ) -> None:
         """Write a Hugging Face directory: whole, or not at all. Other files of an existing directory stay.
 
-        Adapters that are in use are merged into the weights that are written.
+        Adapters that are in use are merged into the weights that are written. A name that ends in .gguf is
+        written as one GGUF file, whose `dtype` may also be Q8_0 or Q4_0.
         """
         refuse(
             is_split(self.model),
             f"this model is split over processes: use the directory it was loaded from, {self.folder}",
         )
         described = self.described()
+        if Path(folder).suffix == SUFFIX:
+            with merged(self.model):
+                write_gguf(
+                    Path(folder),
+                    self.model,
+                    described,
+                    self._gguf_type(dtype),
+                    self.tokenizer,
+                    self.special,
+                    self.settings,
+                )
+            return
         with merged(self.model), files.whole_folder(Path(folder)) as work:
-            sources = (*self.model.named_parameters(), *code_tensors(self.model))
-            parameters: dict[str, Tensor] = dict(sources)
+            parameters = dict[str, Tensor]((*self.model.named_parameters(), *code_tensors(self.model)))
             tensors = export.outgoing(self.model, described, float_dtype(dtype)) | outgoing_codes(self.model)
             write_tensors(
                 work, files.MODEL, tensors, lambda name, owner: parameters[name].detach().cpu(), shard_size
             )
             self.write_settings(work, described, tensors)
 
+    def _gguf_type(self, dtype: str | torch.dtype | None) -> str:
+        """Return the type of GGUF that is asked for, or, where none is, the one that holds the weights."""
+        given = str(dtype or next(self.model.parameters()).dtype).removeprefix("torch.")
+        return {"float32": "F32", "float64": "F32", "bfloat16": "F32", "float16": "F16"}.get(given, given)
+
     def described(self) -> checkpoint.Description:
         """Return what the model is saved as: its architecture and config.json."""
         saved = export.exported(self.config, self.description)
         if quantized_parts(self.model):  # no architecture of others has such tensors
-            own = quantized.described(self.model, self.config)
-            saved = checkpoint.Description(own, self.config, SECTION)
+            saved = checkpoint.Description(quantized.described(self.model, self.config), self.config, SECTION)
         theirs = dict(saved.theirs)
         if len(self.labels) == self.config.n_classes > 0:
             theirs |= {

@@ -159,16 +159,6 @@ def rotate(x: Tensor, rotary: Rotary, layout: str) -> Tensor:
     return turned if not kept.shape[-1] else torch.cat([turned, kept], dim=-1)
 
 
-def rope_order(width: int, layout: str) -> Tensor:
-    """Return, for each column of `layout`, its number in the other layout: a permutation of `width`.
-
-    `weight[rope_order(E, "half")]` turns the rows of an interleaved query or key projection into half-split
-    ones, exactly; `weight[rope_order(E, "interleaved")]` turns them back.
-    """
-    half_split = torch.cat([torch.arange(0, width, 2), torch.arange(1, width, 2)])
-    return half_split if layout == "half" else half_split.argsort()
-
-
 def rope_frequencies(
     width: int, base: float, scaling: RopeScaling | None, max_positions: int, positions: Tensor
 ) -> tuple[Tensor, float]:

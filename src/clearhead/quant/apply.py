@@ -90,6 +90,20 @@ class Quantization:
     layers: list[LayerError] = field(default_factory=list)
 
 
+def plan_of(asked: str | QuantPlan | None, split: bool = False) -> QuantPlan | None:
+    """Return the plan that was asked for, by its name or itself; refuse one for a model that is `split`."""
+    refuse(
+        asked is not None and split,
+        "quantize and parallel were both given: a model of few bits runs in one process",
+    )
+    return None if asked is None else QuantPlan.named(asked)
+
+
+def rounded(model: Transformer, plan: QuantPlan | None) -> Transformer:
+    """Return a copy of a model by a plan; without one the model itself."""
+    return model if plan is None else quantize_model(model, plan).model
+
+
 def linear_names(model: Transformer) -> list[str]:
     """Return the names of the linear layers that can have few bits: those of blocks, and the output layer.
 

@@ -146,3 +146,13 @@ def weight_of(part: nn.Module, name: str) -> Tensor:
 def quantized_parts(model: nn.Module) -> dict[str, QuantizedWeight]:
     """Return the layers and tables of few bits in a model, by name."""
     return {name: part for name, part in model.named_modules() if isinstance(part, QuantizedWeight)}
+
+
+def few_bits(model: nn.Module) -> str:
+    """Say how many weights have few bits, and how many bytes they take."""
+    parts = {part.codes.data_ptr(): part for part in quantized_parts(model).values()}.values()
+    if not parts:
+        return ""
+    kinds = " and ".join(f"int{bits}" for bits in sorted({part.grid.bits for part in parts}))
+    weights, size = sum(one.in_features * one.out_features for one in parts), sum(one.size for one in parts)
+    return f"; {weights:,} in {kinds}, {size / 1e6:,.1f} MB"

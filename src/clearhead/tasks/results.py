@@ -44,6 +44,15 @@ class Tags:
 
 
 @dataclass(frozen=True)
+class Ranked:
+    """A text and how well it answers a query."""
+
+    index: int  # its place among the texts that were given
+    text: str
+    score: float  # a cross-encoder's probability, or the cosine of two vectors
+
+
+@dataclass(frozen=True)
 class Candidate:
     """A token for a mask."""
 

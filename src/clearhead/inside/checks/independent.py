@@ -184,7 +184,8 @@ def reference_rows(m: Model | Transformer) -> list[Comparison]:
     @functools.cache
     def opened() -> tuple[Inputs, Any]:
         """Open the directory in both, in float32."""
-        theirs = their_class.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+        where, named = (folder, {}) if folder.is_dir() else (folder.parent, {"gguf_file": folder.name})
+        theirs = their_class.from_pretrained(where, attn_implementation="eager", dtype=torch.float32, **named)
         length = reach(m.config, usual=REFERENCE_LENGTH)
         rows = 1 if length > REFERENCE_LENGTH else None
         return Inputs(load(folder, dtype=torch.float32).model.eval(), rows, length), theirs.eval()
