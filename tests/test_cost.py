@@ -19,7 +19,7 @@ from clearhead import (
     attending,
     train,
 )
-from clearhead.config import ModelConfig, StackSpec
+from clearhead.config import StackSpec
 from clearhead.costs import Cost, attention_matrix_bytes, cost
 from clearhead.fast.training import join_projections
 from clearhead.model.cache import StateKeys
