@@ -26,7 +26,7 @@ from clearhead.evaluation.metrics import answer_match
 from clearhead.retrieval.index import build_index
 from clearhead.retrieval.prompts import before_prompt
 from clearhead.retrieval.words import WORD
-from clearhead.serve.chat import chat_ids
+from clearhead.tasks.chat import chat_ids
 from common import processor_name, save
 from retrieval import WordVectors
 

@@ -15,12 +15,13 @@ import importlib.util
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as nnf
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.utils.checkpoint import checkpoint
 
 from clearhead.batches.batch import IGNORE, Batch
 from clearhead.costs import chunk_rows
@@ -37,10 +38,60 @@ LARGE_VOCABULARY = 2**13  # from this size on our own kernel is faster than the 
 
 @dataclass(frozen=True)
 class Objective:
-    """What a head without a vocabulary learns."""
+    """What is learned, where that is not the next token: from the head's logits or what else it `reads`.
 
-    loss: Callable[[Tensor, Batch, float], Tensor]  # logits, batch, smoothing -> [], summed over the targets
+    `states` are the last hidden states [B, T, D]; `answers` are the log-probabilities of the targets of each
+    document in a row, summed [B, 2].
+    """
+
+    loss: Callable[
+        [Tensor, Batch, float], Tensor
+    ]  # what is read, batch, smoothing -> [], summed over targets
     answers: Callable[[Tensor, Batch], Answered]
+    reads: Literal["logits", "states", "answers"] = "logits"
+    # The loss of each row [B], where rows are judged by those beside them; None: each by itself.
+    rows: Callable[[Tensor, Batch], Tensor] | None = None
+
+    def read(self, model: transformer.Transformer, batch: Batch, chunk: int | None = None) -> Tensor:
+        """Return what the loss is computed from."""
+        arguments = arguments_for(model, batch)
+        if self.reads == "logits":
+            return cast(Tensor, model(**arguments).required_logits)
+        hidden: Tensor = model(**arguments, logits="none").hidden  # B T D
+        if self.reads == "states":
+            return hidden
+        assert isinstance(model.head, heads.LanguageHead)
+        chunk = default_chunk(model.config.vocab_size, hidden.device) if chunk is None else chunk
+        return answer_logprobs(model.head, hidden, batch, chunk)
+
+    def of_rows(self, read: Tensor, batch: Batch) -> Tensor:
+        """Return the loss of each row: [B]."""
+        if self.rows is not None:
+            return self.rows(read, batch)
+        places = [slice(row, row + 1) for row in range(len(batch))]
+        return torch.stack([self.loss(read[row], batch.rows(row), 0.0) for row in places])
+
+
+def answer_logprobs(head: heads.LanguageHead, hidden: Tensor, batch: Batch, chunk: int) -> Tensor:
+    """Return the log-probability of the targets of a row's two documents: [B, T, D] -> [B, 2]."""
+    assert batch.documents is not None
+    flat, targets = hidden.reshape(-1, hidden.shape[-1]), batch.targets.reshape(-1)
+    asked = (targets != IGNORE).nonzero()[:, 0]
+
+    def logprobs(rows: Tensor, wanted: Tensor) -> Tensor:
+        return -nnf.cross_entropy(dtypes.wide(head(rows, None)), wanted, reduction="none")
+
+    several = bool(chunk) and len(asked) > chunk and torch.is_grad_enabled()
+    parts = torch.split(asked, chunk) if chunk else (asked,)
+    found = [
+        checkpoint(logprobs, flat[some], targets[some], use_reentrant=False)
+        if several
+        else logprobs(flat[some], targets[some])
+        for some in parts
+    ]
+    slots = batch.documents.reshape(-1)[asked] + 2 * (asked // batch.targets.shape[1])
+    each = torch.cat(found)
+    return each.new_zeros(2 * len(batch)).index_add(0, slots, each).view(-1, 2)
 
 
 def arguments_for(model: transformer.Transformer, batch: Batch) -> dict[str, Tensor]:
@@ -74,15 +125,15 @@ def batch_loss(
         total: sums a value over the processes that share the rows of a batch.
     """
     config, arguments = model.config, arguments_for(model, batch)
-    if isinstance(model.head, heads.LanguageHead):
+    if objective is None and isinstance(model.head, heads.LanguageHead):
         hidden = model(**arguments, logits="none").hidden  # B T D
         chunk = default_chunk(config.vocab_size, hidden.device) if chunk is None else chunk
         wanted, compiled = model.main.own(batch.targets, IGNORE), _is_compiled(model)
         some = batch.n_targets < batch.targets.numel() or wanted is not batch.targets
         loss = vocabulary_loss(model.head, hidden, wanted, smoothing, chunk, some, compiled)
     else:
-        loss_of = (objective or objective_of(config.head)).loss
-        loss = loss_of(model(**arguments).logits, batch, smoothing) / model.main.copies
+        own = objective or objective_of(config.head)
+        loss = own.loss(own.read(model, batch, chunk), batch, smoothing) / model.main.copies
     if model.training and balance:
         # Multiply by the targets, because these losses are part of the mean.
         if config.n_experts:

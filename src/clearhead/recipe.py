@@ -56,16 +56,12 @@ RULES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
         lambda value: value >= 0,
         "must be 0 or more",
     ),
-    ("lr epochs eps lora_alpha", lambda value: value > 0, "must be above 0"),
+    ("lr epochs eps lora_alpha beta scale", lambda value: value > 0, "must be above 0"),
     ("label_smoothing ema", lambda value: 0 <= value < 1, "must lie in [0, 1)"),
     ("layer_decay decay", lambda value: 0 < value <= 1, "must be above 0, and 1 at most"),
     ("floor", lambda value: 0 <= value <= 1, "must lie in [0, 1]: it is a share of lr"),
     ("seed", lambda value: 0 <= value <= MAX_SEED, f"must lie between 0 and {MAX_SEED}"),
-    (
-        "threads",
-        lambda value: value <= MAX_THREADS,
-        f"must be {MAX_THREADS} at most: more than there are processors only slow it down",
-    ),
+    ("threads", lambda value: value <= MAX_THREADS, f"must be {MAX_THREADS} at most: more only slow it down"),
     ("top_p", lambda value: 0 < value <= 1, "must be above 0, and 1 at most: 1 keeps every token"),
     ("length_penalty", lambda value: -20 <= value <= 20, "must lie in [-20, 20]: 1 takes the mean"),
 )
@@ -100,6 +96,9 @@ class TrainPlan:
     # Loss
     label_smoothing: float = 0.0  # the share of each target that is spread over all classes
     loss_chunk: int | None = None  # rows of logits at a time; None: by the vocabulary
+    preference: str = "sigmoid"  # prefer: the loss of pairs, DPO's sigmoid or a variant: ipo, hinge, ...
+    beta: float = 0.1  # prefer: how strongly the reference model is kept to
+    scale: float = 20.0  # embed: similarities are multiplied by this before the softmax
 
     # Machine
     device: str = "auto"  # cuda, mps, cpu; auto: the best there is

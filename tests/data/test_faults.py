@@ -161,7 +161,7 @@ CASES = [
     case({"a.jsonl": "{}\n{}\n"}, r"a.jsonl, line 1 has no field, nor have those after it"),
     case(
         {"a.jsonl": '{"input": "", "output": "x"}\n'},
-        r"a.jsonl: every one of its 1 row has an empty text; .*data.columns",
+        r"a.jsonl: no row but 1 row with an empty text; .*data.columns",
     ),
     case(
         {"a.tsv": "text\tlabel\rx\t1\ry\t2\r"},

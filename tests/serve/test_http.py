@@ -238,7 +238,7 @@ def test_the_ids_of_a_chat_equal_those_of_transformers(tmp_path):
     from tokenizers import AddedToken, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    from clearhead.serve.chat import chat_ids
+    from clearhead.tasks.chat import chat_ids
 
     tokenizer = Tokenizer(
         models.WordLevel({"[UNK]": 0, "<s>": 1, "</s>": 2, "hi": 3, "user": 4, ":": 5}, "[UNK]")

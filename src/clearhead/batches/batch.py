@@ -33,6 +33,9 @@ class Batch:
     source_mask: Tensor | None = None  # B S
     documents: Tensor | None = None  # B T, which document each token belongs to
     types: Tensor | None = None  # B T, which of two texts each token belongs to
+    # B 2, of pairs of answers: their log-probabilities under the model before training
+    reference: Tensor | None = None
+    scores: Tensor | None = None  # B, of texts to be embedded: how alike they are
     numbers: Tensor | None = None  # B, the numbers of the examples, for logs and errors; stays on the CPU
 
     @property
@@ -41,11 +44,16 @@ class Batch:
         whole = not self.targets.is_floating_point()
         return whole and self.targets.ndim == 2 and self.targets.shape != self.ids.shape[:2]
 
+    @property
+    def one_each(self) -> bool:
+        """Return True if a row counts as one target: an answer, a share of classes, a number, a pair."""
+        paired = self.reference is not None or self.scores is not None
+        return paired or self.is_span or self.targets.is_floating_point()
+
     @cached_property
     def n_targets(self) -> int:
-        """Return the number of targets; an answer, a share of classes or a number counts as one."""
-        one_each = self.is_span or self.targets.is_floating_point()
-        return len(self) if one_each else int((self.targets != IGNORE).sum())
+        """Return the number of targets; an answer, a share of classes, a number or a pair counts as one."""
+        return len(self) if self.one_each else int((self.targets != IGNORE).sum())
 
     @cached_property
     def n_rows(self) -> int:
@@ -75,7 +83,8 @@ class Batch:
         """Return the batch on a device; to a GPU it is copied from pinned memory while the CPU goes on."""
         device = torch.device(device)
         copied = device.type == "cuda" and self.ids.device.type == "cpu"
-        tensors = {**self.arguments(), "targets": self.targets}
+        others = {"targets": self.targets, "reference": self.reference, "scores": self.scores}
+        tensors = {**self.arguments(), **{name: one for name, one in others.items() if one is not None}}
         made = replace(
             self,
             **{

@@ -29,6 +29,7 @@ from clearhead.batches.encoding import Columns, Encoder
 from clearhead.batches.rows import Frame
 from clearhead.data.examples import Corpus, Images
 from clearhead.errors import InputError, refuse
+from clearhead.tokens.chat import ChatTemplate
 
 VERSION = 2  # of what is written: raise it when the encoding changes, and old caches are written again
 META = "meta.json"
@@ -44,6 +45,7 @@ def encode_corpus(
     folder: str | Path,
     *,
     special: Mapping[str, int],
+    template: ChatTemplate | None = None,
 ) -> Encoded:
     """Return the examples of one side as ids, from the cache in `folder`, which is written first where it is
     missing.
@@ -59,6 +61,7 @@ def encode_corpus(
         labels: names of classes or tags, in the order of their numbers.
         folder: where the cache is, or is to be.
         special: ids of special tokens by role; text needs the one between documents.
+        template: the chat template, for tasks that learn from conversations.
     """
     task, shape = batching.task, batching.shape.name
     refuse(
@@ -74,11 +77,12 @@ def encode_corpus(
     described = tokenizer.to_str()
     hashed = hashlib.sha256(described.encode()).hexdigest()
     parts = [VERSION, corpus.fingerprint, hashed, task, side, list(labels), separator]
+    parts += [] if template is None else [template.source, dict(template.tokens), template.tool_source]
     key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
     place = Path(folder) / f"{task}-{side}-{key[:16]}"
     found = _open(place, key)
     if found is None:
-        encoder = Encoder(Tokenizer.from_str(described), dict(zip(labels, count())), separator)
+        encoder = Encoder(Tokenizer.from_str(described), dict(zip(labels, count())), separator, template)
         with _new_folder(place) as work:
             _encode(getattr(corpus, side), batching, encoder, _Files(work), key)
         found = _open(place, key)

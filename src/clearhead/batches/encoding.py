@@ -16,8 +16,9 @@ from tokenizers import Encoding, Tokenizer
 
 from clearhead.batches.batch import IGNORE
 from clearhead.batches.rows import Frame
-from clearhead.data.examples import Chunk, Labelled, Pair, Question, Tagged
+from clearhead.data.examples import Chunk, Example, Labelled, Pair, Question, Tagged
 from clearhead.errors import InputError, nearest, refuse
+from clearhead.tokens.chat import ChatTemplate
 
 Column = NDArray[Any] | tuple[NDArray[Any], NDArray[Any]]
 Columns = dict[str, Column]
@@ -33,6 +34,7 @@ class Encoder(NamedTuple):
     tokenizer: Tokenizer
     numbers: Mapping[str, int]  # of each label
     separator: int | None  # the token between documents
+    template: ChatTemplate | None = None  # of conversations
 
     def ids(self, texts: Iterable[str]) -> list[list[int]]:
         """Return the ids of each text, without special tokens."""
@@ -100,7 +102,7 @@ def groups(rows: Iterable[Item], size: Callable[[Item], int]) -> Iterator[list[I
         yield group
 
 
-def characters(row: Pair | Labelled | Tagged | Question) -> int:
+def characters(row: Example) -> int:
     """Return the number of characters of an example."""
     return sum(map(len, row.texts()))
 

@@ -33,7 +33,8 @@ def serve(
     adapter: Annotated[
         UseAppendAction[tuple[str, ...]],
         option(
-            "a low-rank update of the first model, under a name: what train.lora leaves", metavar="NAME=DIR"
+            "a low-rank update of the first model, under a name: PEFT's directory, or what train.lora leaves",
+            metavar="NAME=DIR",
         ),
     ] = (),
     host: Annotated[
@@ -176,16 +177,21 @@ def batch(
 def _engine(
     folder: Path, limits: object, device: str, dtype: str | None, adapters: Mapping[str, Path] | None = None
 ) -> ServeEngine:
+    from clearhead.hub.adapters import is_adapter
     from clearhead.serve.adapters import updates_of
     from clearhead.serve.engine import ServeEngine
     from clearhead.serve.limits import Limits
 
     assert isinstance(limits, Limits)
     m = load_model(folder, device=device, dtype=dtype)
-    updates = {
-        name: updates_of(m.model, load_model(where, device=device, dtype=dtype).model, name)
-        for name, where in (adapters or {}).items()
-    }
+    updates = {}
+    for name, where in (adapters or {}).items():
+        if is_adapter(where):
+            m.adapters.add(name, where)
+            updates[name] = m.adapters.products(name)
+        else:
+            tuned = load_model(where, device=device, dtype=dtype).model
+            updates[name] = updates_of(m.model, tuned, name)
     return ServeEngine(m, limits, updates)
 
 

@@ -72,11 +72,11 @@ def open_corpus(plan: DataPlan, wanted: Shape | None = None, split: bool = True)
         texts = [_read_text(plan, layout, each.files) for each in (source, others) if each]
         sides = _text_sides(plan, *texts, notes=notes, split=split)
     else:
-        rows = _read_rows(plan, layout, source.files, notes, "with an empty text")
+        rows = _read_rows(plan, layout, source.files, notes, layout.shape.lacking)
         if layout.shape is LABELS and layout.names and not layout.header:
             notes += _missed_header([row.names()[0] for _, row in rows])
         given_rows = (
-            _read_rows(plan, layout, more, notes, "to validate on with an empty text") if more else None
+            _read_rows(plan, layout, more, notes, f"to validate on {layout.shape.lacking}") if more else None
         )
         sides = _row_sides(plan, layout.shape, rows, given_rows, notes, split)
     return _corpus(layout.shape, sides, fingerprint, [*notes, *bad.notes(sides)])
@@ -153,7 +153,7 @@ def _read_rows(
     refuse(not read, f"{files[0]} is empty: there is no example in it")
     refuse(
         not found,
-        f"{files[0]}: every one of its {tables.counted(len(read), 'row')} has an empty text"
+        f"{files[0]}: no row but {tables.counted(len(read), 'row')} {layout.shape.lacking}"
         "; choose columns with --set data.columns=...",
     )
     if len(found) < len(read):

@@ -219,11 +219,24 @@ class Shape:
     row: type[Example] | None = None  # None: text, which is streamed in chunks, or images
     needed: tuple[str, ...] = ()  # roles of columns
     optional: tuple[str, ...] = ()
+    instead: tuple[str, ...] = ()  # roles that may stand in place of those needed
+    lacking: str = "with an empty text"  # what is said of rows that are left out
 
     @property
     def roles(self) -> tuple[str, ...]:
         """Return all roles of columns."""
-        return self.needed + self.optional
+        return self.needed + self.instead + self.optional
+
+    @property
+    def asks(self) -> str:
+        """Return the roles that a file must have, in words."""
+        ways = filter(None, (self.needed, self.instead))
+        return ", or ".join(" and ".join(roles) for roles in ways)
+
+    def complete(self, found: Iterable[str]) -> bool:
+        """Return True if roles are enough to read rows from."""
+        known = set(found)
+        return set(self.needed) <= known or (bool(self.instead) and set(self.instead) <= known)
 
 
 TEXT = Shape("text", needed=("text",))

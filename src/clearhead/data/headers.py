@@ -92,6 +92,21 @@ NAMES: dict[str, tuple[str, ...]] = {
     "context": ("context", "passage", "paragraph"),
     "answer": ("answer", "answers", "answers.text"),
     "start": ("answer_start", "start", "answers.answer_start"),
+    "messages": ("messages", "conversations", "conversation", "dialogue"),
+    "prompt": ("prompt", "instruction"),
+    "completion": ("completion", "response", "output"),
+    "input": ("input", "context"),
+    "system": ("system", "system_prompt"),
+    "tools": ("tools", "functions"),
+    "anchor": ("anchor", "query", "question", "sentence1", "text1", "premise", "text", "sentence", "claim"),
+    "positive": (
+        *("positive", "pos", "passage", "document", "sentence2", "text2", "hypothesis", "pair"),
+        *("answer", "context"),
+    ),
+    "negative": ("negative", "neg", "hard_negative"),
+    "score": ("score", "similarity", "similarity_score", "label"),
+    "chosen": ("chosen",),
+    "rejected": ("rejected",),
 }
 IDS = frozenset(("id", "idx", "index", "guid"))
 _KNOWN = frozenset(name for names in NAMES.values() for name in names) | LANGUAGES | IDS

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from clearhead.data import tables
+from clearhead.data.chats import CHATS, PREFERENCES
 from clearhead.data.examples import IMAGES, LABELS, PAIRS, QUESTIONS, TAGS, TEXT, Example, Shape
 from clearhead.data.files import blank, read_pieces
 from clearhead.data.formats import LANGUAGES, Source
@@ -30,7 +31,15 @@ from clearhead.data.plan import DataPlan
 from clearhead.errors import InputError, nearest, refuse
 
 SAMPLE = 1000  # rows from which columns are guessed
-GUESSED = (QUESTIONS, TAGS, LABELS, PAIRS, TEXT)  # shapes in the order in which they are looked for
+GUESSED = (
+    PREFERENCES,
+    CHATS,
+    QUESTIONS,
+    TAGS,
+    LABELS,
+    PAIRS,
+    TEXT,
+)  # shapes in the order in which they are looked for
 _FIXED = {"text": TEXT, "conll": TAGS, "parallel": PAIRS}  # formats that have one shape
 
 
@@ -201,19 +210,19 @@ def choose_columns(
         if set(given) <= set(shape.roles):
             alone = shape is TEXT and not given and len(names) == 1
             found = {"text": names[0]} if alone else find(shape, cells, given)
-            if set(shape.needed) <= set(found):
+            if shape.complete(found):
                 return shape, {role: found[role] for role in shape.roles if role in found}
     unnamed = any(map(UNNAMED.fullmatch, names))
     for shape in (wanted or LABELS, PAIRS) if named and not unnamed and not given else ():
         found = _by_content(shape, cells, _by_name(shape, cells, given))
         clear = shape is not PAIRS or sum(not all_numbers(some) for some in cells.values()) == 2
-        if wanted in (None, shape) and clear and set(shape.needed) <= set(found):
+        if wanted in (None, shape) and clear and shape.complete(found):
             return shape, {role: found[role] for role in shape.roles if role in found}
     shape = wanted or LABELS
     found = _by_content(shape, cells, given)
-    if not set(shape.needed) <= set(found):
+    if not shape.complete(found):
         found = {role: names[min(i, len(names) - 1)] for i, role in enumerate(shape.needed)}
-    need = " and ".join(wanted.needed) if wanted else "text, text and label, or source and target"
+    need = wanted.asks if wanted else "text, text and label, or source and target"
     example = ", ".join(f'{role} = "{tables.listed([found[role]])}"' for role in shape.roles if role in found)
     raise InputError(
         f"{place}: which columns hold {need}? There are {tables.listed(names)}; say it, such as "
@@ -234,7 +243,7 @@ def find_column(column: str, names: Sequence[str], place: str) -> str:
 def _shape_of_roles(given: Mapping[str, str]) -> Shape | None:
     """Return the shape that the given roles belong to, if there is no doubt."""
     partly = [shape for shape in GUESSED if set(given) <= set(shape.roles)]
-    whole = [shape for shape in partly if set(shape.needed) <= set(given)]
+    whole = [shape for shape in partly if shape.complete(given)]
     refuse(given and not partly, f"data.columns names roles that do not go together: {', '.join(given)}")
     certain = whole or (partly if len(partly) == 1 else [])
     return certain[0] if given and certain else None

@@ -31,7 +31,8 @@ class DataPlan:
     bad_rows: Literal["refuse", "skip"] = "refuse"
     max_examples: int | None = None  # read no more than this
     max_length: int | None = None  # tokens of a row; None: what the model takes
-    packing: Literal["stream", "isolated"] = "stream"  # lm: rows across documents, or documents apart
+    # lm: rows across documents, or documents apart; chat: a conversation a row, or several that stay apart
+    packing: Literal["stream", "isolated"] = "stream"
     batch_size: int = 32  # rows of a batch
     batch_tokens: int | None = None  # pairs: tokens of a batch, with padding, in place of batch_size
     mask_share: float = 0.15  # mlm: share of tokens to predict; denoise: share of tokens in spans

@@ -19,6 +19,7 @@ from clearhead.evaluation.judgement import ClassCounts, Figures, Judgement, OnPr
 from clearhead.evaluation.metrics import Counts, perplexity, sacrebleu_metric
 from clearhead.recipe import GeneratePlan, Settings, read_recipe
 from clearhead.tasks import reading, table
+from clearhead.tasks.chat import chat_template
 from clearhead.tasks.corpus import open_examples
 from clearhead.tasks.spec import TaskSpec
 from clearhead.typed import hints_of
@@ -197,6 +198,7 @@ def judged_batches(
         loaded.class_names,
         folder,
         special=loaded.special,
+        template=chat_template(loaded) if spec.chats else None,
     )
     tokens, length = rows.n_tokens, min(loaded.max_length, plan.max_length or loaded.max_length)
     if spec.shape is TEXT and plan.max_length is None and length > WINDOW:

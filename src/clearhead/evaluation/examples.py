@@ -156,18 +156,16 @@ def examine(
             if not world.last:  # the last stage judges
                 model(**arguments, logits="none")
                 found = torch.zeros(len(batch))
-            elif isinstance(model.head, heads.LanguageHead):
+            elif objective is None and isinstance(model.head, heads.LanguageHead):
                 hidden = model(**arguments, logits="none").hidden  # B T D
                 chunk = losses.default_chunk(model.config.vocab_size, device)
                 found = vocabulary_losses(model.head, hidden, batch.targets, chunk)
             else:
                 own = objective or losses.objective_of(model.config.head)
-                logits = model(**arguments).logits
-                rows = [slice(row, row + 1) for row in range(len(batch))]
-                found = torch.stack([own.loss(logits[row], batch.rows(row), 0.0) for row in rows])
-                answers = own.answers(logits, batch)
+                read = own.read(model, batch)
+                found, answers = own.of_rows(read, batch), own.answers(read, batch)
         counts = (batch.targets.reshape(len(batch), -1) != IGNORE).sum(1)
-        if batch.is_span or batch.targets.is_floating_point():
+        if batch.one_each:
             counts = torch.ones(len(batch))
         numbers = torch.arange(len(batch)) if batch.numbers is None else batch.numbers
         sums, of_rows = (values.cpu().double().numpy() for values in (found, counts))
@@ -193,7 +191,7 @@ def validate(
         "validate on more of it, or on other files",
     )
     found = {"loss": sum(float(part.losses.sum()) for part in seen) / count}
-    if loaded.config.readout.head not in ("lm", "mlm"):  # a stage may have another head, or none
+    if task.objective is not None:
         predicted, wanted = (
             [row for part in seen for row in getattr(part, side)] for side in ("said", "meant")
         )

@@ -16,7 +16,7 @@ import operator
 import re
 import string
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -27,6 +27,7 @@ from clearhead.errors import MissingExtraError, refuse
 Counts: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"  # a row for each example, or their sum
 Values: TypeAlias = "Sequence[Any] | Counts"
 RESAMPLES, SHARE = 1000, 0.95  # of a bootstrap
+BEST = 10  # of a ranking, those that count
 
 
 def ratio_of(sums: Counts) -> float:
@@ -251,6 +252,23 @@ def sacrebleu_metric(name: str, **options: Any) -> Metric:
     )
 
 
+# Rankings ---------------------------------------------------------------------------------------------------
+
+
+def reciprocal_rank(ranked: Sequence[Hashable], relevant: Mapping[Hashable, float]) -> tuple[float, int]:
+    """Return 1 / the rank of the first relevant of the ten best, 0 where none is, and 1."""
+    ranks = (rank for rank, one in enumerate(ranked[:BEST], 1) if relevant.get(one, 0) > 0)
+    return 1 / next(ranks, math.inf), 1
+
+
+def discounted_gain(ranked: Sequence[Hashable], relevant: Mapping[Hashable, float]) -> tuple[float, int]:
+    """Return the discounted gain of the ten best as a share of the largest possible (nDCG@10), and 1."""
+    gains = [relevant.get(one, 0) for one in ranked[:BEST]]
+    ideal = sorted(relevant.values(), reverse=True)[:BEST]
+    found, most = (sum(gain / math.log2(n) for n, gain in enumerate(some, 2)) for some in (gains, ideal))
+    return found / most if most else 0.0, 1
+
+
 # By name ----------------------------------------------------------------------------------------------------
 
 span_counts = each(hit_spans)
@@ -269,6 +287,8 @@ METRICS: dict[str, Metric] = {
     "word_error": Metric(each(word_errors)),
     "answer_exact": Metric(answer_counts, lambda sums: ratio_of(sums[[0, 2]])),
     "answer_f1": Metric(answer_counts, lambda sums: ratio_of(sums[[1, 2]])),
+    "mrr": Metric(each(reciprocal_rank)),  # of what was found, best first, and gains by what is relevant
+    "ndcg": Metric(each(discounted_gain)),
     "bleu": sacrebleu_metric("BLEU"),
     "chrf": sacrebleu_metric("CHRF"),
 }

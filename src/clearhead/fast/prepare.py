@@ -182,7 +182,7 @@ class StepBlock(Direct, Block):
         if z is None:
             return super().forward(x, view, memory, cross_view, keys, cross_keys, tap)
         attention, feedforward = self.attention, self.feedforward
-        assert isinstance(feedforward, FeedForward)
+        assert isinstance(attention, FusedAttention) and isinstance(feedforward, FeedForward)
         x = step_linear(z, attention.out.weight, attention.out.bias, add=x)
         norm = self.feedforward_residual.before
         if isinstance(feedforward, FusedFeedForward):
@@ -196,7 +196,7 @@ class StepBlock(Direct, Block):
         if not isinstance(keys, FixedKeys) or view.mask is None:
             return None
         found = (keys.k, keys.v, keys.cache.index, view.mask[:, 0, 0])
-        return cast(Tensor, step_attend(self.projected(x), *found, *self.formula(view)))
+        return step_attend(self.projected(x), *found, *self.formula(view))
 
     def projected(self, x: Tensor) -> Tensor:
         """Return queries, keys and values side by side: [B, 1, D] -> [B, 1, (H+K)·E + K·Ev]."""

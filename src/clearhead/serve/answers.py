@@ -17,12 +17,12 @@ from clearhead.bundle import Bundle
 from clearhead.errors import ClearheadError, refuse
 from clearhead.generate.request import FORMS
 from clearhead.generate.stream import TextStream
-from clearhead.serve.chat import chat_ids
 from clearhead.serve.constraints import check_form
 from clearhead.serve.engine import ServeEngine
 from clearhead.serve.jobs import Asked, Job
 from clearhead.serve.metrics import Metrics
 from clearhead.serve.protocol import ChatBody, CompletionBody, finish_reason
+from clearhead.tasks.chat import chat_ids
 from clearhead.tokens.labels import decoded
 
 DEFAULT_TOKENS = 16  # of a completion, as OpenAI's

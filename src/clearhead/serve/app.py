@@ -27,7 +27,7 @@ from clearhead.serve.guard import Guard
 from clearhead.serve.metrics import Metrics
 from clearhead.serve.page import add_page
 from clearhead.serve.passages import ServedPassages
-from clearhead.tasks import reading
+from clearhead.tasks import ranking, reading
 
 RETRY_AFTER = "1"
 LOG = logging.getLogger("clearhead.serve")
@@ -161,25 +161,20 @@ def make_server(
     async def scored(body: protocol.PairsBody, request: Request) -> tuple[str, list[float]]:
         """Return how well each document answers the query, by a model of pairs or by the angle of vectors."""
         name, engine = engine_of(body.model)
-        if engine.m.config.head == "classifier":
-            refuse(
-                engine.m.config.n_classes != 1,
-                f"this model tells {engine.m.config.n_classes} classes apart: one that reranks has one",
-            )
+        if ranking.reads_pairs(engine.m):
             pairs = [(body.query, text) for text in body.documents]
             return name, [one.probability for one in await read(engine, pairs, reading.classify, request)]
         vectors = await read(
             engine, [body.query, *body.documents], EMBED.setdefault(None, partial(_embed, None)), request
         )
-        query, *others = (row / row.norm().clamp(min=1e-12) for row in vectors)
-        return name, [float(query @ other) for other in others]
+        return name, ranking.cosines(vectors)
 
     @app.post("/v1/rerank")
     async def rerank(body: protocol.PairsBody, request: Request) -> Any:
         name, scores = await scored(body, request)
-        order = sorted(range(len(scores)), key=lambda n: -scores[n])[: body.top_n or len(scores)]
         results = [
-            {"index": n, "document": {"text": body.documents[n]}, "relevance_score": scores[n]} for n in order
+            {"index": one.index, "document": {"text": one.text}, "relevance_score": one.score}
+            for one in ranking.ranked(scores, body.documents, body.top_n)
         ]
         return {"model": name, "results": results}
 

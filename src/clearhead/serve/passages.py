@@ -7,9 +7,9 @@ from clearhead.errors import refuse
 from clearhead.retrieval.index import Index
 from clearhead.retrieval.prompts import before_prompt, cited
 from clearhead.serve.answers import DEFAULT_TOKENS
-from clearhead.serve.chat import chat_ids
 from clearhead.serve.engine import ServeEngine
 from clearhead.serve.protocol import ChatBody, CompletionBody
+from clearhead.tasks.chat import chat_ids
 
 
 class ServedPassages:

@@ -5,16 +5,18 @@ what they need.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from clearhead.batches.batching import Batching
+from clearhead.bundle import Bundle
 from clearhead.config import ModelConfig
 from clearhead.config.fields import HeadName
 from clearhead.data.examples import Shape
 from clearhead.errors import ConfigError, InputError, refuse
 from clearhead.losses import Objective
 from clearhead.presets import preset
+from clearhead.recipe import Recipe, TrainPlan
 from clearhead.tokens.training import SpecialTokens
 
 # What a model is used for, by its head; every model also embeds.
@@ -96,13 +98,18 @@ class TaskSpec:
     outputs: int = 0  # otherwise: how many outputs it has, apart from a vocabulary
     pooled: bool = True  # whether the head reads one vector of the whole text
     stated: Mapping[str, Any] = field(default_factory=dict)  # what config.json says beside the config
+    # Gives a new model what the task needs besides, such as a chat template; returns a note.
+    ready: Callable[[Bundle, Recipe], str] | None = None
     # Training
     objective: Objective | None = None  # None: cross-entropy over the vocabulary
+    # The same, where it follows from the recipe and the model.
+    objective_for: Callable[[TrainPlan, Bundle], Objective] | None = None
     metrics: tuple[str, ...] = ("loss",)  # that `train.metric` may name; of all but the loss, more is better
     metric: str | Callable[[Sequence[str]], str] = "loss"  # the default, perhaps by the labels
     # (answers, targets, labels) -> scores by name.
     scores: Callable[[Answers, Answers, Sequence[str]], dict[str, float]] = lambda *given: {}
     pretrain: bool = False  # whether masked language modelling on the same texts may come first
+    chats: bool = False  # whether rows are conversations, which need a chat template
     one_shape: bool = False  # whether all batches of a stream have one shape, without padding
     # Use
     writes: bool = False  # whether the answers are generated
@@ -127,6 +134,11 @@ class TaskSpec:
     def fitting_families(self) -> tuple[str, ...]:
         """Return the families of models that fit, the usual one first."""
         return preset(self.usual.preset).family, *self.families
+
+    def settled(self, plan: TrainPlan, loaded: Bundle) -> "TaskSpec":
+        """Return the task with the objective that a recipe asks for."""
+        made = None if self.objective_for is None else self.objective_for(plan, loaded)
+        return self if made is None else replace(self, objective=made)
 
     def n_classes(self, labels: Sequence[str]) -> int:
         """Return the number of outputs of the head."""

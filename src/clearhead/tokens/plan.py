@@ -17,6 +17,7 @@ class TokensPlan:
     lowercase: bool = False  # the tokenizer lowers every letter
     pattern: str | None = None  # word: a regular expression that matches words; None: words and punctuation
     model: str | None = None  # take the tokenizer of this directory instead of training one
+    template: str | None = None  # chat: a Jinja file, plain or chatml; None: the model's own, else plain
 
     def __post_init__(self) -> None:
         check_types(self)

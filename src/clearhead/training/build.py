@@ -23,6 +23,7 @@ from clearhead.costs import LEARNING, cost
 from clearhead.errors import ConfigError, nearest, refuse
 from clearhead.hub.checkpoint import Description, describe
 from clearhead.hub.export import exported
+from clearhead.hub.gguf_file import is_gguf
 from clearhead.model.transformer import Transformer
 from clearhead.presets import PRESETS, preset
 from clearhead.recipe import BASE, Recipe, TrainPlan
@@ -52,8 +53,8 @@ def base_of(recipe: Recipe) -> Model | None:
 def _folder(base: str) -> Path:
     """Return the directory that [model] base names, or refuse it."""
     refuse(
-        not Path(base).is_dir(),
-        f'[model] base "{base}" is no directory and no preset{nearest(base, PRESETS)}: '
+        not Path(base).is_dir() and not is_gguf(Path(base)),
+        f'[model] base "{base}" is no directory, no GGUF file and no preset{nearest(base, PRESETS)}: '
         f"presets are {', '.join(PRESETS)}",
     )
     return Path(base)
@@ -306,4 +307,20 @@ def _generation(recipe: Recipe, task: TaskSpec, special: Mapping[str, int], know
         "max_new_tokens": most,
         "num_beams": plan.num_beams,
         "length_penalty": plan.length_penalty,
+    }
+
+
+def processor(mean: list[float], deviation: list[float], config: ModelConfig) -> dict[str, Any]:
+    """Return preprocessor_config.json: how a picture is prepared for the model."""
+    assert config.image_size is not None
+    height, width = config.image_size
+    return {
+        "image_processor_type": "ViTImageProcessor",
+        "do_resize": True,
+        "size": {"height": height, "width": width},
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        "image_mean": mean,
+        "image_std": deviation,
     }

@@ -5,7 +5,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from tokenizers import Tokenizer
@@ -14,7 +14,6 @@ from torch import nn
 from clearhead.api import Model
 from clearhead.batches import batch, batching, encoded, even
 from clearhead.bundle import best_device
-from clearhead.config import ModelConfig
 from clearhead.costs import cost
 from clearhead.data.examples import Corpus, Images
 from clearhead.data.files import RECIPE
@@ -24,6 +23,7 @@ from clearhead.fast.parts import like
 from clearhead.fast.training import join_projections, recompute, suit_narrow
 from clearhead.hub.checkpoint import Unread
 from clearhead.hub.files import write_text
+from clearhead.hub.gguf_file import is_gguf
 from clearhead.hub.tokenizer import load_tokenizer, read_settings, special_ids
 from clearhead.model.heads import LanguageHead
 from clearhead.parallel.pipeline import check as check_stages
@@ -33,12 +33,14 @@ from clearhead.parallel.world import ALONE, World
 from clearhead.presets import PRESETS
 from clearhead.recipe import BASE, Recipe, TrainPlan
 from clearhead.tasks import spec, table
+from clearhead.tasks.chat import chat_template
 from clearhead.tasks.corpus import Texts, open_examples
 from clearhead.tokens.training import choose, train_tokenizer
 from clearhead.training import build, optim, weights
 from clearhead.training.events import Note, OnEvent
 from clearhead.training.loop import TrainingRun
 from clearhead.training.machine import choose_precision, fits, narrow, pays, quick_attention
+from clearhead.training.reference import keep_reference
 from clearhead.training.state import CACHE
 from clearhead.training.tries import first_example
 
@@ -62,6 +64,8 @@ def prepare(recipe: Recipe, folder: Path, on_event: OnEvent, world: World = ALON
     loaded = build.build(
         recipe, name, tokenizer, special, corpus.labels, image, base, large=device.type != "cpu"
     )
+    if task.ready is not None:
+        on_event(Note(task.ready(loaded, recipe)))
     recipe = recipe.replace("data", task=name)
     batches = encode_batches(recipe, task, corpus, loaded, folder, on_event, world)
     for line in remarks(recipe, task, loaded, base):
@@ -73,7 +77,9 @@ def prepare(recipe: Recipe, folder: Path, on_event: OnEvent, world: World = ALON
     if world.first:
         write_text(folder / RECIPE, recipe.to_toml())
         write_text(folder / FINGERPRINT, corpus.fingerprint)
-    return assemble(recipe, task, corpus, loaded, batches, folder, on_event, world)
+    run = assemble(recipe, task, corpus, loaded, batches, folder, on_event, world)
+    keep_reference(run, on_event)
+    return run
 
 
 def facts(corpus: Corpus) -> dict[str, str]:
@@ -99,7 +105,7 @@ def assemble(
 
     `unread`: the weights of a model that has none yet, of which each process reads its part.
     """
-    plan, device = recipe.train, best_device(recipe.train.device)
+    plan, device, task = recipe.train, best_device(recipe.train.device), task.settled(recipe.train, loaded)
     assert plan.steps is not None and plan.metric is not None, "the recipe is not settled"
     if plan.threads is not None:
         torch.set_num_threads(plan.threads)
@@ -206,7 +212,7 @@ def find_tokenizer(
     plan = recipe.tokens
     if plan.model is not None:
         folder = Path(plan.model)
-        tokenizer = load_tokenizer(folder) if folder.is_dir() else None
+        tokenizer = load_tokenizer(folder) if folder.is_dir() or is_gguf(folder) else None
         refuse(tokenizer is None, f'[tokens] model "{plan.model}" is no directory with a tokenizer')
         return tokenizer, special_ids(tokenizer, read_settings(folder), {}, {})
     if base is not None:
@@ -242,8 +248,9 @@ def encode_batches(
     for side in SIDES:
         with world.led():
             ids = encoded.encode_corpus(
-                corpus, side, task.batching, loaded.tokenizer, loaded.labels, cache, special=loaded.special
-            )
+                corpus, side, task.batching, loaded.tokenizer, loaded.labels, cache,
+                special=loaded.special, template=chat_template(loaded) if task.chats else None,
+            )  # fmt: skip
         rows, special = begun(ids, loaded)
         batches = batching.make_batches(
             task.batching,
@@ -259,28 +266,12 @@ def encode_batches(
         made.append(batches)
         if task.tokens is None and side == "train":
             mean, deviation = (rows.arrays[name].tolist() for name in ("mean", "std"))
-            loaded.images = processor(mean, deviation, loaded.config)
+            loaded.images = build.processor(mean, deviation, loaded.config)
     train, validation = made
     if train.waste:
         count = "1 batch" if train.per_epoch == 1 else f"{train.per_epoch:,} batches"
         on_event(Note(f"{count} in an epoch; {train.waste:.1%} of their tokens are padding"))
     return train, validation
-
-
-def processor(mean: list[float], deviation: list[float], config: ModelConfig) -> dict[str, Any]:
-    """Return preprocessor_config.json: how a picture is prepared for the model."""
-    assert config.image_size is not None
-    height, width = config.image_size
-    return {
-        "image_processor_type": "ViTImageProcessor",
-        "do_resize": True,
-        "size": {"height": height, "width": width},
-        "do_rescale": True,
-        "rescale_factor": 1 / 255,
-        "do_normalize": True,
-        "image_mean": mean,
-        "image_std": deviation,
-    }
 
 
 # What the recipe leaves open --------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from clearhead.training import optim
 from clearhead.training.events import Note, OnEvent
 from clearhead.training.loop import TrainingRun
 from clearhead.training.prepare import FINGERPRINT, assemble, encode_batches
+from clearhead.training.reference import read_reference
 from clearhead.training.state import load_checkpoint, restore_optimizer
 from clearhead.typed import plain
 
@@ -72,6 +73,7 @@ def restore(
         loaded, unread = open_empty(checkpoint, torch.float32)
     batches = encode_batches(recipe, task, corpus, loaded, folder, lambda event: None, world)  # told before
     run = assemble(recipe, task, corpus, loaded, batches, folder, on_event, world, unread)
+    read_reference(run)
     tensors, run.state = load_checkpoint(checkpoint)
     _check_unchanged(run, tensors)
     named = dict(run.model.named_parameters())

@@ -13,7 +13,8 @@ function drawer(app, root, { id, title, words, keys, load }) {
   const box = el("details", { id: `drawer-${id}`, class: "drawer" }, el("summary", {}, title), el("p", { class: "soft" }, words), problem, body);
   const fill = async () => {
     const run = app.store.get("run");
-    if (!run || !box.open || !root.offsetParent) return;
+    if (run && !app.source.live) box.hidden = !app.source.list(`run/${run.run}/${id}?`).length; // a file shows what it has
+    if (!run || box.hidden || !box.open || !root.offsetParent) return;
     problem.textContent = "";
     try {
       await load(run, body);

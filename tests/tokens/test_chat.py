@@ -1,0 +1,171 @@
+"""Chat templates: ids as transformers gives them, spans that the assistant wrote, a sandbox that holds."""
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+import clearhead as ch
+from clearhead.errors import InputError
+from clearhead.tasks.chat import chat_ids, turn_end
+from clearhead.tokens.chat import KNOWN, ChatTemplate
+from tests import harness
+from tests.tokens.chat_templates import TEMPLATES
+
+NAMES = {"bos_token": "<s>", "eos_token": "</s>"}
+SPECIAL = [
+    "<s>",
+    "</s>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<|end|>",
+    "<end_of_turn>",
+    "<|return|>",
+]
+HI = {"role": "user", "content": " Hi, wie geht’s?\n"}
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"city": {"type": "string"}}}}
+CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Köln"}}}
+CHATS = {
+    "one": [HI],
+    "two turns": [HI, {"role": "assistant", "content": "Good. "}, {"role": "user", "content": "{{ 7 * 7 }}"}],
+    "system": [{"role": "system", "content": "Be brief."}, HI],
+    "thought": [HI, {"role": "assistant", "content": "<think>\nhm\n</think>\n\nWell."}, HI],
+    "parts": [{"role": "user", "content": [{"type": "text", "text": "a "}, {"type": "text", "text": "b"}]}],
+    "ended": [HI, {"role": "assistant", "content": "Bye."}],
+    "tools": [
+        HI,
+        {"role": "assistant", "content": "", "tool_calls": [CALL]},
+        {"role": "tool", "content": "rain"},
+    ],
+    "reasons": [HI, {"role": "assistant", "content": "Well.", "reasoning": "hm"}, HI],
+}
+# Fields that a template must name to be given them: transformers drops the others without a word.
+READS = {
+    "tools": lambda text: "tool_calls" in text and "tools" in text,
+    "reasons": lambda text: "hinking" in text,
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    """Bytes as GPT-2 writes them, without merges, and some special tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = Tokenizer(models.BPE({letter: number for number, letter in enumerate(alphabet)}, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens([AddedToken(text, special=True) for text in SPECIAL])
+    return made
+
+
+@pytest.fixture(scope="module")
+def model(tokenizer) -> ch.Model:
+    made = harness.build(vocab_size=300, positions="rope", max_positions=2048)
+    return ch.Model(made, tokenizer, special={"bos": 256, "eos": 257})
+
+
+def test_there_are_thirty_templates():
+    assert len(TEMPLATES) == len(set(TEMPLATES.values())) >= 30
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_ids_equal_those_of_transformers(name, model, tokenizer):
+    """Every conversation that transformers takes gives the same ids; what it refuses is refused in a line."""
+    theirs = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+    model.settings = {**NAMES, "chat_template": TEMPLATES[name]}
+    taken = 0
+    for kind, messages in CHATS.items():
+        more = {"tools": [TOOL]} if kind == "tools" else {}
+        joins = kind == "parts" and "text" not in TEMPLATES[name]  # it takes no parts: ours are joined
+        given = [{"role": "user", "content": "a b"}] if joins else messages
+        try:
+            wanted = theirs.apply_chat_template(
+                given, chat_template=TEMPLATES[name], add_generation_prompt=True, return_dict=False, **more
+            )
+        except Exception:
+            with pytest.raises(InputError, match="chat template"):
+                chat_ids(model, messages, more)
+            continue
+        if not READS.get(kind, bool)(TEMPLATES[name]):
+            with pytest.raises(InputError, match=r"is not read by|does not take"):
+                chat_ids(model, messages, more)
+            continue
+        assert chat_ids(model, messages, more) == list(wanted), kind
+        taken += 1
+    assert taken >= 3
+    for kind in ("one", "two turns", "ended"):  # and without the generation prompt
+        wanted = theirs.apply_chat_template(CHATS[kind], chat_template=TEMPLATES[name], tokenize=False)
+        assert ChatTemplate(TEMPLATES[name], NAMES).render(CHATS[kind], False) == wanted
+
+
+LEARNED = [  # template, and what the assistant wrote in the two turns of `TALK`, to the end of each
+    ("chatml", ["one two<|im_end|>\n", "three<|im_end|>\n"]),
+    ("chatml_marked", ["one two<|im_end|>", "three<|im_end|>"]),
+    ("llama2", [" one two </s>", " three </s>"]),
+    ("llama3", ["one two<|eot_id|>", "three<|eot_id|>"]),
+    ("mistral", ["one two</s>", "three</s>"]),
+    ("zephyr", ["one two</s>\n", "three</s>\n"]),
+    ("vicuna", [" one two</s>", " three</s>"]),
+    ("falcon", [" one two", " three"]),
+    ("marked_turns", [" one two</s>", " three</s>"]),
+    ("qwen3", ["<think>\n\n</think>\n\none two<|im_end|>\n", "<think>\n\n</think>\n\nthree<|im_end|>\n"]),
+    ("olmo", ["one two</s>", "three</s>"]),
+    ("deepseek", ["one two</s>", "three</s>"]),
+]
+TALK = [
+    {"role": "user", "content": "a"},
+    {"role": "assistant", "content": "one two"},
+    {"role": "user", "content": "b"},
+    {"role": "assistant", "content": "three"},
+]
+
+
+@pytest.mark.parametrize(("name", "wanted"), LEARNED, ids=[name for name, _ in LEARNED])
+def test_what_the_assistant_wrote(name, wanted):
+    texts = ChatTemplate(TEMPLATES[name], NAMES).learned(TALK)
+    assert [text[span.first : span.last] for text, spans in texts for span in spans] == wanted
+    # Where earlier turns change once others follow, each answer has a text of its own, as it is generated.
+    assert len(texts) == (2 if name == "qwen3" else 1)
+
+
+def test_answers_to_nothing_and_of_weight_0_are_not_learned():
+    template = ChatTemplate(KNOWN["chatml"])
+    greeting = [{"role": "assistant", "content": "Hello"}, *TALK]
+    ((text, spans),) = template.learned(greeting)
+    assert [text[span.first : span.last] for span in spans] == ["one two<|im_end|>\n", "three<|im_end|>\n"]
+    light = [{**one, "weight": 0} if one["content"] == "three" else one for one in TALK]
+    assert len(template.learned(light)[0][1]) == 1
+    assert template.learned(TALK[:1]) == template.learned(greeting[:1]) == []
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ 'a' * 10**9 }}",
+        "{{ 10 ** 10 ** 10 }}",
+        "{% set ns = namespace(x=0) %}{% set ns._x = 1 %}",
+        "{{ messages.__class__.__mro__ }}",
+        "{{ cycler.__init__.__globals__ }}",
+        "{% for i in range(10 ** 9) %}a{% endfor %}",
+        "{{ messages.append(1) }}",
+        "{% include '/etc/passwd' %}",
+        "{{",
+    ],
+)
+def test_a_hostile_template_is_one_line(template):
+    with pytest.raises(InputError, match=r"the chat template refuses these messages: .") as found:
+        ChatTemplate(template).render([HI])
+    assert "\n" not in str(found.value)
+
+
+def test_a_model_answers_until_the_turn_ends(model, tokenizer, monkeypatch):
+    model.settings = {**NAMES, "chat_template": TEMPLATES["llama3"]}
+    assert turn_end(model) == tokenizer.token_to_id("<|eot_id|>")
+    streamed: list[str] = []
+    made = model.chat([HI], 24, temperature=1.0, seed=3, on_text=lambda row, new: streamed.append(new))
+    whole = model.generate(
+        chat_ids(model, [HI], {}), 24, temperature=1.0, seed=3, stop_tokens=("<|eot_id|>",)
+    )
+    assert (made.ids, made.text) == (whole.ids, whole.text) and made.text == "".join(streamed)
+    model.settings = {}
+    with pytest.raises(InputError, match="no chat template"):
+        model.chat([HI])
