@@ -192,7 +192,7 @@ class StepBlock(Direct, Block):
         if z is None:
             return super().forward(x, view, memory, cross_view, keys, cross_keys, tap)
         attention, feedforward = self.attention, self.feedforward
-        assert isinstance(feedforward, FeedForward)
+        assert isinstance(attention, FusedAttention) and isinstance(feedforward, FeedForward)
         x = step_linear(z, attention.out.weight, attention.out.bias, add=x)
         norm = self.feedforward_residual.before
         if isinstance(feedforward, FusedFeedForward):
