@@ -35,8 +35,9 @@ from clearhead.fast import prepare
 from clearhead.generate import steps as made
 from clearhead.generate.decode import Ends, Prompts, decode, prefill
 from clearhead.generate.engine import decode_compiled
+from clearhead.generate.reading import read_prompts
 from clearhead.generate.request import Request
-from clearhead.generate.steps import CompiledStep, Handover, Steps
+from clearhead.generate.steps import CompiledStep, Running, Steps
 from clearhead.model.attend import KERNELS
 from clearhead.model.attention import Attention
 from gpu_kernels import BATCHES, Rows, kernel_equality, noted, seconds_of, tiles
@@ -171,9 +172,7 @@ def speed_at(model: ch.Transformer, prompts: list[list[int]], backend: str) -> d
     assert step is not None, "not compiled: see the warning above"
     alone = []
     for _ in range(4):
-        cache = Handover(PROMPT)
-        first = prefill(model, prompts, cache).argmax(-1)
-        step.ids[cache.settle(step.cache), 0] = first
+        step.ids[:rows, 0] = read_prompts(model, Prompts(prompts), step.cache).argmax(-1)
         alone.append(seconds_of(lambda: step.ahead(NEW - 1)))
     request, read = Request(max_new_tokens=NEW, compile=True), Prompts(prompts)
     whole = min(seconds_of(lambda: decode_compiled(model, request, read, steps=steps)) for _ in range(4))
@@ -192,11 +191,11 @@ def step_error(model: ch.Transformer, step: CompiledStep, prompts: list[list[int
 
     The distance is in standard deviations of the uncompiled logits.
     """
-    cache, same = Handover(PROMPT), ch.Cache()
-    first = prefill(model, prompts, cache).argmax(-1)
+    running, same = Running(len(prompts), step.ids.device), ch.Cache()
+    first = read_prompts(model, Prompts(prompts), step.cache).argmax(-1)
     prefill(model, prompts, same)
     ours, plain = (
-        step(first, cache).float(),
+        step(first, running).float(),
         model(first[:, None], cache=same, logits="last").logits[:, -1].float(),
     )
     return {

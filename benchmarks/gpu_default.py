@@ -1,11 +1,11 @@
 """What `generate` gives on a GPU without any flag: prompts of unequal length, from the first call on.
 
-    python benchmarks/gpu_default.py [--rows 64] [--new 512] [--compiled] [--save]
+    python benchmarks/gpu_default.py [--shape qwen3-0.6b] [--rows 64] [--new 512] [--compiled] [--save]
 
-A decoder of Qwen3-0.6B's shape with random weights in bfloat16, and prompts of 100 to 1,024 tokens. Each
-variant is timed in a first call and in a second one with other prompts: as it comes, step by step
-(`compile=False`), and with `--compiled` also with `compile=True`, which takes a minute at first. Seconds are
-those of the clock and include reading the prompts.
+A decoder of Qwen3-0.6B's shape with random weights in bfloat16, and prompts of 100 to 1,024 tokens; or one
+of the shape of a Llama with 1.1 billion parameters, and prompts of 128. Each variant is timed in a first call
+and in a second one with other prompts: as it comes, step by step (`compile=False`), and with `--compiled`
+with `compile=True` too, which takes a minute at first. Seconds include reading the prompts.
 """
 
 from __future__ import annotations
@@ -22,15 +22,21 @@ from common import device_name, save
 SHAPE = ch.ModelConfig(
     family="decoder", vocab_size=151_936, d_model=1024, n_layers=28, n_heads=16, n_kv_heads=8, d_head=128,
     d_ff=3072, gated=True, activation="silu", norm="rmsnorm", positions="rope", bias=False, qk_norm="head",
-    tie_embeddings=True, max_positions=32_768, rope_base=1e6,
+    tie_embeddings=True, max_positions=4096, rope_base=1e6,
 )  # fmt: skip
-LENGTHS = (100, 1024)
+LLAMA = ch.ModelConfig(
+    family="decoder", vocab_size=32_000, d_model=2048, n_layers=22, n_heads=32, n_kv_heads=4, d_ff=5632,
+    gated=True, activation="silu", norm="rmsnorm", positions="rope", bias=False, tie_embeddings=False,
+    max_positions=2048,
+)  # fmt: skip
+# By name: the config, and the lengths of prompts.
+SHAPES = {"qwen3-0.6b": (SHAPE, (100, 1024)), "llama-1.1b": (LLAMA, (128, 128))}
 
 
-def prompts(rows: int, seed: int) -> list[list[int]]:
-    """Draw rows of tokens of unequal length."""
-    draw = random.Random(seed)
-    return [[draw.randrange(SHAPE.vocab_size) for _ in range(draw.randint(*LENGTHS))] for _ in range(rows)]
+def prompts(rows: int, seed: int, shape: str = "qwen3-0.6b") -> list[list[int]]:
+    """Draw rows of tokens."""
+    draw, (config, lengths) = random.Random(seed), SHAPES[shape]
+    return [[draw.randrange(config.vocab_size) for _ in range(draw.randint(*lengths))] for _ in range(rows)]
 
 
 def main() -> None:
@@ -38,6 +44,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
     parser.add_argument("--rows", type=int, nargs="+", default=[64])
     parser.add_argument("--new", type=int, default=512)
     parser.add_argument("--compiled", action="store_true")
@@ -45,7 +52,7 @@ def main() -> None:
     given = parser.parse_args()
     torch.manual_seed(0)
     with torch.device("cuda"):
-        model = ch.Transformer(SHAPE.replace(max_positions=4096)).bfloat16().eval()
+        model = ch.Transformer(SHAPES[given.shape][0]).bfloat16().eval()
     found = []
     for rows in given.rows:
         kept = {}
@@ -55,7 +62,7 @@ def main() -> None:
             m = ch.Model(model)
             took = []
             for seed in (1, 2):
-                asked = prompts(rows, seed)
+                asked = prompts(rows, seed, given.shape)
                 torch.cuda.synchronize()
                 start = time.perf_counter()
                 answers = m.generate(asked, given.new, compile=choice)
@@ -64,6 +71,7 @@ def main() -> None:
             kept[name] = [answer.ids for answer in answers]
             agree = sum(a == b for a, b in zip(kept[name], kept["default"])) / rows
             row = {
+                "shape": given.shape,
                 "rows": rows,
                 "way": name,
                 "first_call_s": round(took[0], 2),
@@ -80,7 +88,7 @@ def main() -> None:
             del m
             torch.cuda.empty_cache()
     if given.save:
-        save("gpu_default", found)
+        save(f"gpu_default_{given.shape}", found)
 
 
 if __name__ == "__main__":

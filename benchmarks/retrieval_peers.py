@@ -1,11 +1,12 @@
 """Compare retrieval with sentence-transformers and FAISS: the same embedder and documents, taking turns.
 
-    python benchmarks/retrieval_peers.py DATA --model DIR [--collections scifact cranfield] [--save]
+    python benchmarks/retrieval_peers.py DATA --model DIR [--collections NAME ...] [--device cuda] [--save]
 
 DATA is as for retrieval.py, which builds the indexes; --work DIR keeps them. --sample N lets the peer embed N
 documents only, evenly spread, and gives FAISS our vectors for the others: how far the vectors of the sample
 lie apart is in the record. Ratios are ours over theirs, so that below 1 ours takes less: medians over rounds,
-of the wall's seconds and of this process's. sentence-transformers and faiss-cpu are in no extra.
+of the wall's seconds and of this process's. sentence-transformers and faiss-cpu are in no extra. Without
+FAISS, one product of matrices stands for its flat index.
 """
 
 from __future__ import annotations
@@ -17,15 +18,40 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import faiss
 import numpy as np
 import torch
 from sentence_transformers import SentenceTransformer
 
 import clearhead as ch
 from clearhead.retrieval.index import Index, build_index, embedded
-from common import processor_name, save
+from common import device_name, processor_name, save
 from retrieval import Clock, cranfield, judge, quality, scifact
+
+try:
+    import faiss
+except ImportError:
+    faiss = None
+
+
+class Product:
+    """What FAISS's flat index computes, by one product of matrices."""
+
+    def __init__(self, width: int) -> None:
+        """Begin with no vector."""
+        self.vectors = np.zeros((0, width), dtype=np.float32)
+
+    def add(self, vectors: Any) -> None:
+        """Add vectors [N, D]."""
+        self.vectors = np.concatenate([self.vectors, vectors])
+
+    def search(self, asked: Any, count: int) -> tuple[Any, Any]:
+        """Return the scores and numbers of the nearest vectors [Q, count]."""
+        scores = asked @ self.vectors.T
+        order = np.argsort(-scores, axis=1)[:, :count]
+        return np.take_along_axis(scores, order, 1), order
+
+
+FLAT = Product if faiss is None else faiss.IndexFlatIP
 
 
 class Known:
@@ -74,7 +100,7 @@ def compare(
     apart = float(np.abs(theirs - vectors[chosen]).max())
     mixed = vectors.copy()
     mixed[chosen] = theirs
-    flat = faiss.IndexFlatIP(mixed.shape[1])
+    flat = FLAT(mixed.shape[1])
     flat.add(mixed)
 
     def their_search() -> Any:
@@ -91,12 +117,12 @@ def compare(
     vectors_asked = encode(asked)
 
     def their_index() -> None:
-        made = faiss.IndexFlatIP(mixed.shape[1])
+        made = FLAT(mixed.shape[1])
         made.add(encode(timed))
 
     row: dict[str, object] = {
         "collection": name,
-        "by": "sentence-transformers + FAISS",
+        "by": f"sentence-transformers + {'a product' if faiss is None else 'FAISS'}",
         **quality(ranked, judged),
         "same_of_10": round(sum(same) / len(same) / 10, 4),
         "documents": len(passages),
@@ -129,10 +155,13 @@ def main() -> None:
     parser.add_argument("--sample", type=int)
     parser.add_argument("--timed", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--save", action="store_true")
     given = parser.parse_args()
-    faiss.omp_set_num_threads(torch.get_num_threads())
-    model, peer = ch.load(given.model), SentenceTransformer(str(given.model), device="cpu")
+    if faiss is not None:
+        faiss.omp_set_num_threads(torch.get_num_threads())
+    model = ch.load(given.model, dtype="float32", device=given.device)
+    peer = SentenceTransformer(str(given.model), device=given.device).float()
     rows: list[dict[str, object]] = []
     with tempfile.TemporaryDirectory() as folder:
         work = given.work or Path(folder)
@@ -143,8 +172,10 @@ def main() -> None:
             rows += judge(name, index, queries, judged, ["words", "meaning", "both"])
             rows.append(compare(name, index, peer, queries, judged, given))
     if given.save:
-        facts = {"device": processor_name(), "torch": torch.__version__, "embedder": given.model.parent.name}
-        save("retrieval_peers", [{**facts, "rows": rows}])
+        on_gpu = given.device != "cpu"
+        facts = {"device": device_name() if on_gpu else processor_name(), "torch": torch.__version__}
+        facts |= {"embedder": f"{given.model.parent.name}/{given.model.name}"}
+        save("retrieval_peers_gpu" if on_gpu else "retrieval_peers", [{**facts, "rows": rows}])
 
 
 if __name__ == "__main__":

@@ -259,8 +259,8 @@ def main() -> None:
             with server(tiny, *options) as port:
                 keep(f"{many} open streams", asyncio.run(hold(port, given.streams)))
         if "overload" in given.parts:
-            with server(wide, "--max-running", "8", "--max-waiting", "2") as port:
-                keep("overload, 8 rows, 2 may wait", asyncio.run(overload(port, given.seconds, 8)))
+            with server(wide, "--max-running", "8") as port:
+                keep("overload, 8 rows, 1 may wait", asyncio.run(overload(port, given.seconds, 8)))
         if "health" in given.parts:
             with server(wide) as port:
                 keep("health during a prompt of 8192 tokens", asyncio.run(health(port, 8192)))

@@ -12,8 +12,8 @@ from clearhead.model.attend import KERNELS
 from clearhead.model.feedforward import ACTIVATIONS, Experts, FeedForward
 from clearhead.model.fronts import FRONTS
 from clearhead.model.heads import HEADS
+from clearhead.model.kinds.disentangled import SCHEMES
 from clearhead.model.norms import NORMS
-from clearhead.model.positions import POSITIONS
 from tests.harness import (
     V,
     build,
@@ -108,7 +108,7 @@ def test_norm_statistics_are_float32_in_bfloat16(name):
 
 @pytest.mark.ledger("B2", "B3", "B4", "B5", "B6", "B7")
 @pytest.mark.parametrize("family", ["decoder", "encoder", "encoder-decoder"])
-@pytest.mark.parametrize("name", list(POSITIONS))
+@pytest.mark.parametrize("name", list(SCHEMES))
 def test_positions(name, family):
     shape = {"family": family, "positions": name, "d_model": 8, "n_heads": 2, "d_ff": 8, "n_layers": 1}
     shape |= {"tie_embeddings": False, "share_embeddings": False}  # gradcheck moves one tensor at a time

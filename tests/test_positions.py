@@ -15,11 +15,10 @@ from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 from transformers.models.t5.modeling_t5 import T5Attention
 
 import clearhead as ch
+from clearhead.model.kinds.relative import relative_bucket
 from clearhead.model.positions import (
     alibi_slopes,
-    relative_bucket,
     rope_frequencies,
-    rope_order,
     rotate,
     sinusoid,
 )
@@ -32,6 +31,16 @@ def angles_in_python(position: int, width: int, base: float) -> tuple[list[float
     """cos and sin of each pair, one number at a time."""
     angles = [position * base ** (-2 * i / width) for i in range(width // 2)]
     return [math.cos(a) for a in angles], [math.sin(a) for a in angles]
+
+
+def rope_order(width: int, layout: str) -> torch.Tensor:
+    """Return, for each column of `layout`, its number in the other layout: a permutation of `width`.
+
+    `weight[rope_order(E, "half")]` turns the rows of an interleaved query or key projection into half-split
+    ones, exactly; `weight[rope_order(E, "interleaved")]` turns them back.
+    """
+    half_split = torch.cat([torch.arange(0, width, 2), torch.arange(1, width, 2)])
+    return half_split if layout == "half" else half_split.argsort()
 
 
 @pytest.mark.ledger("B4")

@@ -17,6 +17,10 @@ PUBLISHED = {
     "bert-large": 335_174_458,
     "distilbert": 66_985_530,
     "longformer-base": 148_711_257,
+    "xlm-roberta-base": 278_295_186,
+    "mpnet-base": 109_518_527,
+    "electra-base": 109_483_009,
+    "modernbert-base": 149_655_232,
     "llama-1b-like": 1_100_048_384,
     "llama-3-8b": 8_030_261_248,
     "llama-3-70b": 70_553_706_496,
@@ -57,6 +61,20 @@ REFERENCES = {
         "LongformerForMaskedLM",
         {"vocab_size": 50_265, "max_position_embeddings": 4098, "type_vocab_size": 1},
     ),
+    "mpnet-base": ("MPNetConfig", "MPNetForMaskedLM", {"max_position_embeddings": 514}),
+    "electra-base": (
+        "ElectraConfig",
+        "ElectraForPreTraining",
+        {**{"embedding_size": 768, "hidden_size": 768}, "num_attention_heads": 12, "intermediate_size": 3072},
+    ),
+    "deberta-v3-base": (
+        "DebertaV2Config",
+        "DebertaV2ForMaskedLM",
+        {"hidden_size": 768, "num_attention_heads": 12, "num_hidden_layers": 12, "intermediate_size": 3072}
+        | {"relative_attention": True, "position_biased_input": False, "share_att_key": True}
+        | {"pos_att_type": ["p2c", "c2p"], "position_buckets": 256, "norm_rel_ebd": "layer_norm"},
+    ),
+    "modernbert-base": ("ModernBertConfig", "ModernBertForMaskedLM", {}),
     "t5-small": ("T5Config", "T5ForConditionalGeneration", {}),
     "bart-base": (
         "BartConfig",

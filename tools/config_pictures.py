@@ -16,10 +16,11 @@ import numpy as np
 import torch
 
 import clearhead as ch
-from clearhead.config.fields import RopeScaling
+from clearhead.config import RopeScaling
 from clearhead.model.attend import eager
 from clearhead.model.feedforward import ACTIVATIONS, Experts
-from clearhead.model.positions import alibi_slopes, relative_bucket, rope_frequencies, sinusoid
+from clearhead.model.kinds.relative import relative_bucket
+from clearhead.model.positions import alibi_slopes, rope_frequencies, sinusoid
 from clearhead.plot.canvas import BLUE, RED, Axes, Figure, draw, name, new, save
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "images" / "config"
@@ -546,11 +547,11 @@ PICTURES = {
         draw_embedding,
         "d_embedding embedding_projection embedding_scale n_types embedding_norm tie_embeddings",
     ),
-    "positions": Drawn(draw_positions, "positions max_positions position_offset"),
+    "positions": Drawn(draw_positions, "positions max_positions max_encoder_positions position_offset"),
     "waves": Drawn(draw_waves, "sinusoid_layout sinusoid_ends"),
     "rope": Drawn(draw_rope, "rope_base rope_local_base rope_fraction rope_layout rope_skips"),
     "rope-scaling": Drawn(draw_rope_scaling, "rope_scaling"),
-    "buckets": Drawn(draw_buckets, "relative_buckets relative_max_distance"),
+    "buckets": Drawn(draw_buckets, "relative_buckets relative_max_distance relative_terms relative_norm"),
     "masks": Drawn(draw_masks, "attention window"),
     "scores": Drawn(draw_scores, "attention_scale attention_softcap attention_sink qk_norm attention_gate"),
     "activations": Drawn(draw_activations, "activation gated gated_clamp gated_shift"),
@@ -559,14 +560,17 @@ PICTURES = {
         "n_experts n_active_experts d_expert d_shared_expert router_order router_renormalise router_bias "
         "dense_layers",
     ),
-    "residuals": Drawn(draw_residuals, "norm_position parallel parallel_norms residual_scale final_norm"),
+    "residuals": Drawn(
+        draw_residuals, "norm_position first_norm parallel parallel_norms residual_scale final_norm"
+    ),
     "norms": Drawn(draw_norms, "norm norm_eps norm_unit_offset"),
-    "biases": Drawn(draw_biases, "bias qkv_bias attention_out_bias feedforward_bias norm_bias"),
+    "biases": Drawn(draw_biases, "bias qkv_bias key_bias attention_out_bias feedforward_bias norm_bias"),
     "depth": Drawn(draw_depth, "depth_capacity layer_drop"),
     "dropout": Drawn(draw_dropout, "dropout embedding_dropout attention_dropout feedforward_dropout"),
     "output": Drawn(
         draw_output,
-        "head n_classes pooling pooler normalise head_transform head_layer head_activation head_bias",
+        "head n_classes pooling pooler pooler_bias pooler_norm normalise head_transform head_layer "
+        "head_activation head_bias",
     ),
     "logits": Drawn(draw_logits, "logit_scale logit_softcap"),
     "init": Drawn(draw_init, "init init_std"),

@@ -50,9 +50,12 @@ from clearhead.tasks.results import Answer as Answer
 from clearhead.tasks.results import Candidate as Candidate
 from clearhead.tasks.results import Classification as Classification
 from clearhead.tasks.results import Generation as Generation
+from clearhead.tasks.results import Ranked as Ranked
 from clearhead.tasks.results import Score as Score
+from clearhead.tasks.results import Segment as Segment
 from clearhead.tasks.results import Span as Span
 from clearhead.tasks.results import Tags as Tags
+from clearhead.tasks.results import Transcription as Transcription
 from clearhead.tasks.results import Word as Word
 from clearhead.training.run import Trained as Trained
 from clearhead.training.run import train as train

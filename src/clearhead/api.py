@@ -2,26 +2,28 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Unpack, overload
+from typing import Any, Literal, Unpack, overload
 
 import torch
 from torch import Tensor
 
-from clearhead.bundle import Bundle, best_device, default_names, float_dtype
-from clearhead.errors import CheckpointError, MissingExtraError, refuse
+from clearhead.bundle import Bundle, best_device, class_labels, float_dtype
+from clearhead.errors import CheckpointError, refuse
 from clearhead.generate.request import MAX_NEW_TOKENS
-from clearhead.hub import checkpoint, files, pixels, sentences
+from clearhead.hub import adapters, checkpoint, files, pixels, sentences
+from clearhead.hub.download import download
+from clearhead.hub.gguf_file import is_gguf
 from clearhead.hub.tokenizer import load_tokenizer, open_tokenizer, read_settings, special_ids
 from clearhead.model.transformer import Transformer
-from clearhead.tasks import chat, generation, reading
+from clearhead.tasks import chat, generation, ranking, reading, results, speech
 from clearhead.tasks.generation import Cancel, GenerateOptions, Hooks, OnText, TranslateOptions, generate
+from clearhead.tasks.one_or_many import as_prompts, best_of_each, unwrapped
 from clearhead.tasks.results import Answer, Candidate, Classification, Generation, Score, Tags
 
 One = str | Sequence[int]  # a prompt: text or ids
 Many = list[str] | tuple[str, ...] | Sequence[Sequence[int]]
 Filled = list[Candidate] | list[list[Candidate]]  # of the one mask, or of each of several
 Pair = tuple[str, str]
-Result = TypeVar("Result")
 
 
 class Model(Bundle):
@@ -86,8 +88,8 @@ class Model(Bundle):
             options: further fields of `Request`: temperature (default 0: greedy), top_k, num_beams, stop, ...
         """
         asked = {"max_new_tokens": max_new_tokens, "num_return": num_return, **options}
-        single, prompts = _prompts(prompt)
-        return _best(generate(self, prompts, asked, Hooks(on_text, cancel, draft)), num_return, single)
+        single, prompts = as_prompts(prompt)
+        return best_of_each(generate(self, prompts, asked, Hooks(on_text, cancel, draft)), num_return, single)
 
     @overload
     def translate(  # type: ignore[overload-overlap]
@@ -146,9 +148,9 @@ class Model(Bundle):
         """
         own = {"max_new_tokens": max_new_tokens, "num_beams": num_beams, "length_penalty": length_penalty}
         asked = {**own, "num_return": num_return, **options}
-        single, prompts = _prompts(text)
+        single, prompts = as_prompts(text)
         made = generation.translate(self, prompts, asked, Hooks(on_text, cancel, draft))
-        return _best(made, num_return, single)
+        return best_of_each(made, num_return, single)
 
     def chat(
         self, messages: Sequence[Mapping[str, Any]], max_new_tokens: int = MAX_NEW_TOKENS, **options: Any
@@ -179,7 +181,13 @@ class Model(Bundle):
         single = not isinstance(inputs, list)
         if self.config.input == "patches":
             single = not isinstance(inputs, list | tuple) and getattr(inputs, "ndim", 3) < 4
-        return _unwrapped(reading.classify(self, [inputs] if single else list(inputs), batch_size), single)
+        return unwrapped(reading.classify(self, [inputs] if single else list(inputs), batch_size), single)
+
+    def rerank(
+        self, query: str, texts: Sequence[str], top: int | None = None, batch_size: int = 32
+    ) -> list[results.Ranked]:
+        """Return the `top` texts that answer a query best, by a classifier with one class, or by vectors."""
+        return ranking.rerank(self, query, texts, top, batch_size)
 
     @overload
     def tag(self, text: str | list[str], batch_size: int = ...) -> Tags: ...
@@ -195,7 +203,7 @@ class Model(Bundle):
         """
         single = isinstance(text, str) or (len(text) > 0 and isinstance(text[0], str))
         texts: Any = [text] if single else text
-        return _unwrapped(reading.tag(self, texts, batch_size), single)
+        return unwrapped(reading.tag(self, texts, batch_size), single)
 
     @overload
     def fill(self, text: str, k: int = ..., batch_size: int = ...) -> Filled: ...
@@ -242,24 +250,27 @@ class Model(Bundle):
         """
         return reading.embed(self, [texts] if isinstance(texts, str) else texts, batch_size, prompt)
 
+    @overload
+    def transcribe(
+        self, sound: speech.Sound, **options: Unpack[speech.TranscribeOptions]
+    ) -> results.Transcription: ...
 
-def _prompts(given: Any) -> tuple[bool, list[Any]]:
-    """Return whether one prompt was given, and a list of all; tensors and arrays of ids count as lists."""
-    given = given.tolist() if hasattr(given, "tolist") else given
-    single = isinstance(given, str) or (len(given) > 0 and not isinstance(given[0], str | Sequence | Tensor))
-    return single, [given] if single else list(given)
+    @overload
+    def transcribe(
+        self, sound: list[Any], **options: Unpack[speech.TranscribeOptions]
+    ) -> list[results.Transcription]: ...
 
+    def transcribe(
+        self, sound: Any, **options: Unpack[speech.TranscribeOptions]
+    ) -> results.Transcription | list[results.Transcription]:
+        """Return what is said in a sound, a file or samples [N]; a long one is read by windows.
 
-def _best(
-    made: list[list[Generation]], num_return: int, single: bool
-) -> Generation | list[Generation] | list[list[Generation]]:
-    """Return one generation of each prompt, or a list where several were asked for."""
-    kept: list[Any] = made if num_return > 1 else [row[0] for row in made]
-    return kept[0] if single else kept
-
-
-def _unwrapped(made: list[Result], single: bool) -> Result | list[Result]:
-    return made[0] if single else made
+        Options: `language` by code or name (default: what the model hears), `task` "transcribe" or
+        "translate" (to English), `timestamps` for segments with times, `rate` of samples that are given
+        (default: the model's), `max_new_tokens` of a window, `batch_size` windows at a time.
+        """
+        single = not isinstance(sound, list | tuple)
+        return unwrapped(speech.transcribe(self, [sound] if single else sound, **options), single)
 
 
 def load(
@@ -271,7 +282,9 @@ def load(
     mapped: bool = False,
     parallel: Mapping[str, int] | None = None,
 ) -> Model:
-    """Open a model directory, clearhead's or Hugging Face's; no network unless `allow_download`.
+    """Open a model directory, clearhead's, Hugging Face's or PEFT's with its base, or a GGUF file.
+
+    No network unless `allow_download`.
 
     `dtype` is float32, bfloat16, float16 or float64, by name or as PyTorch's; None: as the weights are.
     `device` is "cpu", "cuda", "cuda:1", "mps", or "auto" for the best there is. `tokenizer` names one that
@@ -282,14 +295,20 @@ def load(
     """
     cast, place = float_dtype(dtype), best_device(device)
     path = Path(folder)
-    if not path.is_dir():
+    if not path.is_dir() and not is_gguf(path):
         refuse(
             not allow_download,
             f"{folder} is not a directory: name a model directory; one from the Hub is fetched by "
             f"`hf download {folder} --local-dir DIR`, or in Python by load with allow_download=True",
             CheckpointError,
         )
-        path = _download(str(folder))
+        path = download(str(folder))
+    if adapters.is_adapter(path):
+        refuse(parallel is not None, f"{folder} is an adapter: merge it, clearhead convert {folder} OUT")
+        adapted = load(adapters.base_of(path), dtype, device, False, tokenizer, mapped)
+        adapted.adapters.add(path.name, path)
+        adapted.adapters.use(path.name)
+        return adapted
     if parallel is not None:
         from clearhead.parallel.inference import split_for_use  # takes seconds to import
 
@@ -309,10 +328,7 @@ def open_empty(
 
 
 def _with_settings(
-    path: Path,
-    model: Transformer,
-    description: checkpoint.Description,
-    tokenizer: str | Path | None,
+    path: Path, model: Transformer, description: checkpoint.Description, tokenizer: str | Path | None
 ) -> Model:
     """Return a model with what lies beside its weights in a directory."""
     generation = files.read_json_if_any(path / "generation_config.json")
@@ -328,28 +344,7 @@ def _with_settings(
         path,
         special=special_ids(found, settings, generation, description.theirs),
         settings=settings,
-        labels=_labels(description),
+        labels=class_labels(description),
         sentences=sentences.read_sentences(path),
-        images=files.read_json_if_any(path / pixels.PREPROCESSOR),
+        images=pixels.read_preprocessor(path),
     )
-
-
-def _labels(description: checkpoint.Description) -> tuple[str, ...]:
-    """Return the names of the classes in the order of their ids, where config.json names each."""
-    names = description.theirs.get("id2label")
-    numbers = [str(number) for number in range(description.config.n_classes)]
-    if isinstance(names, dict) and set(names) == set(numbers):
-        return tuple(str(names[number]) for number in numbers)
-    return default_names(len(numbers))
-
-
-def _download(name: str) -> Path:
-    try:
-        from huggingface_hub import snapshot_download
-    except ImportError:
-        raise MissingExtraError("downloading needs huggingface_hub: pip install 'clearhead[hub]'") from None
-    patterns = ["*.json", "*.safetensors", "*.model", "*.spm", "*.txt", "*.jinja"]
-    try:
-        return Path(snapshot_download(name, allow_patterns=patterns))
-    except Exception as error:
-        raise CheckpointError(f"{name} could not be downloaded: {str(error).splitlines()[0]}") from None

@@ -17,9 +17,13 @@ from torch import Tensor
 from clearhead.batches.padding import padded, real_tokens
 from clearhead.config import ModelConfig
 from clearhead.errors import InputError, refuse
+from clearhead.fast.lora import merged
 from clearhead.generate.engine import Engine
 from clearhead.generate.own import own_options
 from clearhead.hub import checkpoint, export, files
+from clearhead.hub.adapters import Adapters
+from clearhead.hub.gguf_file import SUFFIX
+from clearhead.hub.gguf_writing import write_gguf
 from clearhead.hub.pixels import PREPROCESSOR
 from clearhead.hub.sentences import Sentences, write_sentences
 from clearhead.hub.tokenizer import clean, encode, save_tokenizer, stop_ids
@@ -36,6 +40,15 @@ DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float1
 def default_names(count: int) -> tuple[str, ...]:
     """Return the names of classes that have none: LABEL_0, LABEL_1, ..."""
     return tuple(f"LABEL_{number}" for number in range(count))
+
+
+def class_labels(description: checkpoint.Description) -> tuple[str, ...]:
+    """Return the names of the classes in the order of their ids, where config.json names each."""
+    names = description.theirs.get("id2label")
+    numbers = [str(number) for number in range(description.config.n_classes)]
+    if isinstance(names, dict) and set(names) == set(numbers):
+        return tuple(str(names[number]) for number in numbers)
+    return default_names(len(numbers))
 
 
 def best_device(name: str | torch.device = "auto") -> torch.device:
@@ -84,6 +97,7 @@ class Bundle:
     sentences: Sentences | None = None  # how sentence-transformers makes one vector of a text
     images: dict[str, Any] = field(default_factory=dict)  # the preprocessor_config.json it came with
     _engine: Engine | None = field(default=None, init=False, repr=False, compare=False)
+    _adapters: Adapters | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         self.model = unwrapped(self.model)
@@ -143,6 +157,13 @@ class Bundle:
         if self._engine is None or self._engine.model is not self.model:
             self._engine = Engine(self.model)
         return self._engine
+
+    @property
+    def adapters(self) -> Adapters:
+        """The model's adapters, by name: `m.adapters.add("polite", folder)`, `m.adapters.use("polite")`."""
+        if self._adapters is None or self._adapters.model is not self.model:
+            self._adapters = Adapters(self.model, self.described().architecture)
+        return self._adapters
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_engine": None}
@@ -254,19 +275,40 @@ class Bundle:
     def save(
         self, folder: str | Path, dtype: str | torch.dtype | None = None, shard_size: int = SHARD_SIZE
     ) -> None:
-        """Write a Hugging Face directory: whole, or not at all. Other files of an existing directory stay."""
-        parameters = dict(self.model.named_parameters())
+        """Write a Hugging Face directory: whole, or not at all. Other files of an existing directory stay.
+
+        Adapters that are in use are merged into the weights that are written. A name that ends in .gguf is
+        written as one GGUF file, whose `dtype` may also be Q8_0 or Q4_0.
+        """
         refuse(
             is_split(self.model),
             f"this model is split over processes: use the directory it was loaded from, {self.folder}",
         )
         described = self.described()
-        tensors = export.outgoing(self.model, described, float_dtype(dtype))
-        with files.whole_folder(Path(folder)) as work:
+        if Path(folder).suffix == SUFFIX:
+            with merged(self.model):
+                write_gguf(
+                    Path(folder),
+                    self.model,
+                    described,
+                    self._gguf_type(dtype),
+                    self.tokenizer,
+                    self.special,
+                    self.settings,
+                )
+            return
+        with merged(self.model), files.whole_folder(Path(folder)) as work:
+            parameters = dict(self.model.named_parameters())
+            tensors = export.outgoing(self.model, described, float_dtype(dtype))
             write_tensors(
                 work, files.MODEL, tensors, lambda name, owner: parameters[name].detach().cpu(), shard_size
             )
             self.write_settings(work, described, tensors)
+
+    def _gguf_type(self, dtype: str | torch.dtype | None) -> str:
+        """Return the type of GGUF that is asked for, or, where none is, the one that holds the weights."""
+        given = str(dtype or next(self.model.parameters()).dtype).removeprefix("torch.")
+        return {"float32": "F32", "float64": "F32", "bfloat16": "F32", "float16": "F16"}.get(given, given)
 
     def described(self) -> checkpoint.Description:
         """Return what the model is saved as: its architecture and config.json."""

@@ -61,6 +61,28 @@ _bert = ModelConfig(
     init="bert",
 )
 
+# ModernBERT: two layers of three see a window, and rotate by a base of their own
+_modern = ModelConfig(
+    family="encoder",
+    vocab_size=50_368,
+    d_model=768,
+    n_layers=22,
+    n_heads=12,
+    d_ff=1152,
+    positions="rope",
+    max_positions=8192,
+    rope_base=160_000.0,
+    rope_local_base=10_000.0,
+    window=tuple(65 if layer % 3 else None for layer in range(22)),
+    embedding_norm=True,
+    first_norm=False,
+    gated=True,
+    bias=False,
+    head="mlm",
+    pooler_bias=False,
+    init="bert",
+)
+
 # LLaMA
 _llama = ModelConfig(
     family="decoder",
@@ -205,6 +227,23 @@ PRESETS: dict[str, ModelConfig] = {
     "bert-base": _bert,
     "bert-large": _bert.replace(d_model=1024, n_layers=24, n_heads=16),
     "distilbert": _bert.replace(n_layers=6, n_types=0, pooler="relu"),
+    "xlm-roberta-base": _bert.replace(vocab_size=250_002, position_offset=2, n_types=1, norm_eps=1e-5),
+    "mpnet-base": _bert.replace(
+        vocab_size=30_527, positions="learned+relative", position_offset=2, n_types=0, norm_eps=1e-5
+    ),
+    "electra-base": _bert.replace(head="tagger", n_classes=1, pooler="gelu"),
+    "modernbert-base": _modern,
+    "deberta-v3-base": _bert.replace(
+        vocab_size=128_100,
+        positions="disentangled",
+        relative_buckets=512,
+        relative_max_distance=512,
+        relative_norm=True,
+        attention_scale=(3 * 64) ** -0.5,
+        n_types=0,
+        norm_eps=1e-7,
+        pooler="none",
+    ),
     "longformer-base": _bert.replace(
         vocab_size=50_265,
         max_positions=4096,

@@ -57,6 +57,8 @@ def column_of(family, prepared):
     """Where the page asks the model unless told otherwise."""
     if family == "encoder":
         return prepared.tokens.ids.index(prepared.m.special["mask"])
+    if family == "tagger":
+        return prepared.tokens.special.index(False)
     return 0 if family in ("classifier", "vit") else len(prepared.tokens) - 1
 
 

@@ -77,6 +77,16 @@ def test_every_module_is_reached_and_no_two_share_a_name():
     assert "<!--" not in whole
 
 
+def test_the_sheet_closes_what_it_opens():
+    """A brace too few would put all rules after it into one for phones."""
+    depth = 0
+    for line in page_files()["style.css"][0].splitlines():
+        assert depth == 0 or not line.startswith((".", "#", "@")), line
+        depth += line.count("{") - line.count("}")
+        assert depth >= 0, line
+    assert depth == 0
+
+
 @pytest.mark.ledger("F2")
 def test_no_file_reads_text_as_markup_or_names_another_machine():
     for name, (text, _) in page_files().items():

@@ -12,6 +12,7 @@ from clearhead.fast.native import MOST_ROWS, NativeLinear
 from clearhead.generate import decode
 from clearhead.model import cache, masks, positions, stack, transformer
 from clearhead.model.attend import KERNELS
+from clearhead.model.kinds import relative
 from tests.faults.plants import code
 
 # Positions --------------------------------------------------------------------------------------------------
@@ -47,7 +48,7 @@ def offset_shortens_the_table(monkeypatch):
 
 def _buckets(monkeypatch, change):
     """Let `change` have its way with distances and buckets; it takes the right function first."""
-    monkeypatch.setattr(positions, "relative_bucket", functools.partial(change, positions.relative_bucket))
+    monkeypatch.setattr(relative, "relative_bucket", functools.partial(change, relative.relative_bucket))
 
 
 @code

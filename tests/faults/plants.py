@@ -29,7 +29,7 @@ from clearhead.model import (
     transformer,
 )
 from clearhead.model.attend import KERNELS
-from clearhead.model.kinds import stream_cache
+from clearhead.model.kinds import relative, stream_cache
 
 PLANTS: dict[str, tuple[Callable, bool]] = {}  # by name: the plant, and whether it wants the model
 
@@ -259,9 +259,9 @@ def mean_subtracted(monkeypatch):
 @code
 def bucket_sides(monkeypatch):
     """Relative positions of an encoder sorted into buckets as a decoder's are: what stands right is lost."""
-    right = positions.relative_bucket
+    right = relative.relative_bucket
     monkeypatch.setattr(
-        positions, "relative_bucket", lambda distance, both, *sizes: right(distance, False, *sizes)
+        relative, "relative_bucket", lambda distance, both, *sizes: right(distance, False, *sizes)
     )
 
 

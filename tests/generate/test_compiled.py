@@ -12,6 +12,7 @@ from clearhead.fast.kernels import step_attend, step_linear
 from clearhead.fast.prepare import StepBlock, prepared
 from clearhead.generate.decode import Ends, Prompts, decode
 from clearhead.generate.engine import decode_compiled
+from clearhead.generate.reading import like_lengths
 from clearhead.generate.request import Request
 from clearhead.generate.steps import Steps, rows_bucket, slots_bucket
 from clearhead.model.attend import fused
@@ -78,6 +79,19 @@ def test_the_compiled_step_gives_the_same_tokens(name):
         ends = Ends(frozenset([plain[0].ids[5], plain[1].ids[18]]))
         same(decode_compiled(model, request, given, ends, steps=steps), decode(model, request, given, ends))
     assert len(steps.made) == 1 and steps.unfit is None
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_prompts_of_like_length_are_read_together(name, monkeypatch):
+    monkeypatch.setattr("clearhead.generate.reading.TOGETHER", 16)
+    assert like_lengths([3, 9, 6, 2, 9, 1]) == [[1, 4], [0, 2, 3], [5]]
+    model, given = built(SHAPES[name]), prompts_of(SHAPES[name], (3, 9, 6, 2, 9, 1), seeds=range(6))
+    steps = Steps(model, backend="eager")
+    for options in ({}, {**DRAWN, "logprobs": True}):
+        same(
+            decode_compiled(model, asking(9, **options), given, steps=steps),
+            decode(model, asking(9, **options), given),
+        )
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,8 @@ import clearhead as ch
 from clearhead import cli
 from clearhead.generate.decode import Ends, Prompts, decode
 from clearhead.generate.request import Request
-from clearhead.model.positions import alibi_slopes, relative_bucket, rope_frequencies
+from clearhead.model.kinds.relative import relative_bucket
+from clearhead.model.positions import alibi_slopes, rope_frequencies
 from tests.harness import build, chunks, in_pieces, some_ids, worst
 
 TOLERANCE = 1e-5

@@ -79,6 +79,17 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "eos_id": -1,
             "control_symbols": ["[CLS]", "[SEP]", "[MASK]"],
         },
+        "deberta": {
+            **{
+                "model_type": "unigram",
+                "vocab_size": 150,
+                "pad_id": 0,
+                "bos_id": 1,
+                "eos_id": 2,
+                "unk_id": 3,
+            },
+            **{"pad_piece": "[PAD]", "bos_piece": "[CLS]", "eos_piece": "[SEP]", "unk_piece": "[UNK]"},
+        },
         "big_bird": {
             "model_type": "unigram",
             "vocab_size": 150,
@@ -137,6 +148,13 @@ CASES = {
         "vocab.txt",
         {"strip_accents": False, "tokenize_chinese_chars": False},
     ),
+    "mpnet": ("mpnet", "wordpiece/vocab.txt", "vocab.txt", {}),
+    "mpnet, named class": (
+        "mpnet",
+        "wordpiece/vocab.txt",
+        "vocab.txt",
+        {"tokenizer_class": "MPNetTokenizer", "do_lower_case": False, "trim_offsets": False},
+    ),
     "gpt2": ("gpt2", "bytes/vocab.json", "vocab.json", {}),
     "gpt2, prefix": (
         "gpt2",
@@ -161,6 +179,13 @@ CASES = {
         {"extra_ids": 5, "tokenizer_class": "T5Tokenizer"},
     ),
     "xlm-roberta": ("xlm-roberta", "unigram.model", "sentencepiece.bpe.model", {}),
+    "camembert": ("camembert", "unigram.model", "sentencepiece.bpe.model", {}),
+    "camembert, named class": (
+        "camembert",
+        "unigram.model",
+        "sentencepiece.bpe.model",
+        {"tokenizer_class": "CamembertTokenizer", "add_prefix_space": False},
+    ),
     "albert": ("albert", "albert.model", "spiece.model", {}),
     "albert, case kept": (
         "albert",
@@ -174,6 +199,13 @@ CASES = {
         "big_bird.model",
         "spiece.model",
         {"add_prefix_space": False, "tokenizer_class": "BigBirdTokenizer"},
+    ),
+    "deberta": ("deberta-v2", "deberta.model", "spm.model", {}),
+    "deberta, lower case": (
+        "deberta-v2",
+        "deberta.model",
+        "spm.model",
+        {"tokenizer_class": "DebertaV2Tokenizer", "do_lower_case": True, "split_by_punct": True},
     ),
     "llama": ("llama", "llama.model", "tokenizer.model", {"tokenizer_class": "LlamaTokenizer"}),
     "llama, as published": (

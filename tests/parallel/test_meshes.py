@@ -16,14 +16,14 @@ from tests.once import once
 from tests.parallel import forking, meshes
 
 pytestmark = pytest.mark.ledger("I3")
-# In the suite each family and each axis, for 20 steps or few; `python -m tests.parallel.meshes` takes all.
+# In the suite each family and each axis, for a few steps; `python -m tests.parallel.meshes` takes all for 20.
 CASES = [
-    ("decoder", {"data": 2}, 20),
-    ("encoder", {"shard": 2}, 20),
-    ("encoder-decoder", {"pipeline": 2}, 20),
-    ("vit", {"tensor": 2}, 20),
-    ("moe", {"expert": 2}, 20),
-    ("decoder", {"context": 2}, 20),
+    ("decoder", {"data": 2}, 6),
+    ("encoder", {"shard": 2}, 6),
+    ("encoder-decoder", {"pipeline": 2}, 6),
+    ("vit", {"tensor": 2}, 6),
+    ("moe", {"expert": 2}, 6),
+    ("decoder", {"context": 2}, 6),
     ("encoder-decoder", {"tensor": 2}, 6),
     ("decoder", {"tensor": 2}, 6),
     ("moe", {"data": 2}, 6),

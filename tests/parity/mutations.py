@@ -70,6 +70,11 @@ BART = {
     "decoder_ffn_dim": 37,
     "max_position_embeddings": 64,
 }
+WHISPER = {
+    **{name: size for name, size in BART.items() if name != "max_position_embeddings"},
+    **{"num_mel_bins": 7, "max_source_positions": 11, "max_target_positions": 64, "pad_token_id": 0},
+    **{"bos_token_id": 1, "eos_token_id": 1, "decoder_start_token_id": 2, "begin_suppress_tokens": None},
+}
 MARIAN = {**BART, "pad_token_id": 40, "decoder_start_token_id": 40, "eos_token_id": 0}
 NEXT = {
     **GROUPED,
@@ -84,6 +89,10 @@ NEXT = {
     "moe_intermediate_size": 12,
     "shared_expert_intermediate_size": 16,
     "mlp_only_layers": [2],
+}
+DEBERTA = {
+    **{"relative_attention": True, "position_biased_input": False, "share_att_key": True},
+    **{"pos_att_type": ["p2c", "c2p"], "position_buckets": 6, "norm_rel_ebd": "layer_norm"},
 }
 VIT = {**TEXT, "image_size": 28, "patch_size": 4, "num_labels": 5}
 LABELS = {"num_labels": 3}
@@ -144,6 +153,19 @@ SUBJECTS = {
     "BERT decoder": Subject("BertConfig", "BertModel", TEXT),
     "RoBERTa": Subject("RobertaConfig", "RobertaForMaskedLM", {**TEXT, "max_position_embeddings": 130}),
     "RoBERTa tagger": Subject("RobertaConfig", "RobertaForTokenClassification", {**TEXT, **LABELS}),
+    "XLM-RoBERTa": Subject("XLMRobertaConfig", "XLMRobertaForSequenceClassification", {**TEXT, **LABELS}),
+    "CamemBERT": Subject("CamembertConfig", "CamembertForMaskedLM", TEXT),
+    "MPNet": Subject("MPNetConfig", "MPNetForMaskedLM", TEXT),
+    "ELECTRA": Subject("ElectraConfig", "ElectraForMaskedLM", {**TEXT, "embedding_size": 16}),
+    "ELECTRA discriminator": Subject("ElectraConfig", "ElectraForPreTraining", TEXT),
+    "ModernBERT": Subject("ModernBertConfig", "ModernBertForMaskedLM", {**TEXT, "local_attention": 8}),
+    "ModernBERT classifier": Subject(
+        "ModernBertConfig", "ModernBertForSequenceClassification", {**TEXT, **LABELS, "local_attention": 8}
+    ),
+    "DeBERTa": Subject("DebertaV2Config", "DebertaV2ForMaskedLM", {**TEXT, **DEBERTA}),
+    "DeBERTa classifier": Subject(
+        "DebertaV2Config", "DebertaV2ForSequenceClassification", {**TEXT, **DEBERTA, **LABELS}
+    ),
     "DistilBERT": Subject("DistilBertConfig", "DistilBertForMaskedLM", DISTIL),
     "DistilBERT spans": Subject("DistilBertConfig", "DistilBertForQuestionAnswering", DISTIL),
     "Longformer": Subject("LongformerConfig", "LongformerForMaskedLM", {**TEXT, **LONGFORMER}),
@@ -162,6 +184,7 @@ SUBJECTS = {
     "mBART": Subject("MBartConfig", "MBartForConditionalGeneration", BART),
     "Marian": Subject("MarianConfig", "MarianMTModel", MARIAN),
     "M2M-100": Subject("M2M100Config", "M2M100ForConditionalGeneration", BART),
+    "Whisper": Subject("WhisperConfig", "WhisperForConditionalGeneration", WHISPER),
     "ViT": Subject("ViTConfig", "ViTForImageClassification", VIT),
 }
 # Fields that other tools write, that older files have, or that a neighbour's class knows.
@@ -281,6 +304,10 @@ def inputs_of(model: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         return {"pixel_values": pixels}, {"ids": pixels}
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(3, 39, (2, 45), generator=generator)
+    if config.model_type == "whisper":
+        frames = torch.randn(2, 2 * config.max_source_positions, config.num_mel_bins, generator=generator)
+        theirs = {"input_features": frames.transpose(1, 2), "decoder_input_ids": ids}
+        return theirs, {"ids": ids, "source": frames}
     if config.is_encoder_decoder:
         source = torch.randint(3, 39, (2, 40), generator=generator)
         return {"input_ids": source, "decoder_input_ids": ids}, {"ids": ids, "source": source}

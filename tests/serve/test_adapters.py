@@ -10,11 +10,12 @@ import torch
 import clearhead as ch
 from clearhead.commands import serve as commands
 from clearhead.errors import InputError
+from clearhead.fast.lora import merge
 from clearhead.serve.adapters import updates_of
 from clearhead.serve.engine import ServeEngine
 from clearhead.serve.jobs import Asked
 from clearhead.serve.limits import Limits
-from clearhead.training.weights import add_lora, merge
+from clearhead.training.weights import add_lora
 from tests.serve import mixes
 from tests.serve.served import serving
 from tests.serve.test_http import call

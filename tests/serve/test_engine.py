@@ -7,8 +7,10 @@ import torch
 
 import clearhead as ch
 from clearhead.errors import BusyError, InputError
+from clearhead.fast import library
 from clearhead.serve.blocks import BlockPool, Named, chain
 from clearhead.serve.engine import ServeEngine
+from clearhead.serve.graphs import GraphWriter
 from clearhead.serve.jobs import Asked
 from clearhead.serve.limits import Limits
 from clearhead.tasks import reading
@@ -126,14 +128,15 @@ def test_a_deadline_ends_a_request_that_waits(byte_tokenizer):
 
 
 def test_the_line_has_an_end(byte_tokenizer):
-    engine = ServeEngine(mixes.model("learned", byte_tokenizer), Limits(waiting=2))
+    engine = ServeEngine(mixes.model("learned", byte_tokenizer), Limits(waiting=1, running=1))
     for _ in range(2):
         engine.submit(PROMPT)
     with pytest.raises(BusyError, match="2 requests with 80 tokens"):
         engine.submit(PROMPT)
+    engine.submit(PROMPT, joined=True)  # one more text of a request that was let in
     engine = ServeEngine(mixes.model("learned", byte_tokenizer), Limits(waiting_tokens=60))
     engine.submit(PROMPT)
-    with pytest.raises(BusyError, match="at most 256 and 60"):
+    with pytest.raises(BusyError, match="at most 8 and 60"):
         engine.submit(PROMPT)
 
 
@@ -248,3 +251,45 @@ def test_the_thread_serves_and_drains(byte_tokenizer):
     assert late.wait(0).text == job.wait(0).text
     with pytest.raises(BusyError, match="ending"):
         engine.submit("Hello")
+
+
+@pytest.mark.skipif(library.library() is None, reason="no C compiler, or other threads than GNU's")
+@pytest.mark.parametrize("rows", [1, 3, 6])
+@pytest.mark.parametrize(
+    "shape", ["learned", "rope-gqa", "alibi", "windows", "sinks", "relative", "translator"]
+)
+def test_the_step_in_c_reads_the_pool_as_the_ragged_row_does(shape, rows, byte_tokenizer):
+    """Logits of every step agree, in scattered blocks too, and their bits are those of any number of rows."""
+    m = mixes.model(shape, byte_tokenizer)
+    m.special.clear()
+    texts = [list(range(30 + 3 * n, 47 + 5 * n)) for n in range(rows)]
+    found = []
+    for limits in (Limits(block=4, exact=True), Limits(block=4, exact=True, rows=False)):
+        engine = ServeEngine(m, limits)
+        assert (engine.passes.writer is not None) == limits.rows
+        jobs = [engine.submit(text, {"max_new_tokens": 9, "alternatives": mixes.V}) for text in texts]
+        found.append([dict(best) for one in served(engine, *jobs) for best in one.alternatives])
+        alone = engine.submit(texts[-1], {"max_new_tokens": 9, "alternatives": mixes.V})
+        if engine.exact:
+            assert served(engine, alone)[0].alternatives == jobs[-1].wait(0).alternatives
+    for one, other in zip(*found, strict=True):
+        assert max(abs(one[token] - other[token]) for token in other) < 2e-5
+
+
+@pytest.mark.parametrize("shape", ["learned", "rope-gqa", "window"])
+def test_recorded_steps_write_what_the_ragged_row_writes(shape, byte_tokenizer):
+    """The formulas of the kernels, with rows and blocks that fill a size up; the kernels run on a GPU."""
+    given = {"window": {**mixes.SHAPES["rope-gqa"], "attention": "window(5)", "qk_norm": "head"}}
+    changes = given.get(shape, {"norm": "rmsnorm"})
+    m = mixes.model("learned" if shape == "window" else shape, byte_tokenizer, **changes)
+    m.special.clear()
+    texts = [list(range(30 + 3 * n, 47 + 5 * n)) for n in range(5)]
+    engine = ServeEngine(m, Limits(block=4, piece=8, running=3))
+    engine.passes.writer = GraphWriter(m.model, 3)
+    jobs = [engine.submit(text, {"max_new_tokens": 12, "logprobs": True}) for text in texts]
+    for text, found in zip(texts, served(engine, *jobs)):
+        alone = m.generate(text, 12, logprobs=True)
+        assert found.ids == alone.ids
+        assert max(abs(a - b) for a, b in zip(found.logprobs, alone.logprobs)) < 1e-4
+    assert engine.passes.writer.steps.keys() >= {(4, 8), (2, 8)}
+    assert engine.pool.used == 0

@@ -186,16 +186,17 @@ def test_keys_and_the_end_of_the_line(byte_tokenizer):
     m = mixes.model("learned", byte_tokenizer)
     engine = ServeEngine(m, Limits(waiting=1, running=1))
     engine.start = lambda: None  # nothing moves
-    engine.moved -= 100
     with serving({"m": engine}, keys=["secret"], drain=0) as at:
         body = {"prompt": "x", "max_tokens": 5}
         assert call(at, "/v1/completions", body)[0] == 401
         assert call(at, "/v1/completions", body, Authorization="Bearer wrong")[0] == 401
         assert call(at, "/health")[0] == 200
         engine.submit("x")
+        engine.submit("x")
+        engine.moved -= 100
         status, headers, answer = call(at, "/v1/completions", body, Authorization="Bearer secret")
         assert (status, headers["Retry-After"]) == (429, "1")
-        assert "1 requests" in answer["error"]["message"]
+        assert "2 requests" in answer["error"]["message"]
         assert call(at, "/health")[0] == 503  # work waits and nothing moves
         engine.waiting.clear()
 

@@ -94,7 +94,7 @@ def test_ids_equal_those_of_transformers(name, model, tokenizer):
     assert taken >= 3
     for kind in ("one", "two turns", "ended"):  # and without the generation prompt
         wanted = theirs.apply_chat_template(CHATS[kind], chat_template=TEMPLATES[name], tokenize=False)
-        assert ChatTemplate(TEMPLATES[name], NAMES).render(CHATS[kind], generation=False) == wanted
+        assert ChatTemplate(TEMPLATES[name], NAMES).render(CHATS[kind], False) == wanted
 
 
 LEARNED = [  # template, and what the assistant wrote in the two turns of `TALK`, to the end of each

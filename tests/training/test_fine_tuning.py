@@ -11,6 +11,7 @@ import torch
 import clearhead as ch
 from clearhead.recipe import read_recipe
 from clearhead.training.events import Note, read_log
+from tests.harness import worst
 
 WORDS = ["sea", "ship", "storm", "wind", "sail", "rope", "captain", "island"]
 PLAIN = [
@@ -162,6 +163,16 @@ def test_a_recipe_that_was_changed_is_not_gone_on_with(place, tmp_path, key, old
     with pytest.raises(ch.CheckpointError, match=f"train.{key} has changed since .* began: put it back"):
         ch.train(resume=run)
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == before
+
+
+@pytest.mark.ledger("H9")
+@pytest.mark.parametrize("ema", ["train.ema=0.5", "train.ema=0"])
+def test_a_run_with_updates_leaves_an_adapter_of_its_base(place, tmp_path, ema):
+    given = (f"model.base={place / 'bart'}", "train.lora=2", "train.lr=0.5", ema)
+    run = learn(place, tmp_path / "run", "pairs.tsv", *given).folder
+    ids = {"ids": torch.arange(4, 9)[None], "source": torch.arange(4, 12)[None]}
+    logits = [ch.load(folder).model(**ids).logits for folder in (run, run / "adapter", place / "bart")]
+    assert worst(logits[0], logits[1]) < 1e-4 < worst(logits[0], logits[2])
 
 
 @pytest.mark.ledger("H9")

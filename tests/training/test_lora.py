@@ -9,10 +9,11 @@ import torch
 
 import clearhead as ch
 from clearhead.errors import InputError
+from clearhead.fast.lora import LoraLinear, merge, merged, unmerge
 from clearhead.fast.prepare import prepared
 from clearhead.recipe import TrainPlan
 from clearhead.training.optim import make_optimizer
-from clearhead.training.weights import LoraLinear, add_lora, merge, merged, unmerge
+from clearhead.training.weights import add_lora
 from tests.harness import build, config, some_ids, worst
 
 MODELS = {

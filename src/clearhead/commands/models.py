@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import Positional
@@ -124,10 +125,20 @@ def check(
 
 def convert(
     source: Annotated[
-        Positional[Path], option("a model directory, clearhead's or Hugging Face's", metavar="IN")
+        Positional[Path],
+        option(
+            "a model directory, clearhead's, Hugging Face's or PEFT's; GGUF; OpenAI's Whisper, .pt",
+            metavar="IN",
+        ),
     ],
-    target: Annotated[Positional[Path], option("the directory to write", metavar="OUT")],
+    target: Annotated[
+        Positional[Path], option("the directory to write, or the file, where it ends in .gguf", metavar="OUT")
+    ],
     dtype: Dtype = None,
+    gguf: Annotated[
+        Literal["F32", "F16", "Q8_0", "Q4_0"] | None,
+        option("type of the matrices of a GGUF file; default: F16 for float16 weights, else F32"),
+    ] = None,
     shard_size: Annotated[str, option("largest file, such as 500MB or 5GB")] = "5GB",
     tokenizer: Tokenizer = None,
     overwrite: Annotated[bool, option("write into OUT although it holds a model already")] = False,
@@ -139,7 +150,24 @@ def convert(
       clearhead convert my-model/ out/
       clearhead convert my-model/ out/ --dtype bfloat16 --shard-size 500MB
       clearhead convert stories/ out/ --tokenizer stories/tok512.bin
+      clearhead convert tiny.en.pt out/ --tokenizer gpt2.tiktoken
+      clearhead convert my-model/ my-model.gguf --gguf Q8_0
+      clearhead convert llama.gguf out/
     """
+    single = target.suffix == ".gguf"
+    refuse(
+        gguf is not None and not single,
+        f"--gguf {gguf} writes one file, and {target} is no name of one: end it in .gguf",
+    )
+    refuse(
+        gguf is not None and dtype is not None,
+        f"--gguf {gguf} and --dtype {dtype} were both given: leave one",
+    )
+    refuse(
+        single and target.exists() and not overwrite,
+        f"{target} exists already: choose another name, or add --overwrite",
+        CheckpointError,
+    )
     refuse(
         (target / "config.json").exists() and not overwrite,
         f"{target} holds a model already: choose another directory, or add --overwrite",
@@ -148,9 +176,16 @@ def convert(
     limit = read_bytes(shard_size)
     from clearhead.hub.export import explain_export
 
-    model = load_model(source, tokenizer=tokenizer)
-    model.save(target, dtype, shard_size=limit)
+    with TemporaryDirectory() as work:
+        if source.suffix == ".pt":
+            from clearhead.hub.openai_whisper import unpack
+
+            unpack(source, tokenizer, Path(work))
+            source, tokenizer = Path(work), None
+        model = load_model(source, tokenizer=tokenizer)
+    model.save(target, gguf or dtype, shard_size=limit)
     saved_as, note = explain_export(model.config, model.description)
+    saved_as, note = (f"GGUF of {saved_as}", "") if single else (saved_as, note)
     body = {"saved": str(target), "architecture": saved_as, "note": note}
     show_result(body, json, [f"saved {target} as {saved_as}" + (f": {note}" if note else "")])
 
@@ -187,11 +222,12 @@ def explore(
     from clearhead.explorer.session import Opened, Session, first_given, starting_example
 
     if export is not None:
-        from clearhead.explorer import record
+        from clearhead.explorer import findings, record
 
         model = load_model(folder, tokenizer=tokenizer)
-        given = first_given(model, text)
-        print(record.export(record.record(model, folder.name or str(folder), given, target, pair), export))
+        given, second = first_given(model, text)
+        asked = (folder.name or str(folder), given, target, pair or second)
+        print(record.export(record.record(model, *asked, examples=findings.findings(model)), export))
         return
     from clearhead.hub.checkpoint import describe
 

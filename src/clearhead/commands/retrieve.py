@@ -20,7 +20,7 @@ from clearhead.commands.common import (
     show_result,
     warnings_as_notes,
 )
-from clearhead.commands.texts import Options, TextOptions
+from clearhead.commands.texts import Options, TextOptions, texts_of
 from clearhead.errors import refuse
 from clearhead.report import table
 from clearhead.retrieval.prompts import cited
@@ -192,3 +192,30 @@ def answer(
         },
         line=lambda fields, made: made.text,
     )
+
+
+def rerank(
+    folder: Folder,
+    query: Annotated[Positional[str], option("what the texts are to answer", metavar="QUERY")],
+    texts: Annotated[
+        Positional[tuple[str, ...]], option("the texts; none: those of --file", metavar="TEXT")
+    ] = (),
+    file: Annotated[Path | None, option("read one text per line; - : stdin")] = None,
+    top: Annotated[int | None, option("show so many")] = None,
+    batch_size: Annotated[int, option("texts at a time")] = 32,
+    device: Device = "cpu",
+    json: Json = False,
+) -> None:
+    """Put the texts first that answer a query best, by a cross-encoder or by vectors.
+
+    For example:
+      clearhead rerank my-reranker/ "Who lives in Berlin?" "Anna lives in Berlin." "It rains."
+      clearhead rerank my-reranker/ "Who lives in Berlin?" --file passages.txt --top 3 --json
+    """
+    refuse(bool(texts) == (file is not None), "give the texts to rank, or one --file of them, one on a line")
+    refuse(batch_size < 1, f"batch-size {batch_size} must be 1 or more")
+    given = list(texts) if file is None else texts_of(file)
+    found = load_model(folder, device=device).rerank(query, given, top, batch_size)
+    rows = [[f"{one.score:.4f}", str(one.index + 1), one.text] for one in found]
+    shown = table(query, ["score", "number", "text"], rows)
+    show_result({"results": [asdict(one) for one in found]}, json, [shown])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -31,7 +33,8 @@ def serve(
     adapter: Annotated[
         UseAppendAction[tuple[str, ...]],
         option(
-            "a low-rank update of the first model, under a name: what train.lora leaves", metavar="NAME=DIR"
+            "a low-rank update of the first model, under a name: PEFT's directory, or what train.lora leaves",
+            metavar="NAME=DIR",
         ),
     ] = (),
     host: Annotated[
@@ -41,7 +44,9 @@ def serve(
     api_key_file: Annotated[
         Path | None, option(f"keys, one on a line, of which a request must have one; also: ${KEY}")
     ] = None,
-    max_waiting: Annotated[int, option("requests that wait; more are refused with 429")] = 256,
+    max_waiting: Annotated[
+        int | None, option("requests that wait; more get 429; default: an eighth of max-running")
+    ] = None,
     max_waiting_tokens: Annotated[int, option("tokens of the prompts that wait")] = 262_144,
     step_tokens: Tokens = 512,
     max_running: Running = 64,
@@ -56,6 +61,9 @@ def serve(
     ] = 30.0,
     page: Annotated[
         bool, option("show the page at / also where others reach the server: they see all requests")
+    ] = False,
+    log_prompts: Annotated[
+        bool, option("write what is asked to stderr, a line each; else nothing of it is written anywhere")
     ] = False,
     device: Device = "cpu",
     dtype: Dtype = None,
@@ -82,6 +90,7 @@ def serve(
 
         from clearhead.explorer.app import is_loopback
         from clearhead.serve.app import make_server
+        from clearhead.serve.behind import ServerBehind
         from clearhead.serve.guard import Connection, connections_allowed
         from clearhead.serve.passages import ServedPassages
     except ImportError:
@@ -91,7 +100,8 @@ def serve(
     from clearhead.serve.limits import Limits
 
     found = None if retrieve is None else ServedPassages(Index(retrieve), passages)
-    limits = Limits(step_tokens, max_running, max_waiting, max_waiting_tokens, 64, cache_tokens, exact)
+    waiting = max(1, max_running // 8) if max_waiting is None else max_waiting
+    limits = Limits(step_tokens, max_running, waiting, max_waiting_tokens, 64, cache_tokens, exact)
     listening = bind(host, port)
     engines = {
         name: _engine(where, limits, device, dtype, updates if where is folder else {})
@@ -106,7 +116,10 @@ def serve(
         if exact and not engine.exact:
             print_notes([f"note: on this machine the last bits of {name}'s logits depend on the batch"])
     print_notes([f"clearhead serves {', '.join(engines)}: {address}/v1  (Ctrl-C ends it)"])
-    app = make_server(engines, host, keys, drain, found, page or is_loopback(host))
+    if log_prompts:
+        logging.basicConfig(level=logging.WARNING)
+        logging.getLogger("clearhead.serve").setLevel(logging.INFO)
+    app = make_server(engines, host, keys, drain, found, page or is_loopback(host), log_prompts)
     Connection.most = connections_allowed()
     config = uvicorn.Config(
         app,
@@ -115,7 +128,8 @@ def serve(
         timeout_graceful_shutdown=int(drain) + 1,
         http=Connection,
     )
-    uvicorn.Server(config).run(sockets=[listening])
+    sys.setswitchinterval(0.0005)  # seconds for which the engine's thread may keep the loop's from running
+    ServerBehind(config, host, listening, list(engines.values())).run()
 
 
 def batch(
@@ -125,6 +139,9 @@ def batch(
     step_tokens: Tokens = 512,
     max_running: Running = 64,
     cache_tokens: Cache = None,
+    ray: Annotated[
+        int, option("engines to run as actors of Ray, on the cluster that RAY_ADDRESS names or here; 0: none")
+    ] = 0,
     device: Device = "cpu",
     dtype: Dtype = None,
 ) -> None:
@@ -134,34 +151,47 @@ def batch(
 
     For example:
       clearhead batch my-model/ requests.jsonl answers.jsonl
+      clearhead batch my-model/ requests.jsonl answers.jsonl --ray 4
     """
     check_inputs(folder)
     refuse(not requests.is_file(), f"{requests} is not a file: name one with a request on each line")
+    refuse(ray < 0, f"--ray {ray} is no number of engines: give 1 or more, or 0 for none")
     try:
         from clearhead.serve.batch import run_batch
+        from clearhead.serve.shards import run_on_ray
     except ImportError:
         raise MissingExtraError("batch needs FastAPI: pip install 'clearhead[serve]'") from None
     from clearhead.serve.limits import Limits
 
-    limits = Limits(step_tokens, max_running, cache_tokens=cache_tokens)
-    engine = _engine(folder, limits, device, dtype)
-    count = sum(1 for _ in run_batch(engine, folder.resolve().name, requests, answers))
+    limits = Limits(step_tokens, max_running, sys.maxsize, sys.maxsize, cache_tokens=cache_tokens)
+    if ray:
+        options = {"device": device, **({} if dtype is None else {"dtype": dtype})}
+        written = run_on_ray(folder, limits, options, requests, answers, ray)
+    else:
+        engine = _engine(folder, limits, device, dtype)
+        written = run_batch(engine, folder.resolve().name, requests, answers)
+    count = sum(1 for _ in written)
     print_notes([f"{count} answers added to {answers}"])
 
 
 def _engine(
     folder: Path, limits: object, device: str, dtype: str | None, adapters: Mapping[str, Path] | None = None
 ) -> ServeEngine:
+    from clearhead.hub.adapters import is_adapter
     from clearhead.serve.adapters import updates_of
     from clearhead.serve.engine import ServeEngine
     from clearhead.serve.limits import Limits
 
     assert isinstance(limits, Limits)
     m = load_model(folder, device=device, dtype=dtype)
-    updates = {
-        name: updates_of(m.model, load_model(where, device=device, dtype=dtype).model, name)
-        for name, where in (adapters or {}).items()
-    }
+    updates = {}
+    for name, where in (adapters or {}).items():
+        if is_adapter(where):
+            m.adapters.add(name, where)
+            updates[name] = m.adapters.products(name)
+        else:
+            tuned = load_model(where, device=device, dtype=dtype).model
+            updates[name] = updates_of(m.model, tuned, name)
     return ServeEngine(m, limits, updates)
 
 

@@ -316,3 +316,18 @@ def _lines(path: Path | None) -> Iterator[Iterable[bytes | str]]:
                 yield line
 
         yield lines()
+
+
+def texts_of(file: Path) -> list[str]:
+    """Return the lines of a file, or of stdin for "-", of which none may be blank."""
+    name, found = "stdin" if str(file) == "-" else str(file), list[str]()
+    with _lines(None if str(file) == "-" else file) as lines:
+        for number, raw in enumerate(lines, 1):
+            try:
+                text = (raw.decode("utf-8") if isinstance(raw, bytes) else raw).rstrip("\r\n")
+            except UnicodeDecodeError as error:
+                raise InputError(f"{name} line {number}: byte {error.start + 1} is not UTF-8") from None
+            refuse(not text.strip(), f"{name} line {number} is blank: give some text")
+            found.append(text)
+    refuse(not found, f"{name} has no line: give one text on each")
+    return found

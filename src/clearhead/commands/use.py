@@ -12,6 +12,7 @@ from clearhead.commands.common import Folder, TokenIds, option, warnings_as_note
 from clearhead.commands.requests import CommandRequest
 from clearhead.commands.retrieve import Passages, Retrieve, cite, reader
 from clearhead.commands.texts import Options, Text, TextOptions, together
+from clearhead.config import TABLES
 from clearhead.errors import refuse
 from clearhead.generate.request import make_request
 from clearhead.report import class_table, fill_table, score_table, tag_table
@@ -76,7 +77,7 @@ def generate(
             )
 
         goes_on = model.config.family != "encoder-decoder"  # the new text goes on from the prompt
-        if goes_on and model.config.positions == "learned":
+        if goes_on and model.config.positions in TABLES:
             asked.setdefault("overflow", "slide")
 
         def compute(batch: list[dict[str, Any]]) -> list[list[Generation]]:

@@ -18,23 +18,27 @@ from clearhead.config.checks import MOST_LAYERS, MOST_WIDE, check_given, check_s
 from clearhead.config.depth import check_depth
 from clearhead.config.fields import (
     BIASES,
+    LEARNED_BIASES,
+    TABLES,
     Family,
     Fields,
     HeadSpec,
     Initialisation,
     Input,
     NormSpec,
-    RopeScaling,
     StackSpec,
 )
 from clearhead.config.resolve import derive, head_spec, stack_specs
+from clearhead.config.scaling import RopeScaling
 from clearhead.errors import ConfigError, refuse
 from clearhead.typed import check_names, check_types, from_plain, plain
 
 __all__ = [
     "BIASES",
+    "LEARNED_BIASES",
     "MOST_LAYERS",
     "MOST_WIDE",
+    "TABLES",
     "Family",
     "HeadSpec",
     "Initialisation",

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from clearhead import errors
 from clearhead.config.ends import Rules, embedding_rules, head_rules
 from clearhead.config.fields import BIASES, Fields, StackSpec
-from clearhead.config.kinds import Blocks, GatedDeltaKind, GlobalKind, Kind
+from clearhead.config.kinds import Blocks, Full, GatedDeltaKind, GlobalKind, Kind, Windowed
 from clearhead.errors import ConfigError, nearest
 from clearhead.typed import check_least, check_values
 
@@ -17,7 +17,10 @@ MOST_LAYERS, MOST_WIDE = 10_000, 2**24  # far beyond any model
 LAYERS = ("n_layers", "n_encoder_layers")
 HEADS = ("n_heads", "n_kv_heads", "n_encoder_heads")
 WIDTHS = ("d_model", "d_head", "d_encoder_head", "d_value", "d_ff", "d_encoder_ff", "d_expert", "d_embedding")
-COUNTS = ("max_positions", "patch_size", "n_channels", "conv_kernel", "conv_stride")
+COUNTS = (
+    *("max_positions", "max_encoder_positions", "patch_size", "n_channels"),
+    *("conv_kernel", "conv_stride"),
+)
 FROM_ZERO = (
     "vocab_size",
     "n_types",
@@ -31,7 +34,10 @@ ABOVE_ZERO = ("rope_base", "rope_local_base", "attention_softcap", "logit_softca
 PROBABILITIES = ("dropout", "attention_dropout", "embedding_dropout", "feedforward_dropout", "layer_drop")
 GATED = ("gated_clamp", "gated_shift")
 MIXTURE = ("router_bias", "d_expert", "d_shared_expert", "dense_layers")
-TWO_STACKS = ("n_encoder_layers", "n_encoder_heads", "d_encoder_head", "d_encoder_ff", "source_vocab_size")
+TWO_STACKS = (
+    *("n_encoder_layers", "n_encoder_heads", "d_encoder_head", "d_encoder_ff"),
+    *("max_encoder_positions", "source_vocab_size"),
+)
 
 
 def check_given(config: Fields) -> None:
@@ -84,6 +90,11 @@ def check_given(config: Fields) -> None:
                     f"{name} belongs to family encoder-decoder, and this is {family}: leave it out",
                 )
                 for name in TWO_STACKS
+            ),
+            (
+                not config.first_norm and (place not in ("pre", "sandwich") or groups is not None),
+                "first_norm false leaves out the norm before the first attention: "
+                "it needs norm_position pre or sandwich, and no layer_groups",
             ),
             (
                 config.parallel and both,
@@ -175,6 +186,12 @@ def _kind(config: Fields, stack: StackSpec, layer: int, kind: Kind) -> Rules:
             f"{said} needs ids with a separator below vocab_size {config.vocab_size}: set separator",
         ),
     ]
+    rules.append(
+        (
+            config.positions == "disentangled" and not isinstance(kind, Full | Windowed),
+            f"{said} does not meet distances: with positions disentangled, choose full or window",
+        )
+    )
     if isinstance(kind, Blocks):
         unknown = ", and a decoder does not know where its text ends: leave it out"
         rules += [
@@ -213,9 +230,23 @@ def _kind(config: Fields, stack: StackSpec, layer: int, kind: Kind) -> Rules:
 
 def _positions(config: Fields) -> Rules:
     buckets, most, last = config.relative_buckets, 2 * config.relative_max_distance - 1, config.n_layers - 1
+    apart, span, furthest = config.positions == "disentangled", buckets // 2, config.relative_max_distance
     return [
         (
-            config.positions == "relative" and not 4 <= buckets <= most,
+            apart and config.family != "encoder",
+            f"positions disentangled is for encoders, and family is {config.family}: choose rope or relative",
+        ),
+        (
+            apart and (buckets % 2 or span < 2 or not (furthest == span or furthest > span // 2 + 1)),
+            f"relative_buckets {buckets} must be even, 4 at least, and half of it be relative_max_distance "
+            f"{furthest}, or a quarter of it lie below that by 2 at least",
+        ),
+        (
+            not apart and (config.relative_norm or config.relative_terms != "both"),
+            "relative_norm and relative_terms belong to positions disentangled: leave them out",
+        ),
+        (
+            config.positions.endswith("relative") and not 4 <= buckets <= most,
             f"relative_buckets {buckets} must lie between 4 and {most}, or relative_max_distance rise",
         ),
         *(

@@ -1,6 +1,6 @@
 """Checks of the two ends of a model: what is embedded, and what the head says."""
 
-from clearhead.config.fields import Fields
+from clearhead.config.fields import TABLES, Fields
 
 Rules = list[tuple[object, str]]  # a mistake that may have been made, and the line of its error
 
@@ -52,7 +52,7 @@ def _image(config: Fields) -> Rules:
         return [(True, "input patches needs image_size, as (height, width)")]
     size, patch = config.image_size, config.patch_size
     needed = (size[0] // patch) * (size[1] // patch) + config.class_token
-    table = config.positions == "learned" and config.family != "encoder-decoder"
+    table = config.positions in TABLES and config.family != "encoder-decoder"
     return [
         (
             any(side % patch for side in size) or min(size) < patch,
@@ -72,6 +72,10 @@ def head_rules(config: Fields) -> Rules:
         (
             config.head in ("classifier", "tagger") and config.n_classes < 1,
             f"head {config.head} needs n_classes, 1 at least",
+        ),
+        (
+            config.pooler_norm and config.pooler == "none",
+            "pooler_norm follows a pooler, and there is none: choose pooler tanh or an activation",
         ),
         (layered, f"head_layer is for head tagger or span, and head is {config.head}: leave it out"),
         (

@@ -12,13 +12,16 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from clearhead.config.kinds import GatedDeltaKind, Kind, LinearKind, LowRank, Windowed
-from clearhead.errors import ConfigError, refuse
-from clearhead.typed import check_types
+from clearhead.config.scaling import RopeScaling
 
 Family = Literal["decoder", "encoder", "encoder-decoder"]
 Input = Literal["tokens", "patches", "vectors", "frames"]
-PositionName = Literal["learned", "sinusoidal", "rope", "alibi", "relative", "none"]
-BIASES = ("alibi", "relative")  # schemes that add a bias to the scores, one for each head
+PositionName = Literal[
+    "learned", "sinusoidal", "rope", "alibi", "relative", "learned+relative", "disentangled", "none"
+]
+TABLES = ("learned", "learned+relative")  # schemes with a vector for each position, up to max_positions
+BIASES = ("alibi", "relative", "learned+relative")  # those that add a bias to the scores, one for each head
+LEARNED_BIASES = ("relative", "learned+relative", "disentangled")  # those whose scores learn by distance
 NormName = Literal["layernorm", "rmsnorm"]
 NormPosition = Literal["pre", "post", "sandwich", "output"]
 ActivationName = Literal["relu", "gelu", "gelu_tanh", "quick_gelu", "silu", "relu2"]
@@ -26,36 +29,6 @@ PoolerName = Literal["none", "tanh", ActivationName]
 HeadName = Literal["lm", "mlm", "classifier", "tagger", "span", "embedding", "none"]
 Pooling = Literal["cls", "mean", "last"]
 Initialisation = Literal["xavier", "gpt2", "bert"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class RopeScaling:
-    """How rotary angles are stretched beyond the length a model was trained on."""
-
-    kind: Literal["linear", "dynamic", "llama3", "yarn", "longrope"]
-    factor: float = 1.0  # longrope: 1 stands for max_positions / original_positions
-    original_positions: int | None = None  # trained length; None: the model's max_positions
-    low_frequency_factor: float = 1.0  # llama3: wavelengths longer than original / low are divided by factor
-    high_frequency_factor: float = 4.0  # llama3: wavelengths shorter than original / high are kept
-    beta_fast: float = 32.0  # yarn: rotations over the trained length above which a pair is kept
-    beta_slow: float = 1.0  # yarn: rotations below which a pair is interpolated
-    truncate: bool = True  # yarn: round the ends of the ramp to whole pairs
-    attention_factor: float | None = None  # yarn, longrope: scale of cos and sin; None: from the factor
-    mscale: float | None = None  # yarn: the two weights from which some models derive attention_factor
-    mscale_all_dim: float | None = None
-    short_factor: tuple[float, ...] | None = None  # longrope: one divisor per pair within the trained length
-    long_factor: tuple[float, ...] | None = None  # longrope: and beyond it
-
-    def __post_init__(self) -> None:
-        check_types(self)
-        for name in ("factor", "beta_fast", "beta_slow"):
-            value = getattr(self, name)
-            refuse(value <= 0, f"rope scaling {name} {value} must be positive", ConfigError)
-        refuse(
-            self.kind == "longrope" and (self.short_factor is None or self.long_factor is None),
-            "rope scaling longrope needs short_factor and long_factor, one number per rotated pair",
-            ConfigError,
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,8 +70,11 @@ class StackFields:
     rope_layout: Literal["half", "interleaved"] = "half"  # pairs are (i, i + E/2), or (2i, 2i + 1)
     rope_scaling: RopeScaling | None = None  # beyond the trained length; see RopeScaling
     rope_skips: tuple[int, ...] = ()  # layers, counted from 0, in which nothing is rotated
-    relative_buckets: int = 32  # relative: biases per head, by distance
-    relative_max_distance: int = 128  # relative: from here on, one bucket
+    relative_buckets: int = 32  # relative: biases per head, by distance; disentangled: vectors
+    relative_max_distance: int = 128  # relative, disentangled: from here on, one bucket
+    # disentangled: queries meet the vector of a distance ("c2p"), keys do ("p2c"), or both
+    relative_terms: Literal["both", "c2p", "p2c"] = "both"
+    relative_norm: bool = False  # disentangled: a norm on those vectors
 
     # Attention
     attention_softcap: float | None = None  # scores become cap * tanh(scores / cap)
@@ -124,6 +100,7 @@ class StackFields:
 
     # Residual
     norm_position: NormPosition = "pre"  # before or after a sublayer, both, or on its output
+    first_norm: bool = True  # False: the first attention reads the embedding, whose norm serves it, as it is
     parallel: bool = False  # attention and feed-forward read the same input and are added together
     parallel_norms: Literal[1, 2] = 1  # one norm for both, or one each
     residual_scale: float = 1.0  # on what each sublayer adds
@@ -149,6 +126,7 @@ class Fields(StackFields):
     d_value: int | None = None  # width of a value head; None: d_head
     d_ff: int | None = None  # None: 4 * d_model
     d_encoder_ff: int | None = None  # encoder-decoder: None: d_ff
+    max_encoder_positions: int | None = None  # encoder-decoder: None: max_positions
     d_expert: int | None = None  # width of an expert; None: d_ff
     # None: every layer its own weights; k: runs of layers share k sets of weights
     layer_groups: int | None = None
@@ -178,6 +156,7 @@ class Fields(StackFields):
     # Biases
     bias: bool = True  # in every linear layer and norm, unless a field below says otherwise
     qkv_bias: bool | None = None  # None: bias
+    key_bias: bool | None = None  # of keys alone, which no softmax sees; None: qkv_bias
     attention_out_bias: bool | None = None  # None: bias
     feedforward_bias: bool | None = None  # None: bias
     norm_bias: bool | None = None  # layernorm only; None: bias
@@ -196,7 +175,9 @@ class Fields(StackFields):
     head: HeadName | None = None  # None: classifier if n_classes is set, else lm or (encoder) mlm
     n_classes: int = 0  # classifier, tagger: number of labels
     pooling: Pooling | None = None  # None: cls for a bidirectional model, last for a causal one
-    pooler: PoolerName = "none"  # a dense layer after pooling, and its activation
+    pooler: PoolerName = "none"  # a dense layer after pooling (tagger, span: on each token), its activation
+    pooler_bias: bool = True  # in that layer, and in the dense layer of head_transform
+    pooler_norm: bool = False  # a norm after that layer
     normalise: bool = False  # embedding: scale the vector to length one
     head_transform: bool | None = None  # lm, mlm: dense, activation, norm before the output; None: mlm only
     head_layer: bool = False  # tagger, span: a feed-forward, added and normalised, before the output
@@ -245,6 +226,7 @@ class StackSpec(StackFields):
     capacities: tuple[float, ...]  # of each layer, the share of the tokens that go through; 1: all
     attention_scale: float
     qkv_bias: bool
+    key_bias: bool
     attention_out_bias: bool
     feedforward_bias: bool
     norm: NormSpec
@@ -265,7 +247,7 @@ class StackSpec(StackFields):
     @property
     def bounded(self) -> bool:
         """Whether weights belong to positions, so that none past `max_positions` can be read."""
-        return self.positions == "learned" or any(isinstance(kind, LowRank) for kind in self.kinds)
+        return self.positions in TABLES or any(isinstance(kind, LowRank) for kind in self.kinds)
 
     @property
     def n_patches(self) -> int:
@@ -335,6 +317,8 @@ class HeadSpec:
     tied: bool  # the output layer is the token table
     pooling: Pooling
     pooler: PoolerName
+    pooler_bias: bool
+    pooler_norm: bool
     normalise: bool
     transform: bool
     head_layer: bool

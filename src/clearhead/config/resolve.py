@@ -29,12 +29,14 @@ def derive(config: Fields) -> dict[str, Any]:
         "d_value": d_head,
         "d_ff": d_ff,
         "d_encoder_ff": d_ff if both else None,
+        "max_encoder_positions": config.max_positions if both else None,
         "d_expert": d_ff if config.n_experts else None,
         "source_vocab_size": config.vocab_size if both else None,
         "d_embedding": D,
         "embedding_projection": config.d_embedding not in (None, D),
         "attention_scale": d_head**-0.5,
         "qkv_bias": config.bias,
+        "key_bias": config.bias if config.qkv_bias is None else config.qkv_bias,
         "attention_out_bias": config.bias,
         "feedforward_bias": config.bias,
         "norm_bias": config.bias and config.norm == "layernorm",
@@ -77,6 +79,7 @@ def stack_specs(config: Fields) -> tuple[StackSpec | None, StackSpec | None]:
         d_head=config.d_encoder_head,
         d_ff=config.d_encoder_ff,
         vocab_size=config.source_vocab_size,
+        max_positions=config.max_encoder_positions,
     )
     return encoder, _stack(config, causal=True, cross=True, input="tokens")
 

@@ -182,6 +182,10 @@ def inside_routes(session: Session) -> APIRouter:
     def begin(asked: Asked) -> dict[str, Any]:
         return session.begin(asked)
 
+    @router.post("/tokens")
+    def tokens(asked: Asked) -> dict[str, Any]:
+        return {"tokens": session.tokens(asked)}
+
     @router.post("/run/{name}/extend")
     def extend(name: str, asked: Asked) -> dict[str, Any]:
         run, token = session.run(name), _whole(asked, "token")
@@ -215,7 +219,8 @@ def inside_routes(session: Session) -> APIRouter:
     def export(run: str, state: str = "", second: str = "") -> HTMLResponse:
         found, other = session.run(run), session.run(second) if second else None
         with session.lock:
-            page = single_file(record_run(found, session.models[found.number].name, state, other))
+            opened = session.models[found.number]
+            page = single_file(record_run(found, opened.name, state, other, opened.findings or ()))
         return HTMLResponse(
             page,
             headers={

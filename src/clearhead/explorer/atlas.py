@@ -155,7 +155,7 @@ def patches(
 
 def followed_view(run: ReadRun, token: int) -> dict[str, Any]:
     """Return the probability of one choice after each layer, at each column."""
-    found = followed(run.m, run.given, token, run.target, run.pair)
+    found = followed(run.m, run.prepared, token)
     return {"token": token, "label": run.choices.name(token), "p": packed_floats(found.numpy())}
 
 

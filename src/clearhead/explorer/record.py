@@ -5,6 +5,7 @@ frame.
 """
 
 import html
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from clearhead.errors import CheckpointError, ClearheadError, InputError, refuse
 from clearhead.explorer.described import model_view
 from clearhead.explorer.pack import finite
 from clearhead.explorer.pages import single_file
+from clearhead.explorer.session import given_of
 from clearhead.explorer.table import view
 from clearhead.explorer.views import PageRun, begin
 from clearhead.hub.files import write_text
@@ -28,9 +30,11 @@ PATTERN_BYTES = 10_000_000  # of all patterns together, before base64
 SMALLEST_SIDE = 16  # cells of a pattern, however many there are
 LOGIT_BYTES = 3_000_000
 STOP_NUMBERS = 300_000  # of all heads whose inside is recorded
-EXPLAINED = 12  # edges of the path whose reasons are recorded
+EXAMPLE_PARAMETERS = 50_000_000  # of a model whose examples are recorded too
+EXPLAINED = 12  # edges of the path whose reasons are recorded; of an example, a quarter
 BATCH_TOKENS = 100_000  # that interventions of a file may take: longer ones are left out
 STEP_LAYERS = 2  # blocks whose numbers are recorded, step by step
+Examples = Sequence[dict[str, Any]]
 COST_LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096)
 
 
@@ -41,49 +45,42 @@ def record(
     target: Any = None,
     pair: str | None = None,
     roles: dict[str, str] | None = None,
+    examples: Examples = (),
 ) -> dict[str, Any]:
     """Run a model and return the run with all its views, as the page reads them from a file."""
-    return record_run(replace(begin(m, given, target, pair), roles=lambda: roles or {}), name)
+    run = replace(begin(m, given, target, pair), roles=lambda: roles or {})
+    return record_run(run, name, examples=examples)
 
 
-def record_run(run: PageRun, name: str, state: str = "", second: PageRun | None = None) -> dict[str, Any]:
+def record_run(
+    run: PageRun,
+    name: str,
+    state: str = "",
+    second: PageRun | None = None,
+    examples: Examples = (),
+) -> dict[str, Any]:
     """Return a run with all its views, as the page reads them from a file, and the selection it opens on.
 
-    `second` is the run beside it, of a second text of the same model.
+    `second` is the run beside it, of a second text of the same model. `examples` are what `findings` gave;
+    those of a small model are recorded too, and can be opened.
     """
     m = run.m
-    known = names.kinds_of(m.config)
-    heads = sum(one.n_heads for one in known)
+    heads = sum(one.n_heads for one in names.kinds_of(m.config))
     side = max(SMALLEST_SIDE, int((PATTERN_BYTES / 4 / max(heads, 1)) ** 0.5))
     small = replace(run, cells=min(run.cells, side * side), number=0)
     about = small.about("recorded")
-    kinds = list(dict.fromkeys(one.kind for one, own in known.items() if own.patterned))
+    opened = Selected.of(about, state)
     views: dict[str, Any] = {
         "model": {**model_view(m, name), "recorded": True},
         "roles": {"ready": True, "roles": run.roles()},
     }
-    opened = Selected.of(about, state)
-    for path in _paths(small, kinds, about, opened):
-        with suppress(ClearheadError):  # a view that this model does not have is not in the file
-            views[f"run/recorded/{path}"] = view(small, path)
-    views |= {
-        f"run/recorded/attention/{kind}/{body['layer']}": finite(body)
-        for kind in kinds
-        for body in small.attentions(kind)
-    }
-    edges = [edge for path, body in views.items() if "/paths?" in path for edge in body["edges"][:EXPLAINED]]
-    for edge in edges:
-        with suppress(ClearheadError):
-            path = f"looks/{edge['part']}/{edge['reader']}/{edge['source']}"
-            views[f"run/recorded/{path}"] = view(small, path)
-    views |= {
-        f"run/recorded/stops/{body['head']}/{body['reader']}": finite(body)
-        for body in _stops(small, about, opened, edges)
-    }
+    views |= _views_of(small, about, opened)
     if second is not None and second.m is m:
         views |= _beside(small, replace(second, cells=small.cells, number=0), about, opened)
     early = _early_steps(views["run/recorded/trace"]["steps"])
     views |= {f"run/recorded/step/{name}": finite(body) for name, body in small.steps(early).items()}
+    listed, more = _examples(small, examples)
+    views |= {"examples": {"ready": True, "examples": listed}, **more}
     limit = m.config.max_positions if m.config.bounded else max(COST_LENGTHS)
     lengths = {len(run.prepared.tokens), *(length for length in COST_LENGTHS if length <= limit)}
     views |= {
@@ -97,6 +94,51 @@ def record_run(run: PageRun, name: str, state: str = "", second: PageRun | None 
     if cells > 1:
         says += f" Attention is shown in cells of {cells} tokens, so that the file stays small."
     return {"run": about, "views": views, "says": says, "state": state}
+
+
+def _views_of(run: PageRun, about: dict[str, Any], opened: "Selected", share: int = 1) -> dict[str, Any]:
+    """Return the views of one run by their paths, but for the numbers of steps.
+
+    Of several runs each gets its share of the bytes, and only one by itself its neurons, which take longest.
+    """
+    known = names.kinds_of(run.m.config)
+    kinds = list(dict.fromkeys(one.kind for one, own in known.items() if own.patterned))
+    here = f"run/{about['run']}"
+    views: dict[str, Any] = {}
+    for path in _paths(run, kinds, about, opened, share):
+        with suppress(ClearheadError):  # a view that this model does not have is not in the file
+            views[f"{here}/{path}"] = view(run, path)
+    for kind in kinds:
+        views |= {f"{here}/attention/{kind}/{one['layer']}": finite(one) for one in run.attentions(kind)}
+    edges = [
+        edge
+        for path, body in views.items()
+        if "/paths?" in path
+        for edge in body["edges"][: EXPLAINED if share == 1 else EXPLAINED // 4]
+    ]
+    for edge in edges:
+        with suppress(ClearheadError):
+            path = f"looks/{edge['part']}/{edge['reader']}/{edge['source']}"
+            views[f"{here}/{path}"] = view(run, path)
+    stops = _stops(run, about, opened, edges, share)
+    return views | {f"{here}/stops/{one['head']}/{one['reader']}": finite(one) for one in stops}
+
+
+def _examples(run: PageRun, found: Examples) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Return examples as the page lists them, each with its run where the model is small; and their views."""
+    small = sum(parameter.numel() for parameter in run.m.model.parameters()) <= EXAMPLE_PARAMETERS
+    listed, views = [], {}
+    for number, one in enumerate(found):
+        shown = {name: value for name, value in one.items() if name != "image"}
+        if small:
+            given, pair = given_of(run.m, one), one.get("pair")
+            kept = {"cells": run.cells, "roles": run.roles}
+            own = replace(begin(run.m, given, None, pair), **kept)
+            about = own.about(f"example{number}")
+            views |= _views_of(own, about, Selected.of(about, ""), 2 * len(found))
+            shown["run"] = about
+        listed.append(finite(shown))
+    return listed, views
 
 
 @dataclass(frozen=True)
@@ -124,7 +166,7 @@ class Selected:
 
 
 def _stops(
-    run: PageRun, about: dict[str, Any], opened: Selected, edges: list[dict[str, Any]]
+    run: PageRun, about: dict[str, Any], opened: Selected, edges: list[dict[str, Any]], share: int
 ) -> list[dict[str, Any]]:
     """Return what the file has of the inside of heads, one pass for each attention and reader.
 
@@ -142,7 +184,7 @@ def _stops(
     first = [pair for pair in at if pair[0] == opened.head or heads[pair[0]].number == 0]
     wanted = dict.fromkeys([*first, *((edge["part"], edge["reader"]) for edge in edges), *at])
     groups: dict[tuple[str, int], list[str]] = {}
-    for name, reader in list(wanted)[: max(len(first), STOP_NUMBERS // (5 * max(source, own)))]:
+    for name, reader in list(wanted)[: max(len(first), STOP_NUMBERS // (5 * share * max(source, own)))]:
         groups.setdefault((heads[name].part, reader), []).append(name)
     found: list[dict[str, Any]] = []
     for (_, reader), some in groups.items():
@@ -176,21 +218,23 @@ def _beside(run: PageRun, second: PageRun, about: dict[str, Any], opened: Select
     return views
 
 
-def _paths(run: PageRun, kinds: list[str], about: dict[str, Any], opened: Selected) -> list[str]:
+def _paths(run: PageRun, kinds: list[str], about: dict[str, Any], opened: Selected, share: int) -> list[str]:
     """Return the paths of the views that go into the file, but for attention and steps."""
     paths = ["stages", "trace", "lens", *(f"thumbnails/{kind}" for kind in kinds)]
     paths += [f"rollout/{kind}" for kind in kinds if kind != "cross"]
     paths += ["similar"] if run.pair is not None else []
     if about["columns"]:
-        fit = max(1, LOGIT_BYTES // (4 * run.choices.count))
+        fit = max(1, LOGIT_BYTES // (4 * share * run.choices.count))
         chosen = [opened.column, about["position"], *reversed(range(len(about["columns"])))]
         paths += [f"next?position={position}" for position in list(dict.fromkeys(chosen))[:fit]]
         begins = f"position={about['position']}"
         paths += [f"paths?{asked}" for asked in dict.fromkeys([opened.asked, begins])]
         asked = dict.fromkeys([f"position={opened.column}", begins, opened.asked])
-        paths += [f"{kind}?{one}" for kind in ("contributions", "occlusion", "neurons") for one in asked]
+        kinds = ["contributions", "occlusion", *(["neurons"] if share == 1 else [])]
+        paths += [f"{kind}?{one}" for kind in kinds for one in asked]
         paths += [f"map?position={place}" for place in dict.fromkeys([opened.position, about["position"]])]
-        rows = len(single_parts(run.m.config)) * (len(about["tokens"]["labels"]))
+        read = len((about["source"] or about["tokens"])["labels"])
+        rows = len(single_parts(run.m.config)) * max(read, len(about["tokens"]["labels"]))
         if rows < BATCH_TOKENS:
             paths += [f"effects/zero?{one}" for one in dict.fromkeys([f"position={opened.column}", begins])]
     return paths

@@ -13,21 +13,26 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from clearhead.api import Model
+from clearhead.data.sounds import SUFFIXES
 from clearhead.errors import ClearheadError, InputError, refuse
 from clearhead.explorer.atlas import PageJobs
 from clearhead.explorer.described import TASKS, model_view
 from clearhead.explorer.findings import findings, shapes
 from clearhead.explorer.table import view
-from clearhead.explorer.views import PageRun, begin
+from clearhead.explorer.views import PageRun, begin, tokens_view
 from clearhead.hub.pixels import read_image
 from clearhead.inside.heads import MIXED, head_roles
+from clearhead.inside.inputs import prepare_first
 
 KEPT = 16  # runs that are remembered
 RECORDED = 4  # of them, those whose pass stays in memory
 LONGEST_TEXT = 200_000  # characters
 MOST_TOKENS = 4096
 MOST_PIXELS = 40_000_000
+SWEEP = 16_000  # samples of the tone that a model of speech begins with
 IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp")
 EXAMPLE = "The cat sat on the mat because it was tired."
 OTHER = "A dog slept on the rug, for it was old."
@@ -63,8 +68,8 @@ class Opened:
 
 def first_example(m: Model) -> dict[str, Any]:
     """Return something to begin with, for any model: a sentence, a row of ids, or a picture of a shape."""
-    if m.config.input == "patches":
-        return {"image": None}
+    if m.config.input in ("patches", "frames"):
+        return {"image" if m.config.input == "patches" else "sound": None}
     if m.tokenizer is None:
         return {"ids": list(range(min(12, m.config.vocab_size, m.max_length)))}
     if m.config.head == "mlm" and m.special.get("mask") is not None:
@@ -79,12 +84,14 @@ def named_roles(m: Model) -> dict[str, str]:
     return {str(head): role for head, role in zip(found.heads, found.roles) if role != MIXED}
 
 
-def first_given(m: Model, text: str | None) -> Any:
-    """Return what a recording begins with: the text or the image file that was named, or an example."""
+def first_given(m: Model, text: str | None) -> tuple[Any, str | None]:
+    """Return what a recording begins with: the text or file that was named, or an example; and a pair."""
     if text is not None:
-        return text
+        return text, None
     example = first_example(m)
-    return example.get("text") or example.get("ids") or _image(m, None)
+    if m.config.input == "frames":
+        return _sound(None), None
+    return example.get("text") or example.get("ids") or _image(m, None), example.get("pair")
 
 
 def starting_example(text: str | None, target: str | None, pair: str | None) -> dict[str, Any] | None:
@@ -94,6 +101,9 @@ def starting_example(text: str | None, target: str | None, pair: str | None) -> 
     path = Path(text)
     if len(text) < 1000 and path.suffix.lower() in IMAGES and path.is_file():
         return {"image": base64.b64encode(path.read_bytes()).decode("ascii")}
+    if len(text) < 1000 and path.suffix.lower() in SUFFIXES and path.is_file():
+        sound = {"sound": base64.b64encode(path.read_bytes()).decode("ascii")}
+        return sound if target is None else sound | {"target": target}
     given = {"text": text, "target": target, "pair": pair}
     return {name: value for name, value in given.items() if value is not None}
 
@@ -145,7 +155,7 @@ class Session:
         number = asked.get("model") or 0
         refuse(type(number) is not int, f"model {number!r:.40} must be a whole number")
         m = self.model(number)
-        given, target, pair = _given(m, asked), asked.get("target"), asked.get("pair")
+        given, target, pair = given_of(m, asked), asked.get("target"), asked.get("pair")
         for name, text in (("target", target), ("pair", pair)):
             refuse(
                 text is not None and not _is_short(text),
@@ -156,6 +166,14 @@ class Session:
             run = begin(m, given, target or None, pair or None)
             known = replace(run, number=number, roles=lambda: opened.roles or {})
             return self.keep(replace(known, others=self.run))
+
+    def tokens(self, asked: dict[str, Any]) -> dict[str, Any] | None:
+        """Return the tokens of a text that somebody is typing; nothing is run."""
+        m = self.model()
+        given, pair = given_of(m, asked), asked.get("pair")
+        refuse(pair is not None and not _is_short(pair), "pair must be a text")
+        embeds = TASKS.get(m.config.head or "") is None
+        return tokens_view(m, prepare_first(m, given, None if embeds else pair or None).first_tokens)
 
     def keep(self, run: PageRun) -> dict[str, Any]:
         """Remember a run; of many, forget the oldest."""
@@ -187,10 +205,12 @@ class Session:
         return self._runs[name]
 
 
-def _given(m: Model, asked: dict[str, Any]) -> Any:
+def given_of(m: Model, asked: dict[str, Any]) -> Any:
     """Return what the model is to read: a text, token ids, or an image."""
     if m.config.input == "patches":
         return _image(m, asked.get("image"))
+    if m.config.input == "frames":
+        return _sound(asked.get("sound"))
     ids, text = asked.get("ids"), asked.get("text")
     if ids is None:
         refuse(not _is_short(text), f"text must be a string of at most {LONGEST_TEXT:,} characters")
@@ -211,9 +231,21 @@ def _image(m: Model, encoded: Any) -> Any:
     config = m.config
     if encoded is None:
         return shapes(config)["a ring"]
-    refuse(not isinstance(encoded, str), "image must be a file in base64")
+    return read_image(_bytes(encoded, "image"), config.n_channels, "the image", MOST_PIXELS)
+
+
+def _sound(encoded: Any) -> Any:
+    """Return a sound file in base64 as a file, or samples of a tone that rises where none is given."""
+    if encoded is not None:
+        return _bytes(encoded, "sound")
+    rising = np.cumsum(np.linspace(200, 2000, SWEEP)) * 2 * np.pi / SWEEP  # in a second, at the usual rate
+    return (0.3 * np.sin(rising)).astype(np.float32)
+
+
+def _bytes(encoded: Any, name: str) -> io.BytesIO:
+    """Return a file that the page sends in base64."""
+    refuse(not isinstance(encoded, str), f"{name} must be a file in base64")
     try:
-        raw = base64.b64decode(encoded.partition(",")[2] or encoded, validate=True)
+        return io.BytesIO(base64.b64decode(encoded.partition(",")[2] or encoded, validate=True))
     except ValueError as error:
-        raise InputError(f"the image is not base64: {error}") from None
-    return read_image(io.BytesIO(raw), config.n_channels, "the image", MOST_PIXELS)
+        raise InputError(f"the {name} is not base64: {error}") from None

@@ -26,7 +26,7 @@ from clearhead.explorer.described import TASKS
 from clearhead.explorer.pack import packed_bytes, packed_floats, packed_numbers, packed_picture
 from clearhead.explorer.stops import head_stops
 from clearhead.inside.attention import maps_of
-from clearhead.inside.attention_maps import LayerMap
+from clearhead.inside.attention_maps import LayerMap, mean_entropy
 from clearhead.inside.choices import Choices, choices_of, find_column
 from clearhead.inside.inputs import InputTokens, prepare
 from clearhead.inside.lens import best_choices, contributions, lens
@@ -80,6 +80,7 @@ class PageRun:
     number: int = 0  # of the model, where the page has two
     others: Callable[[str], PageRun] = field(default=_alone, compare=False)
     progress: OnRows = field(default=lambda done, total: None, compare=False)
+    wrote: bool = False  # the answer that the decoder has written is the model's own
 
     def scores(self, column: int) -> Tensor:
         """Return the scores of the head at one column [V], in float32 on the CPU."""
@@ -96,15 +97,21 @@ class PageRun:
         """Return the run itself under this name: its tokens, and where the model is asked."""
         task = TASKS.get(self.m.config.head or "", "embed")
         ids, mask = self.prepared.tokens.ids, self.m.special.get("mask")
-        column = len(self.prepared.tokens) - 1 if task in ("next", "fill", "tag") else 0
-        if task == "fill" and mask in ids:
-            column = ids.index(mask)
+        words = [place for place, mark in enumerate(self.prepared.tokens.special) if not mark]
+        column = len(self.prepared.tokens) - 1 if task == "next" else 0
+        if self.wrote and column:
+            column -= 1  # behind the last token the answer has ended
+        if task in ("fill", "tag"):
+            column = ids.index(mask) if task == "fill" and mask in ids else words[0] if words else 0
         pixels = self.prepared.main[0].float().cpu().numpy() if self.m.config.input == "patches" else None
+        sound = self.prepared.source if self.m.config.input == "frames" else None
         return {
             **{"run": name, "model": self.number, "task": task},
             "tokens": tokens_view(self.m, self.prepared.tokens),
             "source": tokens_view(self.m, self.prepared.source_tokens),
             "picture": None if pixels is None else packed_picture(pixels),
+            # M T, the lowest band last, as pictures of sound are drawn
+            "sound": None if sound is None else packed_picture(sound[0].T.flip(0).float().cpu().numpy()),
             "pair": self.pair,
             "position": column,
             "columns": list(self.choices.columns) if task != "embed" else [],
@@ -113,7 +120,7 @@ class PageRun:
     def stages(self) -> dict[str, Any]:
         """Return the four stages of tokenization, of the text that was typed and of the answer's."""
         text, tokenizer = self.given, self.m.tokenizer
-        if not isinstance(text, str) or tokenizer is None or self.m.config.input == "patches":
+        if not isinstance(text, str) or tokenizer is None or self.m.config.input != "tokens":
             return {"text": None, "target": None}
         written = self.prepared.tokens.text if self.prepared.source is not None else ""
         return {
@@ -184,7 +191,7 @@ class PageRun:
             "kind": kind,
             "layers": [each.layer for each in layers],
             "heads": [len(each.pattern) for each in layers],
-            "entropy": [[float(head.entropy) for head in each.heads()] for each in layers],
+            "entropy": [mean_entropy(each.entropies()).tolist() for each in layers],
             "aggregated": layers[0].aggregated,
             "pattern": packed_bytes(table),
         }
@@ -293,7 +300,7 @@ def begin(m: Model, given: Any, target: Any = None, pair: str | None = None) -> 
     embeds = TASKS.get(m.config.head or "") is None  # its second text is read by itself
     prepared = recorded_once(prepare(m, given, target, None if embeds else pair))
     written = list(prepared.tokens.ids) if prepared.source is not None else None
-    return PageRun(m, prepared, given, written, pair)
+    return PageRun(m, prepared, given, written, pair, wrote=written is not None and target is None)
 
 
 def _corner(x: Tensor) -> Tensor:

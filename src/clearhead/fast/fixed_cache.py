@@ -59,35 +59,61 @@ class FixedCache(Cache):
 
     def adopt(self, cache: Cache) -> None:
         """Copy a growing cache into the first rows of this one; the other rows stay empty."""
-        tokens, rows, filled = cache.tokens, cache.rows, cache.length
-        if tokens is None or rows is None:
+        self.begin_at(cache.length)
+        self.adopt_rows(cache, torch.arange(cache.rows or 0, device=self.cursor.device))
+
+    def begin_at(self, length: int) -> None:
+        """Forget all tokens; whatever is adopted ends before slot `length`, where the next token goes."""
+        self.tokens.real.zero_()
+        if self.source is not None and self.source.real is not None:
+            self.source.real.zero_()
+        self.cursor.fill_(length)
+        self.length = length
+
+    def adopt_rows(self, cache: Cache, rows: Tensor, lengths: Tensor | None = None) -> None:
+        """Copy a growing cache into these rows [B], up to the cursor.
+
+        `lengths` [B]: how many tokens each row has, in a cache whose padding is on the right.
+        """
+        if cache.tokens is None:
             raise InputError("the cache to adopt is empty: run the model with it first")
+        slots, order, positions, real, documents = (
+            slice(self.length - cache.length, self.length),
+            *(given.expand(len(rows), -1) for given in cache.tokens.tensors()),
+        )
+        index = None  # B T: where each slot's token is in the cache
+        if lengths is not None:
+            index = torch.arange(cache.length, device=rows.device) - (cache.length - lengths)[:, None]
+            real, index = index >= 0, index.clamp(min=0)
+            order, positions, documents = (
+                given.take_along_dim(index, 1) for given in (order, positions, documents)
+            )
         for layer, mine in self.layers.items():
             theirs = cache.layers[layer]
             if isinstance(mine, FixedState) and isinstance(theirs, StateKeys):
                 for buffer, given in zip(mine.state, theirs.state):
-                    buffer[:rows] = given
+                    buffer[rows] = given
                 continue
             refuse(
                 not isinstance(theirs, GrowingKeys),
                 "a window cache has forgotten what a fixed cache keeps: adopt a Cache()",
             )
             for buffer, given in zip(mine.read(), theirs.read()):
-                buffer[:rows, :, :filled] = given[:, :, :filled]
-        self.tokens.real.zero_()
-        for buffer, given in zip(self.tokens.tensors(), tokens.tensors()):
-            buffer[:rows, : given.shape[1]] = given
-        if cache.source is not None:
-            if self.source is None or self.source.real is None:
-                raise InputError("this fixed cache has no room for a source: make it with source=its length")
-            length = cache.source.length
-            self.source.real.zero_()
-            self.source.real[:rows, :length] = cache.source.real_mask()
-            for layer, crossed in self.cross.items():
-                for buffer, given in zip(crossed.read(), cache.cross[layer].read()):
-                    buffer[:rows, :, :length] = given
-        self.cursor.fill_(filled)
-        self.length = filled
+                given = given[:, :, : cache.length]
+                buffer[rows, :, slots] = (
+                    given if index is None else given.take_along_dim(index[:, None, :, None], 2)
+                )
+        for buffer, given in zip(self.tokens.tensors(), (order, positions, real, documents)):
+            buffer[rows, slots] = given
+        if cache.source is None:
+            return
+        if self.source is None or self.source.real is None:
+            raise InputError("this fixed cache has no room for a source: make it with source=its length")
+        length = cache.source.length
+        self.source.real[rows, :length] = cache.source.real_mask().expand(len(rows), -1)
+        for layer, crossed in self.cross.items():
+            for buffer, given in zip(crossed.read(), cache.cross[layer].read()):
+                buffer[rows, :, :length] = given
 
     def begin(self, tokens: Tokens) -> None:
         """Write order, positions, padding and documents of the new tokens into the buffers."""

@@ -2,16 +2,18 @@
 
 A decode step reads every weight once for a few rows, so its speed depends on how few kernels it takes and how
 evenly each of them reads. Where Triton is installed and the tensors are on a GPU, each function here is a
-single kernel; elsewhere it calls the model's own formulas. Both are PyTorch operators, which a compiled
-step takes as they are.
+single kernel; elsewhere it calls the model's own formulas. A compiler takes both as PyTorch operators, whole.
 
 Shapes: B rows, D width in, N width out, H heads, K key/value heads, G = H/K, E head width, S slots, R rotated
 columns.
 """
 
+import contextlib
+import functools
 import importlib.util
 import os
-from typing import cast
+from collections.abc import Callable, Iterator, Sequence
+from typing import ParamSpec, cast
 
 import torch
 import torch.nn.functional as nnf
@@ -30,15 +32,52 @@ def available(x: Tensor) -> bool:
     )
 
 
-@torch.library.custom_op("clearhead::materialise", mutates_args=())
+@contextlib.contextmanager
+def without_plans() -> Iterator[None]:
+    """Do without cuDNN's attention, which makes a plan for every new length: texts that grow have many."""
+    before = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+
+
+Given = ParamSpec("Given")
+
+
+def operator(
+    shaped: Callable[Given, Tensor], mutates: Sequence[str] = ()
+) -> Callable[[Callable[Given, Tensor]], Callable[Given, Tensor]]:
+    """Let a compiler see a function as one operator, whose result has the shape that `shaped` gives.
+
+    Outside a compiler the function runs by itself: to call an operator loads the compiler, in seconds.
+    """
+
+    def made(function: Callable[Given, Tensor]) -> Callable[Given, Tensor]:
+        whole = torch.library.custom_op(
+            f"clearhead::{function.__name__.strip('_')}", function, mutates_args=mutates
+        )
+        whole.register_fake(shaped)
+
+        @functools.wraps(function)
+        def call(*given: Given.args, **named: Given.kwargs) -> Tensor:
+            way = whole if torch.compiler.is_compiling() else function
+            return cast(Tensor, way(*given, **named))
+
+        return call
+
+    return made
+
+
+def _same_shape(x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@operator(_same_shape)
 def materialise(x: Tensor) -> Tensor:
     """Return the same tensor, computed once: a compiler might compute it again wherever it is used."""
     return x.clone(memory_format=torch.contiguous_format)
-
-
-@materialise.register_fake
-def _(x: Tensor) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def step_norm(x: Tensor, scale: Tensor, eps: float, unit_offset: bool) -> Tensor:
@@ -67,7 +106,7 @@ def step_linear(
     library's product, which is faster then.
     """
     way = _one_kernel if x.shape[0] <= MOST_ROWS else _in_steps
-    return cast(Tensor, way(x, weight, bias, scale, eps, unit_offset, gate, add))
+    return way(x, weight, bias, scale, eps, unit_offset, gate, add)
 
 
 def _in_steps(
@@ -112,7 +151,20 @@ def _in_kernels(
     return y if add is None else y + add
 
 
-@torch.library.custom_op("clearhead::step_linear", mutates_args=())
+def _linear_shape(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    scale: Tensor | None,
+    eps: float,
+    unit_offset: bool,
+    gate: str | None,
+    add: Tensor | None,
+) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0] // (1 if gate is None else 2))
+
+
+@operator(_linear_shape)
 def _one_kernel(
     x: Tensor,
     weight: Tensor,
@@ -130,21 +182,27 @@ def _one_kernel(
     return _in_steps(x, weight, bias, scale, eps, unit_offset, gate, add).clone()
 
 
-@_one_kernel.register_fake
-def _(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    scale: Tensor | None,
-    eps: float,
-    unit_offset: bool,
-    gate: str | None,
-    add: Tensor | None,
+def _attend_shape(
+    qkv: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    slot: Tensor,
+    mask: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    layout: str,
+    n_heads: int,
+    scale: float,
+    softcap: float | None,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 0.0,
+    unit_offset: bool = False,
 ) -> Tensor:
-    return x.new_empty(*x.shape[:-1], weight.shape[0] // (1 if gate is None else 2))
+    return qkv.new_empty(qkv.shape[0], 1, n_heads * values.shape[3])
 
 
-@torch.library.custom_op("clearhead::step_attend", mutates_args=("keys", "values"))
+@operator(_attend_shape, mutates=("keys", "values"))
 def step_attend(
     qkv: Tensor,
     keys: Tensor,
@@ -191,13 +249,14 @@ def step_attend(
     )
 
 
-@step_attend.register_fake
-def _(
+def paged_attend(
     qkv: Tensor,
     keys: Tensor,
     values: Tensor,
-    slot: Tensor,
-    mask: Tensor,
+    table: Tensor,
+    place: Tensor,
+    size: int,
+    reach: int,
     cos: Tensor | None,
     sin: Tensor | None,
     layout: str,
@@ -209,4 +268,33 @@ def _(
     eps: float = 0.0,
     unit_offset: bool = False,
 ) -> Tensor:
-    return qkv.new_empty(qkv.shape[0], 1, n_heads * values.shape[3])
+    """Attend as `step_attend`, to keys in a pool: [B, 1, (H+K)·E + K·Ev] -> [B, 1, H·Ev].
+
+    The pool [1, K, S, E] has blocks of `size` slots. `table` [B, M] names the blocks of each row, and `place`
+    [B] says where its new token stands. Keys further than `reach` before it are not seen; 0: all are.
+    """
+    if available(qkv):
+        from clearhead.fast import triton_paged
+
+        return triton_paged.paged_attend(
+            qkv, keys, values, table, place, size, reach, cos, sin, layout, n_heads, scale, softcap,
+            q_norm, k_norm, eps, unit_offset,
+        )  # fmt: skip
+    places = torch.arange(table.shape[1] * size, device=table.device)[None]  # 1 M·size
+    slots = (table[:, :, None] * size + torch.arange(size, device=table.device)).flatten(1)  # B M·size
+    k, v = (x[0][:, slots].transpose(0, 1) for x in (keys, values))  # B K M·size E
+    seen = places < place[:, None]
+    if reach:
+        seen = seen & (places > place[:, None] - reach)
+    here = torch.arange(len(qkv), device=table.device)
+    # The slots of the rows are looked up, and so copied: the new token goes to a place behind them.
+    last = torch.full((1,), k.shape[2], device=table.device)
+    buffers = [nnf.pad(x, (0, 0, 0, 1)) for x in (k, v)]
+    z = step_attend(
+        qkv, *buffers, last, nnf.pad(seen, (0, 1), value=True), cos, sin, layout, n_heads, scale, softcap,
+        q_norm, k_norm, eps, unit_offset,
+    )  # fmt: skip
+    slot = slots[here, place]
+    for pool, buffer in zip((keys, values), buffers):
+        pool[0, :, slot] = buffer[:, :, -1].transpose(0, 1)
+    return cast(Tensor, z)

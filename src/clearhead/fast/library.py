@@ -38,7 +38,7 @@ def library() -> ctypes.CDLL | None:
     except (OSError, RuntimeError, subprocess.SubprocessError):
         return None
     found.clearhead_block.argtypes = (c_void_p, c_void_p)
-    found.clearhead_linear.argtypes = (c_void_p, c_void_p, c_void_p, c_int64, c_int64)
+    found.clearhead_linear.argtypes = (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64)
     found.clearhead_linear.restype = None
     return found if _agrees(found) else None
 
@@ -47,7 +47,8 @@ def _agrees(found: ctypes.CDLL) -> bool:
     """Return True if what was compiled and the plain product give the same numbers."""
     layer, x, out = nn.Linear(19, 9), torch.linspace(-1, 1, 57).view(3, 19), torch.empty(3, 9)
     fields = LINEAR(layer.weight.data_ptr(), layer.bias.data_ptr(), 9, 19)
-    found.clearhead_linear(ctypes.addressof(fields), x.data_ptr(), out.data_ptr(), 3, torch.get_num_threads())
+    places = (ctypes.addressof(fields), x.data_ptr(), out.data_ptr())
+    found.clearhead_linear(*places, 3, torch.get_num_threads(), 0)
     return torch.allclose(out, layer(x), atol=1e-5)
 
 
@@ -134,6 +135,9 @@ VIEW = _structure(
     bias_row=N,
     bias_head=N,
     bias_slot=N,
+    table=P,
+    table_row=N,
+    block=N,
 )
 CALL = _structure(
     "Call",
@@ -150,4 +154,5 @@ CALL = _structure(
     rotary_row=N,
     rotated=N,
     threads=N,
+    alike=N,
 )

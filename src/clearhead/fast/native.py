@@ -117,7 +117,12 @@ class Pointers:
 
 
 class NativeLinear(Direct):
-    """A linear layer that takes a few rows through `step.c`, from the model's own weight."""
+    """A linear layer that takes a few rows through `step.c`, from the model's own weight.
+
+    `alike`: any number of rows, each added up in the same order.
+    """
+
+    alike = False
 
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__()
@@ -129,14 +134,13 @@ class NativeLinear(Direct):
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] -> [..., N]."""
         rows = x.numel() // self.in_features
-        if not 0 < rows <= MOST_ROWS or not _plain(x):
+        if not (rows > 0 and (self.alike or rows <= MOST_ROWS)) or not _plain(x):
             return nnf.linear(x, self.weight, self.bias)
         x, found = x.contiguous(), library()
         assert found is not None
         out = x.new_empty(*x.shape[:-1], self.out_features)
-        found.clearhead_linear(
-            ctypes.addressof(self.fields), x.data_ptr(), out.data_ptr(), rows, torch.get_num_threads()
-        )
+        places = (ctypes.addressof(self.fields), x.data_ptr(), out.data_ptr())
+        found.clearhead_linear(*places, rows, torch.get_num_threads(), self.alike)
         return out
 
 
@@ -154,6 +158,8 @@ class NativeBlock(Direct, Block):
     """A block of `KNOWN` parts: `step.c` takes one token with a cache, and `Block` takes all else."""
 
     described: tuple[Pointers, Any] | None = None
+    alike = False  # add up each row in the same order, whatever the number of rows
+    most_rows = MOST_ROWS
 
     def forward(
         self,
@@ -166,7 +172,7 @@ class NativeBlock(Direct, Block):
         tap: Tap = SILENT,
     ) -> Tensor:
         """[B, T, D] -> [B, T, D]."""
-        suits = x.shape[1] == 1 and x.shape[0] <= MOST_ROWS and tap is SILENT and _plain(x)
+        suits = x.shape[1] == 1 and x.shape[0] <= self.most_rows and tap is SILENT and _plain(x)
         own = self._own(view, keys, x.shape[0]) if suits else None
         source = self._source(cross_view, cross_keys, x.shape[0]) if own is not None else None
         if own is None or source is None:
@@ -182,9 +188,8 @@ class NativeBlock(Direct, Block):
         if rotary is not None:
             cos, sin = (part.contiguous() for part in rotary)
             turns = cos.data_ptr(), sin.data_ptr(), _stride(cos, 0), cos.shape[-1]
-        call = CALL(
-            x.data_ptr(), out.data_ptr(), x.shape[0], seen, source, *slot, *turns, torch.get_num_threads()
-        )
+        places, threads = (x.data_ptr(), out.data_ptr()), torch.get_num_threads()
+        call = CALL(*places, x.shape[0], seen, source, *slot, *turns, threads, self.alike)
         failed = found.clearhead_block(ctypes.addressof(self.described[1]), ctypes.addressof(call))
         if failed:
             raise MemoryError("no memory for the values of one token")

@@ -88,8 +88,10 @@ class JoinedLinear(nn.Linear):
     def __init__(self, *layers: nn.Linear) -> None:
         first, width = layers[0], sum(layer.out_features for layer in layers)
         biased = any(layer.bias is not None for layer in layers)
-        super().__init__(first.in_features, width, biased, "meta", first.weight.dtype)  # nothing is drawn
-        self.to_empty(device=first.weight.device).requires_grad_(False)
+        super().__init__(first.in_features, width, biased, "meta")  # nothing is drawn
+        for name, parameter in list(self.named_parameters()):
+            room = first.weight.new_empty(parameter.shape)
+            self.register_parameter(name, nn.Parameter(room, requires_grad=False))
         self.layers = layers  # a tuple, so that they are no parts of this one
         self.fingerprints: list[Tensor] = []  # of the weights that were copied
         self.refresh()
@@ -103,7 +105,12 @@ class JoinedLinear(nn.Linear):
             torch.cat(weights, out=self.weight.data)
         self.fingerprints = fingerprints
         if self.bias is not None:
-            torch.cat([layer.bias.detach() for layer in self.layers], out=self.bias.data)
+            torch.cat([bias_of(layer).detach() for layer in self.layers], out=self.bias.data)
+
+
+def bias_of(layer: nn.Linear) -> Tensor:
+    """Return the bias of a layer; zeros where it has none and others that it is joined with have one."""
+    return layer.weight.new_zeros(layer.out_features) if layer.bias is None else layer.bias
 
 
 class PackedLinear(Direct):

@@ -178,16 +178,35 @@ class StepBlock(Direct, Block):
     ) -> Tensor:
         """[B, T, D] -> [B, T, D]."""
         suits = x.shape[1] == 1 and view.bias is None and tap is SILENT
-        if not suits or not isinstance(keys, FixedKeys) or view.mask is None:
+        z = self.attended(x, view, keys) if suits else None
+        if z is None:
             return super().forward(x, view, memory, cross_view, keys, cross_keys, tap)
         attention, feedforward = self.attention, self.feedforward
-        assert isinstance(attention, FusedAttention) and isinstance(feedforward, FeedForward)
-        z = step_attend(
-            _normed(x, self.attention_residual.before, attention.qkv),
-            keys.k,
-            keys.v,
-            keys.cache.index,
-            view.mask[:, 0, 0],
+        assert isinstance(feedforward, FeedForward)
+        x = step_linear(z, attention.out.weight, attention.out.bias, add=x)
+        norm = self.feedforward_residual.before
+        if isinstance(feedforward, FusedFeedForward):
+            post = _normed(x, norm, feedforward.both, feedforward.activation_name)
+        else:
+            post = feedforward.activation(_normed(x, norm, feedforward.up))
+        return step_linear(post, feedforward.down.weight, feedforward.down.bias, add=x)
+
+    def attended(self, x: Tensor, view: masks.View, keys: LayerKeys | None) -> Tensor | None:
+        """Attend with one token of each row [B, 1, D] -> [B, 1, H·E]; None where the kernel does not suit."""
+        if not isinstance(keys, FixedKeys) or view.mask is None:
+            return None
+        found = (keys.k, keys.v, keys.cache.index, view.mask[:, 0, 0])
+        return step_attend(self.projected(x), *found, *self.formula(view))
+
+    def projected(self, x: Tensor) -> Tensor:
+        """Return queries, keys and values side by side: [B, 1, D] -> [B, 1, (H+K)·E + K·Ev]."""
+        assert isinstance(self.attention, FusedAttention)
+        return _normed(x, self.attention_residual.before, self.attention.qkv)
+
+    def formula(self, view: masks.View) -> tuple[Any, ...]:
+        """Return how this block attends: the last arguments of the kernels of attention."""
+        attention = cast(Attention, self.attention)
+        return (
             None if view.rotary is None else view.rotary.cos,
             None if view.rotary is None else view.rotary.sin,
             attention.layout,
@@ -196,13 +215,6 @@ class StepBlock(Direct, Block):
             attention.softcap,
             *_head_norms(attention),
         )
-        x = step_linear(z, attention.out.weight, attention.out.bias, add=x)
-        norm = self.feedforward_residual.before
-        if isinstance(feedforward, FusedFeedForward):
-            post = _normed(x, norm, feedforward.both, feedforward.activation_name)
-        else:
-            post = feedforward.activation(_normed(x, norm, feedforward.up))
-        return step_linear(post, feedforward.down.weight, feedforward.down.bias, add=x)
 
 
 class StepNorm(Direct, norms.RMSNorm):

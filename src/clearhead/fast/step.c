@@ -43,6 +43,8 @@ typedef struct {
     int64_t mask_row, mask_slot;
     const float *bias;
     int64_t bias_row, bias_head, bias_slot;
+    const int64_t *table; /* of each row the blocks of slots that it reads, one after the other; NULL: all */
+    int64_t table_row, block;
 } View;
 typedef struct {
     const float *x;
@@ -54,6 +56,7 @@ typedef struct {
     int64_t slots_row;
     const float *cos, *sin;
     int64_t rotary_row, rotated, threads;
+    int64_t alike; /* 1: add up each row in one order, whatever the number of rows */
 } Call;
 
 #if defined(__AVX512F__)
@@ -142,10 +145,10 @@ static int64_t until(int64_t count, Thread thread) {
 
 /* y [B, stride] = x [B, D] Wᵀ + bias, for the thread's share of the rows of W. */
 static void product(const Linear *linear, const float *x, int64_t batch, float *y, int64_t stride,
-                    Thread thread) {
+                    int64_t alike, Thread thread) {
     static Tile *const single[] = {one_row_1, one_row_2, one_row_3, one_row_4};
     static Tile *const several[] = {four_rows_1, four_rows_2, four_rows_3, four_rows_4};
-    int64_t D = linear->columns, stop = until(linear->rows, thread), rows = batch <= 2 ? 1 : 4;
+    int64_t D = linear->columns, stop = until(linear->rows, thread), rows = batch <= 2 && !alike ? 1 : 4;
     for (int64_t n = from(linear->rows, thread); n < stop; n += rows) {
         if (n + rows > stop) rows = 1;
         for (int64_t b = 0; b < batch;) {
@@ -215,23 +218,30 @@ static void attend(const Attention *attention, const View *view, int64_t b, int6
     const float *values = view->values + row * view->value_row + kv * view->value_head;
     const uint8_t *mask = view->mask ? view->mask + row * view->mask_row : NULL;
     const float *bias = view->bias ? view->bias + b * view->bias_row + head * view->bias_head : NULL;
+    const int64_t *table = view->table ? view->table + row * view->table_row : NULL;
+    int64_t size = table ? view->block : view->slots;
     float scale = attention->scale, softcap = attention->softcap;
     float most = attention->sink ? attention->sink[head] : -INFINITY, sum = 0;
-    for (int64_t s = 0; s < view->slots; s++) {
-        if (mask && !mask[s * view->mask_slot]) continue;
-        float score = dot(q, keys + s * view->key_slot, attention->width) * scale;
-        if (softcap > 0) score = softcap * tanhf(score / softcap);
-        if (bias) score += bias[s * view->bias_slot];
-        scores[s] = score;
-        if (!(score <= most)) most = score; /* also where it is no number */
+    for (int64_t start = 0; start < view->slots; start += size) {
+        const float *key = keys + (table ? table[start / size] * size : start) * view->key_slot;
+        for (int64_t s = start; s < start + size; s++, key += view->key_slot) {
+            if (mask && !mask[s * view->mask_slot]) continue;
+            float score = dot(q, key, attention->width) * scale;
+            if (softcap > 0) score = softcap * tanhf(score / softcap);
+            if (bias) score += bias[s * view->bias_slot];
+            scores[s] = score;
+            if (!(score <= most)) most = score; /* also where it is no number */
+        }
     }
     memset(z, 0, attention->value_width * sizeof(float));
-    for (int64_t s = 0; s < view->slots; s++) {
-        if (mask && !mask[s * view->mask_slot]) continue;
-        float weight = most == -INFINITY ? 0 : expf(scores[s] - most);
-        const float *value = values + s * view->value_slot;
-        sum += weight;
-        for (int64_t e = 0; e < attention->value_width; e++) z[e] += weight * value[e];
+    for (int64_t start = 0; start < view->slots; start += size) {
+        const float *value = values + (table ? table[start / size] * size : start) * view->value_slot;
+        for (int64_t s = start; s < start + size; s++, value += view->value_slot) {
+            if (mask && !mask[s * view->mask_slot]) continue;
+            float weight = most == -INFINITY ? 0 : expf(scores[s] - most);
+            sum += weight;
+            for (int64_t e = 0; e < attention->value_width; e++) z[e] += weight * value[e];
+        }
     }
     if (attention->sink) sum += expf(attention->sink[head] - most);
     for (int64_t e = 0; e < attention->value_width; e++) z[e] = sum == 0 ? 0 : z[e] / sum;
@@ -263,10 +273,10 @@ static void attention_part(const Attention *a, const Shared *s, const float *nor
     const Call *call = s->call;
     const View *view = own ? &call->own : &call->source;
     int64_t B = call->batch, H = a->heads, K = a->kv_heads, E = a->width, V = a->value_width;
-    product(&a->q, normed, B, s->q, H * E, thread);
+    product(&a->q, normed, B, s->q, H * E, call->alike, thread);
     if (own) {
-        product(&a->k, normed, B, s->k, K * E, thread);
-        product(&a->v, normed, B, s->v, K * V, thread);
+        product(&a->k, normed, B, s->k, K * E, call->alike, thread);
+        product(&a->v, normed, B, s->v, K * V, call->alike, thread);
     }
     GOMP_barrier();
     for (int64_t b = thread.number; b < B; b += thread.count) {
@@ -294,23 +304,23 @@ static void attention_part(const Attention *a, const Shared *s, const float *nor
     for (int64_t item = thread.number; item < B * H; item += thread.count)
         attend(a, view, item / H, item % H, s->q + item * E, scores, s->z + item * V);
     GOMP_barrier();
-    product(&a->out, s->z, B, s->y, a->out.rows, thread);
+    product(&a->out, s->z, B, s->y, a->out.rows, call->alike, thread);
     GOMP_barrier();
 }
 
 /* `normed` [B, D] through the feed-forward, into shared y. */
 static void feedforward_part(const FeedForward *f, const Shared *s, const float *normed, Thread thread) {
-    int64_t B = s->call->batch, F = f->up.rows;
+    int64_t B = s->call->batch, F = f->up.rows, alike = s->call->alike;
     float *pre = f->gate.weight ? s->gate : s->up;
-    product(&f->up, normed, B, s->up, F, thread);
-    if (f->gate.weight) product(&f->gate, normed, B, s->gate, F, thread);
+    product(&f->up, normed, B, s->up, F, alike, thread);
+    if (f->gate.weight) product(&f->gate, normed, B, s->gate, F, alike, thread);
     for (int64_t b = 0; b < B; b++)
         for (int64_t i = b * F + from(F, thread); i < b * F + until(F, thread); i++) {
             float post = activated(pre[i], f->activation);
             s->up[i] = f->gate.weight ? post * s->up[i] : post;
         }
     GOMP_barrier();
-    product(&f->down, s->up, B, s->y, f->down.rows, thread);
+    product(&f->down, s->up, B, s->y, f->down.rows, alike, thread);
     GOMP_barrier();
 }
 
@@ -372,16 +382,17 @@ int clearhead_block(const Block *block, const Call *call) {
     return 0;
 }
 
-typedef struct { const Linear *linear; const float *x; float *y; int64_t batch; } Product;
+typedef struct { const Linear *linear; const float *x; float *y; int64_t batch, alike; } Product;
 
 static void linear_work(void *data) {
     Product *p = data;
     Thread thread = {omp_get_thread_num(), omp_get_num_threads()};
-    product(p->linear, p->x, p->batch, p->y, p->linear->rows, thread);
+    product(p->linear, p->x, p->batch, p->y, p->linear->rows, p->alike, thread);
 }
 
 /* y [B, N] = x [B, D] Wᵀ + bias. */
-void clearhead_linear(const Linear *linear, const float *x, float *y, int64_t batch, int64_t threads) {
-    Product job = {linear, x, y, batch};
+void clearhead_linear(const Linear *linear, const float *x, float *y, int64_t batch, int64_t threads,
+                      int64_t alike) {
+    Product job = {linear, x, y, batch, alike};
     GOMP_parallel(linear_work, &job, threads, 0);
 }

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from clearhead.fast.parts import like
+from clearhead.fast.parts import bias_of, like
 from clearhead.model import feedforward, stack
 from clearhead.model.attention import Attention
 from clearhead.model.transformer import Transformer
@@ -52,7 +52,7 @@ class JoinedAttention(Attention):
             return super().project(x, source)
         layers = (self.q, self.k, self.v)
         weight = torch.cat([layer.weight for layer in layers])
-        bias = None if self.q.bias is None else torch.cat([layer.bias for layer in layers])
+        bias = None if self.q.bias is None else torch.cat([bias_of(layer) for layer in layers])
         linear = narrow_linear if isinstance(self.q, NarrowLinear) else nnf.linear
         q, k, v = torch.split(linear(x, weight, bias), [layer.out_features for layer in layers], dim=-1)
         return q, k, v

@@ -23,6 +23,7 @@ class Tile(NamedTuple):
     n: int  # rows of the weight (or slots of the cache) at a time
     k: int  # columns of the weight at a time (or splits of the cache)
     warps: int
+    stages: int = 3  # blocks of the cache asked for ahead
 
 
 @triton.jit
@@ -194,12 +195,23 @@ def _capped(scores, softcap, CAP: tl.constexpr):
 
 
 @triton.jit
+def _first_seen(mask, filled, WIDE: tl.constexpr):
+    """The first slot that is seen: padding on the left, and what is before a window, is not read."""
+    first = filled
+    for start in range(0, filled, WIDE):
+        s = start + tl.arange(0, WIDE)
+        seen = tl.load(mask + s, mask=s < filled, other=0) != 0
+        first = tl.minimum(first, tl.min(tl.where(seen, s, filled), 0))
+    return first
+
+
+@triton.jit
 def _attend_kernel(
     qkv, keys, values, slot, mask, cos, sin, q_norm, k_norm, out, partial, stats,
     S, mask_stride, angle_stride, scale, softcap, eps, NORM: tl.constexpr, UNIT: tl.constexpr,
     H: tl.constexpr, K: tl.constexpr, E: tl.constexpr, EV: tl.constexpr, R: tl.constexpr,
     LAYOUT: tl.constexpr, CAP: tl.constexpr, GROUP: tl.constexpr, WIDE: tl.constexpr, WIDE_V: tl.constexpr,
-    BLOCK_S: tl.constexpr, SPLITS: tl.constexpr,
+    BLOCK_S: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The heads of one group and one part of the slots; the first part also keeps the new token."""
     b, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -231,29 +243,29 @@ def _attend_kernel(
         weight += 1.0
         total += new_v.to(tl.float32)[None, :]
 
+    mask += b * mask_stride
+    begin = _first_seen(mask, filled, 4096) // BLOCK_S
     blocks = tl.cdiv(filled, BLOCK_S)
-    share = tl.cdiv(blocks, SPLITS)
-    for block in range(split * share, tl.minimum(split * share + share, blocks)):
+    share = tl.cdiv(blocks - begin, SPLITS)
+    begin += split * share
+    for block in tl.range(begin, tl.minimum(begin + share, blocks), num_stages=STAGES):
         s = block * BLOCK_S + tl.arange(0, BLOCK_S)
-        seen = tl.load(mask + b * mask_stride + s, mask=s < filled, other=0) != 0
-        if tl.max(seen.to(tl.int32), 0) > 0:  # of a row padded on the left, the first slots are not read
-            k = tl.load(
-                keys + s[None, :] * E + e[:, None], mask=(s < filled)[None, :] & (e < E)[:, None], other=0.0
-            )
-            scores = _capped(tl.dot(q, k, input_precision="ieee") * scale, softcap, CAP)
-            scores = tl.where(seen[None, :], scores, float("-inf"))
-            higher = tl.maximum(best, tl.max(scores, 1))
-            base = tl.where(higher == float("-inf"), 0.0, higher)  # nothing seen yet
-            shrink = tl.exp(best - base)
-            pattern = tl.exp(scores - base[:, None])
-            v = tl.load(
-                values + s[:, None] * EV + ev[None, :],
-                mask=(s < filled)[:, None] & (ev < EV)[None, :],
-                other=0.0,
-            )
-            total = total * shrink[:, None] + tl.dot(pattern.to(kind), v, input_precision="ieee")
-            weight = weight * shrink + tl.sum(pattern, 1)
-            best = higher
+        seen = tl.load(mask + s, mask=s < filled, other=0) != 0
+        k = tl.load(
+            keys + s[None, :] * E + e[:, None], mask=(s < filled)[None, :] & (e < E)[:, None], other=0.0
+        )
+        scores = _capped(tl.dot(q, k, input_precision="ieee") * scale, softcap, CAP)
+        scores = tl.where(seen[None, :], scores, float("-inf"))
+        higher = tl.maximum(best, tl.max(scores, 1))
+        base = tl.where(higher == float("-inf"), 0.0, higher)  # nothing seen yet
+        shrink = tl.exp(best - base)
+        pattern = tl.exp(scores - base[:, None])
+        v = tl.load(
+            values + s[:, None] * EV + ev[None, :], mask=(s < filled)[:, None] & (ev < EV)[None, :], other=0.0
+        )
+        total = total * shrink[:, None] + tl.dot(pattern.to(kind), v, input_precision="ieee")
+        weight = weight * shrink + tl.sum(pattern, 1)
+        best = higher
 
     heads = b * H + head * G + g
     inside = (g < G)[:, None] & (ev < EV)[None, :]
@@ -322,7 +334,7 @@ def attend(
         H=H, K=K, E=E, EV=EV, R=cos.shape[-1] if turned else 0, LAYOUT=0 if layout == "half" else 1,
         CAP=softcap is not None,
         GROUP=max(16, triton.next_power_of_2(H // K)), WIDE=max(16, triton.next_power_of_2(E)), WIDE_V=wide_v,
-        BLOCK_S=tile.n, SPLITS=tile.k, num_warps=tile.warps,
+        BLOCK_S=tile.n, SPLITS=tile.k, STAGES=tile.stages, num_warps=tile.warps,
     )  # fmt: skip
     if split:
         _join_kernel[(B * H,)](partial, stats, out, EV=EV, WIDE_V=wide_v, SPLITS=tile.k, num_warps=2)

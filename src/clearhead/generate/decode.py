@@ -22,7 +22,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from clearhead.batches.padding import padded, real_tokens
+from clearhead.config import TABLES
 from clearhead.errors import refuse
+from clearhead.fast.kernels import without_plans
 from clearhead.generate.exits import ExitStep
 from clearhead.generate.forms import Forms
 from clearhead.generate.prompts import Prompts, is_stretched, slides, stream_room, streams, turns_by_length
@@ -60,6 +62,8 @@ class Continuation:
 
 # Called with the row's number and the row after each new token; a stop reason ends the row.
 OnToken = Callable[[int, Continuation], str | None]
+# Changes logits [B, V], after the request's own rules, by the new tokens of each row.
+Rule = Callable[[Tensor, Sequence[Sequence[int]]], Tensor]
 # One more token for every row: chosen [B] and the cache -> logits [B, V].
 Step = Callable[[Tensor, Cache], Tensor]
 
@@ -73,6 +77,7 @@ class Ends:
     cancel: Callable[[], bool] | None = None  # asked after each token; True ends every row
     deadline: float | None = None  # a `time.monotonic()` at which every row ends
     forms: Forms | None = None  # of a request with a form, which says where a row may end
+    rule: Rule | None = None  # of a task, such as the order of timestamps
 
     def reason(self) -> str | None:
         """Return why every row must end now; None: it need not."""
@@ -97,6 +102,7 @@ LENGTH_ALONE = Ends()
 
 
 @torch.inference_mode()
+@without_plans()
 def decode(
     model: Transformer,
     request: Request,
@@ -104,6 +110,7 @@ def decode(
     ends: Ends = LENGTH_ALONE,
     cache: Cache | None = None,
     step: Step | None = None,
+    read: Callable[[], Tensor] | None = None,
 ) -> list[Continuation]:
     """Continue each prompt by up to `request.max_new_tokens`.
 
@@ -114,6 +121,7 @@ def decode(
         ends: what ends a row before that.
         cache: of a single prompt, one that holds the first of its tokens already.
         step: what runs the model on one token; None: the model itself.
+        read: what reads the prompts and returns the next logits [B, V]; None: the model, into `cache`.
     """
     check_request(model, request, prompts, ends)
     rows = [Continuation(list(prompt)) for prompt in prompts.ids]
@@ -125,7 +133,10 @@ def decode(
             cache = StreamCache(model.config, *stream_room(model, request))
     if request.early_exit is not None:
         step = ExitStep(model, request)
-    logits = prefill(model, [row.prompt[cache.length :] for row in rows], cache, *prompts.sources)
+    if read is not None:
+        logits = read()
+    else:
+        logits = prefill(model, [row.prompt[cache.length :] for row in rows], cache, *prompts.sources)
     stretched = is_stretched(model, prompts.longest)
     window = model.config.max_positions if slides(model, request, prompts) else None
     for count in range(1, request.max_new_tokens + 1):
@@ -206,7 +217,7 @@ class Chooser:
         ends: Ends,
         rows: list[Continuation],
     ) -> None:
-        self.request, self.stops, self.rows = request, ends.stop_ids, rows
+        self.request, self.stops, self.rows, self.rule = request, ends.stop_ids, rows, ends.rule
         seeds = [request.seed] * len(rows) if prompts.seeds is None else prompts.seeds
         self.dice = Dice(seeds) if request.temperature > 0 else None
         size, device = model.config.vocab_size, next(model.parameters()).device
@@ -229,7 +240,8 @@ class Chooser:
             logits = logits.masked_fill(~allowed, REMOVED)
         written, lengths = len(self.rows[running[0]].ids), [len(self.rows[i].prompt) for i in running]
         standing = Standing(written, self.request.max_new_tokens - written, lengths, self.stops)
-        return adjust_by(logits, self.request, histories, standing)
+        logits = adjust_by(logits, self.request, histories, standing)
+        return logits if self.rule is None else self.rule(logits, [self.rows[i].ids for i in running])
 
     def _allowed(self, number: int) -> NDArray[np.bool_]:
         row = self.rows[number]
@@ -280,7 +292,7 @@ def check_request(model: Transformer, request: Request, prompts: Prompts, ends: 
     )
     needed = prompts.longest + request.max_new_tokens - 1
     refuse(
-        config.positions == "learned" and needed > config.max_positions and not sliding,
+        config.positions in TABLES and needed > config.max_positions and not sliding,
         f"a prompt of {prompts.longest} tokens and {request.max_new_tokens} new ones need {needed} "
         f"positions and the model has {config.max_positions}: shorten one of them, or keep the last "
         'tokens that fit with overflow="window" (of the prompt) or "slide" (of the text as it grows)',

@@ -7,6 +7,7 @@ Shapes: B rows, V vocabulary.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from types import NoneType
 from typing import cast
 
@@ -15,6 +16,7 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from clearhead.errors import refuse
+from clearhead.fast.kernels import without_plans
 from clearhead.fast.parts import JoinedLinear, PackedLinear, fingerprint, same
 from clearhead.fast.prepare import prepared
 from clearhead.generate.decode import (
@@ -24,13 +26,13 @@ from clearhead.generate.decode import (
     agreed,
     check_request,
     decode,
-    prefill,
 )
 from clearhead.generate.forms import Forms
 from clearhead.generate.prompts import Prompts, slides, steps_back, streams, turns_by_length
+from clearhead.generate.reading import read_prompts
 from clearhead.generate.request import Request
 from clearhead.generate.sampling import NOT_NUMBERS, adjust_by, best_of
-from clearhead.generate.steps import NOTHING, Handover, Steps, warn_uncompiled
+from clearhead.generate.steps import NOTHING, Running, Steps, warn_uncompiled
 from clearhead.model.attention import Attention
 from clearhead.model.cache import Cache
 from clearhead.model.taps import SILENT, tap_for
@@ -41,6 +43,7 @@ AHEAD = 16  # greedy tokens made between two looks at them
 
 
 @torch.inference_mode()
+@without_plans()
 def decode_compiled(
     model: Transformer,
     request: Request,
@@ -59,19 +62,23 @@ def decode_compiled(
         warn_uncompiled("a text that streams turns its first keys anew for each token")
     moving = slides(model, request, prompts) or streams(model, request, prompts)
     if cache is None and not moving and request.early_exit is None:
-        sizes = (len(prompts.ids), prompts.longest + most, 0 if source is None else source.shape[1])
+        read = 0 if source is None else model.config.stacks[0].n_tokens(source.shape[1])
+        sizes = (len(prompts.ids), prompts.longest + most, read)
         step = steps.find(*sizes, compiles=bool(request.compile))
     if step is None:
         return decode(model, request, prompts, ends, cache)
-    handover = Handover(prompts.longest)
     watched = ends.on_token is not None or ends.cancel is not None or request.reports
+    watched |= ends.rule is not None
     if watched or request.temperature > 0 or request.looks_back or request.restricts:
-        return decode(model, request, prompts, ends, handover, step)
+        reading = partial(read_prompts, model, prompts, step.cache)
+        return decode(
+            model, request, prompts, ends, Running(len(prompts.ids), step.ids.device), step, reading
+        )
     # Greedy rows go on from their first token [B]; the host reads tokens some steps later.
-    first = best_of(adjust_by(prefill(model, prompts.ids, handover, *prompts.sources), request), request)
+    first = best_of(adjust_by(read_prompts(model, prompts, step.cache), request), request)
     rows = [Continuation(list(prompt)) for prompt in prompts.ids]
     running, launched, seen, unread = list(range(len(rows))), 1, 0, [OnHost(first[:, None])]
-    step.ids[handover.settle(step.cache), 0] = first
+    step.ids[: len(rows), 0] = first
     while unread and running:
         if launched < most:
             count = min(AHEAD, most - launched)

@@ -18,6 +18,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from clearhead.config import TABLES
 from clearhead.errors import refuse
 from clearhead.generate.decode import (
     LENGTH_ALONE,
@@ -97,7 +98,7 @@ class Draft:
     def guess(self, tokens: list[int], most: int, roll: Roll) -> Guess:
         """See `Guesser`."""
         config, count = self.model.config, min(self.count, most)
-        if config.positions == "learned":
+        if config.positions in TABLES:
             count = min(count, config.max_positions - len(tokens) + 1)
         kept = self.length + agreed(self.guessed, tokens[self.length :])  # the last guesses that came true
         self.cache.crop(min(self.cache.length, kept))

@@ -66,11 +66,9 @@ class CompiledStep:
                 MethodType(step, self), fullgraph=True, dynamic=False, backend=backend, options=options
             )
             run()
-        self.replay = run
+        self.replay = run if backend is None else self._or_uncompiled(run)
         if device.type == "cuda":
-            with _never_waiting():
-                run()
-                self.replay = _recorded(run)
+            self.replay = recorded(run)
 
     def _forward(self) -> None:
         logits = self.model(self.ids, cache=self.cache, logits="last").logits[:, -1]
@@ -80,25 +78,32 @@ class CompiledStep:
         self.made.index_copy_(1, self.cache.index, torch.where(best.isnan(), NOTHING, chosen))
         self.ids.copy_(chosen)
 
+    def _or_uncompiled(self, run: Callable[[], object]) -> Callable[[], object]:
+        """Return `run` with a way out, for a setting of the process that changes and will not compile."""
+        compiler = torch._dynamo.exc
+
+        def attempt() -> None:
+            try:
+                run()
+            except (compiler.TorchDynamoException, compiler.FailOnRecompileLimitHit) as error:
+                warn_uncompiled(first_line(error))  # it failed before anything ran
+                self.replay = self._forward
+                self.replay()
+
+        return attempt
+
     def __call__(self, chosen: Tensor, cache: Cache) -> Tensor:
-        """Run as a `Step` of `decode`, with a `Handover`: chosen [B] -> logits [B, V]."""
-        assert isinstance(cache, Handover)
-        rows = cache.settle(self.cache)
-        self.ids[rows, 0] = chosen
+        """Run as a `Step` of `decode`, with the rows that are `Running`: chosen [B] -> logits [B, V]."""
+        assert isinstance(cache, Running)
+        self.ids[cache.places, 0] = chosen
         self.ahead(1)
-        return self.logits[rows]
+        return self.logits[cache.places]
 
     def ahead(self, count: int) -> Tensor:
         """Run `count` times, each time on the most probable token; return those tokens [B, count]."""
-        start, compiler = self.cache.length, torch._dynamo.exc
+        start = self.cache.length
         for _ in range(count):
-            try:
-                self.replay()
-            except (compiler.TorchDynamoException, compiler.FailOnRecompileLimitHit) as error:
-                # A setting of the process has changed, and compiling for it failed before anything ran.
-                warn_uncompiled(first_line(error))
-                self.replay = self._forward
-                self.replay()
+            self.replay()
         # A step that runs uncompiled, because someone watches, counts by itself.
         self.cache.length = start + count
         return self.made[:, start : start + count]
@@ -117,38 +122,29 @@ def _never_waiting() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode(before)
 
 
-def _recorded(run: Callable[[], object]) -> Callable[[], object]:
+def recorded(run: Callable[[], object]) -> Callable[[], object]:
     """Record the kernels that `run` launches as one CUDA graph."""
     graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        run()
-    torch.cuda.current_stream().wait_stream(side)
-    with torch.cuda.graph(graph):
-        run()
+    with _never_waiting():
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            run()
+        torch.cuda.current_stream().wait_stream(side)
+        with torch.cuda.graph(graph):
+            run()
     return graph.replay
 
 
-class Handover(Cache):
-    """A growing cache while prompts are read; after that the list of rows that still run in a fixed one."""
+class Running(Cache):
+    """The rows of a fixed cache that have not ended."""
 
-    places: Tensor | None = None
-
-    def settle(self, fixed: FixedCache) -> Tensor:
-        """Move into `fixed`, the first time; return the numbers of the rows there [B]."""
-        if self.places is None:
-            fixed.adopt(self)
-            self.places = torch.arange(self.rows or 0, device=fixed.cursor.device)
-            self.layers.clear()
-            self.cross.clear()
-        return self.places
+    def __init__(self, rows: int, device: torch.device) -> None:
+        super().__init__()
+        self.places = torch.arange(rows, device=device)
 
     def reorder(self, rows: Tensor, cross: bool = True) -> None:
-        """Keep these rows, as in `Cache`."""
-        if self.places is None:
-            super().reorder(rows, cross)
-        else:
-            self.places = self.places[rows]
+        """Keep these rows, as in `Cache`; in the fixed cache nothing moves."""
+        self.places = self.places[rows]
 
 
 class Steps:

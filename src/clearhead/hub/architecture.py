@@ -80,7 +80,7 @@ class Architecture:
         values |= self.classes[self.class_of(theirs)]
         if values.get("head") == "embedding" and theirs.get(POOLER_KEY) is False:
             values |= WITHOUT_POOLER
-        if values.get("head") in ("classifier", "tagger"):
+        if values.get("head") in ("classifier", "tagger") and "n_classes" not in values:
             values["n_classes"] = count_labels(theirs)
         return values
 

@@ -1,6 +1,6 @@
 """BERT: a post-norm encoder with learned positions and segments.
 
-RoBERTa, DistilBERT and ALBERT build on its tables.
+RoBERTa (with XLM-RoBERTa and CamemBERT), DistilBERT and ALBERT build on its tables.
 """
 
 from clearhead.hub.architecture import Architecture
@@ -40,6 +40,7 @@ KIND: Json = {
     "bias": True,
     "init": "bert",
 }
+TYPES = field("type_vocab_size", "n_types", 2, least=1)
 SHAPE: tuple[ConfigPart, ...] = (
     fixed(KIND),
     fixed(only={"is_decoder": False, "add_cross_attention": False, "position_embedding_type": "absolute"}),
@@ -49,7 +50,7 @@ SHAPE: tuple[ConfigPart, ...] = (
     field("num_attention_heads", "n_heads", 12),
     field("intermediate_size", "d_ff", 3072),
     field("hidden_act", "activation", "gelu", ACTIVATIONS),
-    field("type_vocab_size", "n_types", 2, least=1),
+    TYPES,
     field("layer_norm_eps", "norm_eps", 1e-12),
     field("hidden_dropout_prob", "dropout", 0.1),
     field("attention_probs_dropout_prob", "attention_dropout", 0.1),
@@ -130,23 +131,31 @@ BERT = Architecture(
 
 # RoBERTa: positions that start at padding id + 1, and heads of its own.
 
-ROBERTA = Architecture(
-    model_type="roberta",
-    classes=classes(
-        "Roberta",
-        # This head has GELU, whatever activation the layers have.
-        ForMaskedLM={"head": "mlm", "head_transform": True, "head_bias": True, "head_activation": "gelu"},
-    ),
-    prefix="roberta.",
-    config=(*SHAPE, positions_after_padding(rows=512, padding=1)),
-    rules=embedding("roberta") + layers("roberta"),
-    heads={
-        **heads(masked_head("lm_head.dense", "lm_head.layer_norm", "lm_head"), "roberta.pooler.dense"),
-        "classifier": same({"classifier.dense": "head.pooler", "classifier.out_proj": "head.out"}),
-    },
-    ignored=("roberta.embeddings.position_ids",),
-    carried=("roberta.pooler.*",),
-)
+# This head has GELU, whatever activation the layers have.
+GELU_HEAD: Json = {"head": "mlm", "head_transform": True, "head_bias": True, "head_activation": "gelu"}
+
+
+def roberta_like(model_type: str, name: str, named: bool = True) -> Architecture:
+    """Return an architecture with RoBERTa's config and tensors; its classes begin with `name`."""
+    return Architecture(
+        model_type=model_type,
+        classes=classes(name, ForMaskedLM=GELU_HEAD),
+        prefix="roberta.",
+        config=(*SHAPE, positions_after_padding(rows=512, padding=1)),
+        rules=embedding("roberta") + layers("roberta"),
+        heads={
+            **heads(masked_head("lm_head.dense", "lm_head.layer_norm", "lm_head"), "roberta.pooler.dense"),
+            "classifier": same({"classifier.dense": "head.pooler", "classifier.out_proj": "head.out"}),
+        },
+        ignored=("roberta.embeddings.position_ids",),
+        carried=("roberta.pooler.*",),
+        named=named,
+    )
+
+
+ROBERTA = roberta_like("roberta", "Roberta", named=False)
+XLM_ROBERTA = roberta_like("xlm-roberta", "XLMRoberta")
+CAMEMBERT = roberta_like("camembert", "Camembert")
 
 # DistilBERT: no segments and no pooler, under names of its own.
 

@@ -62,7 +62,7 @@ def outgoing(
 
     Their sources are names of parameters. The weights themselves are not read.
     """
-    architecture, carried = description.architecture, description.carried
+    architecture, carried = description.stored or description.architecture, description.carried
     parameters = dict(model.named_parameters())
     base = architecture.prefix if model.config.head in ("none", "embedding") else ""
 

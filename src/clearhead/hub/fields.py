@@ -117,6 +117,14 @@ def fixed(
     return ConfigPart(read, lambda config: dict(written or {}))
 
 
+def of_class(name: str, part: ConfigPart) -> ConfigPart:
+    """Return the part for what one class alone reads, from a key that another part writes."""
+    return ConfigPart(
+        lambda config_json: part.read(config_json) if config_json.get("architectures") == [name] else {},
+        lambda config: {},
+    )
+
+
 def power(
     theirs: str, ours: str, exponent: float, default: Any = REQUIRED, whole: bool = False
 ) -> ConfigPart:
@@ -198,18 +206,19 @@ def _read_whole_heads(config_json: Json) -> Json:
 WHOLE_HEADS = ConfigPart(_read_whole_heads, lambda config: {})
 
 
-def positions_after_padding(rows: int, padding: int, counted: bool = True) -> ConfigPart:
+def positions_after_padding(rows: int, padding: int, counted: bool = True, stated: bool = True) -> ConfigPart:
     """Return the part for a position table that starts at padding id + 1; the rows before are never used.
 
     Args:
         rows: max_position_embeddings, where config.json does not say.
         padding: pad_token_id, where config.json does not say.
         counted: whether max_position_embeddings counts the unused rows.
+        stated: whether pad_token_id decides; else the padding is always `padding`.
     """
 
     def read(config_json: Json) -> Json:
-        stated, size = config_json.get("pad_token_id"), config_json.get("max_position_embeddings", rows)
-        offset = (padding if stated is None else stated) + 1
+        named, size = config_json.get("pad_token_id"), config_json.get("max_position_embeddings", rows)
+        offset = (padding if named is None or not stated else named) + 1
         return {"position_offset": offset, "max_positions": size - offset if counted else size}
 
     def write(config: ModelConfig) -> Json:

@@ -94,6 +94,37 @@ def sliding_windows(
     return ConfigPart(read, write)
 
 
+def near_and_far(width: int, every: int) -> ConfigPart:
+    """Return the part for an encoder whose layers see all, or half of `local_attention` to each side.
+
+    Args:
+        width: local_attention, where config.json does not say.
+        every: global_attn_every_n_layers, where config.json says neither that nor `layer_types`.
+    """
+
+    def read(config_json: Json) -> Json:
+        half = config_json.get("sliding_window")  # counts before local_attention
+        half = config_json.get("local_attention", width) // 2 if half is None else half
+        refuse(half < 1, f"config.json has a window of {half} to each side: it must be 1 at least")
+        often = config_json.get("global_attn_every_n_layers", every)
+        kinds = config_json.get("layer_types") or [
+            "sliding_attention" if layer % often else "full_attention"
+            for layer in range(count_layers(config_json))
+        ]
+        unknown = sorted({*kinds} - {"sliding_attention", "full_attention"})
+        refuse(unknown, f"config.json has layer_types {unknown[:1]}: only sliding and full are supported")
+        windows = tuple(half + 1 if kind == "sliding_attention" else None for kind in kinds)
+        return {"window": windows if any(windows) else None}
+
+    def write(config: ModelConfig) -> Json:
+        windows = config.main.windows
+        sizes = [window for window in windows if window is not None]
+        kinds = ["full_attention" if window is None else "sliding_attention" for window in windows]
+        return {"local_attention": 2 * (sizes[0] - 1) if sizes else width, "layer_types": kinds}
+
+    return ConfigPart(read, write)
+
+
 def count_layers(config_json: Json) -> int:
     """Return the number of layers that config.json states."""
     layers = int(config_json["num_hidden_layers"])

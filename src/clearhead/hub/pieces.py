@@ -127,7 +127,7 @@ def t5(model: PieceModel, settings: Settings) -> Tokenizer:
 
 
 def xlm_roberta(model: PieceModel, settings: Settings) -> Tokenizer:
-    """Build XLM-RoBERTa's."""
+    """Build XLM-RoBERTa's and CamemBERT's, which differ in how they number the pieces."""
     return _words(model, prefix=settings.get("add_prefix_space", True))
 
 
@@ -153,6 +153,25 @@ def big_bird(model: PieceModel, settings: Settings) -> Tokenizer:
         normalizers.Replace(Regex(" {2,}"), SPACE),
         pre_tokenizers.Metaspace(SPACE, scheme, split=True),
         decoders.Metaspace(SPACE, scheme, split=True),
+    )
+
+
+def deberta(model: PieceModel, settings: Settings) -> Tokenizer:
+    """Build DeBERTa's (v2 and v3): runs of spaces are one, and the file's own normalisation is not used."""
+    unknown = (token_text(settings.get("unk_token")) or "[UNK]", 0.0)
+    steps = [
+        *([normalizers.Lowercase()] if settings.get("do_lower_case", False) else []),
+        normalizers.Replace(Regex(r"\s{2,}|[\n\r\t]"), " "),
+        *(normalizers.NFC(), normalizers.Strip(left=False, right=True)),
+    ]
+    scheme = "always" if settings.get("add_prefix_space", True) else "first"
+    apart = [pre_tokenizers.Punctuation("isolated")] if settings.get("split_by_punct", False) else []
+    unk_id = model.scores.index(unknown) if unknown in model.scores else 1
+    return assembled(
+        Unigram(model.scores, unk_id, byte_fallback=False),
+        normalizers.Sequence(steps),
+        pre_tokenizers.Sequence([*apart, pre_tokenizers.Metaspace(SPACE, scheme)]),
+        decoders.Metaspace(SPACE, scheme),
     )
 
 
@@ -197,8 +216,10 @@ def plain(model: PieceModel, settings: Settings) -> Tokenizer:
 FAMILIES: dict[str, Callable[[PieceModel, Settings], Tokenizer]] = {
     "T5": t5,
     "XLMRoberta": xlm_roberta,
+    "Camembert": xlm_roberta,
     "Albert": albert,
     "BigBird": big_bird,
+    "DebertaV2": deberta,
     "Llama": llama,
     "CodeLlama": llama,
     "Gemma": gemma,
@@ -206,11 +227,20 @@ FAMILIES: dict[str, Callable[[PieceModel, Settings], Tokenizer]] = {
 }
 
 
+UNUSED = ("<s>NOTUSED", "</s>NOTUSED", "<unk>NOTUSED")  # CamemBERT's, beside those that are used
+# What comes before the pieces of the file, and how many of those are left out.
+FAIRSEQ_FIRST = {
+    "XLMRoberta": (("<s>", "<pad>", "</s>", "<unk>"), 3),
+    "Camembert": ((UNUSED[0], "<pad>", UNUSED[1], "<unk>", UNUSED[2]), 1),
+}
+
+
 def _numbered(model: PieceModel, family: str, settings: Settings) -> PieceModel:
     """Return the pieces in the order that a family gives them ids, with those that the file lacks."""
-    if family == "XLMRoberta":  # the first four ids are fairseq's, the pieces follow, the mask is last
-        first, last = ["<s>", "<pad>", "</s>", "<unk>"], ["<mask>"]
-        pieces = [(text, 0.0, 1) for text in first] + model.pieces[3:] + [(text, 0.0, 1) for text in last]
+    if family in FAIRSEQ_FIRST:  # the first ids are fairseq's, the pieces follow, the mask is last
+        first, left_out = FAIRSEQ_FIRST[family]
+        pieces = [(text, -100.0 if text == UNUSED[-1] else 0.0, 1) for text in first]
+        pieces += [*model.pieces[left_out:], ("<mask>", 0.0, 1)]
         return replace(model, pieces=pieces, unk_id=3)
     if family == "T5":
         known = dict(model.scores)

@@ -15,8 +15,10 @@ from torch import Tensor
 from clearhead.config import ModelConfig
 from clearhead.data.pictures import pixels_of
 from clearhead.errors import CheckpointError, InputError, MissingExtraError, first_line, refuse
+from clearhead.hub.files import read_json_if_any
 
 PREPROCESSOR = "preprocessor_config.json"
+PROCESSOR = "processor_config.json"  # which newer directories have in its place
 DEFAULTS: dict[str, Any] = {  # of ViTImageProcessor
     **{"size": 224, "do_resize": True, "resample": 2, "do_rescale": True, "rescale_factor": 1 / 255},
     **{"do_normalize": True, "image_mean": 0.5, "image_std": 0.5},
@@ -24,6 +26,14 @@ DEFAULTS: dict[str, Any] = {  # of ViTImageProcessor
 CLASSES = ("ViTImageProcessor", "ViTImageProcessorFast", "ViTImageProcessorPil", "ViTFeatureExtractor")
 Array = np.ndarray[Any, Any]
 Image = str | Path | np.ndarray | Tensor
+
+
+def read_preprocessor(folder: Path) -> dict[str, Any]:
+    """Return how images, or sound, become what the model reads; empty where the directory does not say."""
+    settings = read_json_if_any(folder / PREPROCESSOR)
+    whole = {} if settings else read_json_if_any(folder / PROCESSOR)
+    parts = (whole.get(name) for name in ("feature_extractor", "image_processor"))
+    return settings or next((part for part in parts if isinstance(part, dict)), {})
 
 
 def to_pixels(image: Image, config: ModelConfig, settings: Mapping[str, Any]) -> Tensor:

@@ -11,14 +11,19 @@ from clearhead.hub import (
     bart,
     bert,
     big_bird,
+    deberta,
+    electra,
     gpt,
     gpt_oss,
     llama,
     llama_relatives,
     longformer,
+    modernbert,
+    mpnet,
     qwen_next,
     t5,
     vit,
+    whisper,
 )
 from clearhead.hub.architecture import Architecture
 
@@ -30,8 +35,11 @@ KNOWN = (
     *(gpt.GPT_NEOX, gpt.FALCON, llama_relatives.PHI, llama_relatives.PHI3, llama_relatives.OLMO2),
     *(llama_relatives.STABLELM, llama_relatives.GRANITE, llama_relatives.SMOLLM3, gpt_oss.GPT_OSS),
     *(bert.BERT, bert.ROBERTA, bert.DISTILBERT, bert.ALBERT, big_bird.BIG_BIRD, vit.VIT),
+    *(bert.XLM_ROBERTA, bert.CAMEMBERT, mpnet.MPNET, electra.ELECTRA),
+    *(modernbert.MODERNBERT, deberta.DEBERTA),
     longformer.LONGFORMER,
     *(t5.T5, bart.BART, bart.MBART, bart.M2M100, bart.MARIAN, t5.MT5),
+    whisper.WHISPER,
 )
 ARCHITECTURES: dict[str, Architecture] = {architecture.model_type: architecture for architecture in KNOWN}
 

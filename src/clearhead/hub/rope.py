@@ -86,15 +86,26 @@ def rope(
     return ConfigPart(read, write)
 
 
-def two_ropes(base: float, local: float) -> ConfigPart:
-    """Return the part for layers with a window that rotate by a base of their own, without scaling."""
+def two_ropes(
+    base: float,
+    local: float,
+    theta_key: str = "rope_theta",
+    local_key: str = "rope_local_base_freq",
+    scales_both: bool = False,
+) -> ConfigPart:
+    """Return the part for layers with a window that rotate by a base of their own, without scaling.
+
+    `theta_key` and `local_key` are the keys of both bases outside rope_parameters. With `scales_both`,
+    rope_scaling is for layers with a window too.
+    """
 
     def read(theirs: Json) -> Json:
         stated = theirs.get("rope_parameters") or {"full_attention": {"rope_type": "default"}}
         full = {**(stated.get("full_attention") or {}), **(theirs.get("rope_scaling") or {})}
-        near = stated.get("sliding_attention") or {}
-        theta = _base(full, theirs, "rope_theta", base)
-        near_theta = _base(near, theirs, "rope_local_base_freq", local)
+        near = {**(stated.get("sliding_attention") or {})}
+        near |= (theirs.get("rope_scaling") or {}) if scales_both else {}
+        theta = _base(full, theirs, theta_key, base)
+        near_theta = _base(near, theirs, local_key, local)
         scaling, near_scaling = read_scaling(full, theirs), read_scaling(near, theirs)
         part = full.get("partial_rotary_factor", 1), near.get("partial_rotary_factor", 1)
         refuse(part != (1, 1), f"config.json has partial_rotary_factor {part}: only 1 is supported here")
@@ -114,8 +125,8 @@ def two_ropes(base: float, local: float) -> ConfigPart:
         if config.rope_local_base is not None:
             near = write_scaling(config, config.rope_local_base, None)
         return {
-            "rope_theta": config.rope_base,
-            "rope_local_base_freq": near["rope_theta"],
+            theta_key: config.rope_base,
+            local_key: near["rope_theta"],
             "rope_parameters": {"full_attention": full, "sliding_attention": dict(near)},
         }
 

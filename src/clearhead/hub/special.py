@@ -7,7 +7,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 
 from clearhead.hub.files import read_json_if_any
-from clearhead.hub.pieces import sentinels, token_text
+from clearhead.hub.pieces import UNUSED, sentinels, token_text
 
 ROLES = (
     "bos",
@@ -20,7 +20,8 @@ ROLES = (
 )  # in the order in which those without an id get one
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")  # of an added token
 
-MASK_TAKES_SPACE = ("BigBird",)  # classes whose mask takes the space before it, unless a file says otherwise
+# Classes whose mask takes the space before it, unless a file says otherwise.
+MASK_TAKES_SPACE = ("BigBird", "Camembert", "MPNet")
 
 # The special tokens that a class has without any file naming them.
 BERT = {"unk": "[UNK]", "sep": "[SEP]", "pad": "[PAD]", "cls": "[CLS]", "mask": "[MASK]"}
@@ -31,6 +32,8 @@ FAIRSEQ = {
 USUAL: dict[str, dict[str, str]] = {
     "Roberta": FAIRSEQ,
     "XLMRoberta": FAIRSEQ,
+    "Camembert": FAIRSEQ,
+    "MPNet": {**FAIRSEQ, "unk": "[UNK]"},
     "GPT2": dict.fromkeys(("unk", "bos", "eos"), "<|endoftext|>"),
     "Qwen2": dict.fromkeys(("unk", "eos", "pad"), "<|endoftext|>"),
     "GPTNeoX": {**dict.fromkeys(("unk", "bos", "eos"), "<|endoftext|>"), "pad": "<|padding|>"},
@@ -41,6 +44,7 @@ USUAL: dict[str, dict[str, str]] = {
     "Albert": {**BERT, "unk": "<unk>", "pad": "<pad>", "bos": "[CLS]", "eos": "[SEP]"},
     "BigBird": {**BERT, "unk": "<unk>", "pad": "<pad>", "bos": "<s>", "eos": "</s>"},
     "Bert": BERT,
+    "DebertaV2": {**BERT, "bos": "[CLS]", "eos": "[SEP]"},
 }
 
 
@@ -57,6 +61,8 @@ def extra_tokens(settings: Mapping[str, Any], kind: str = "") -> list[Any]:
         return listed
     older = settings.get("additional_special_tokens")
     listed = older if isinstance(older, list) else []
+    if kind == "Camembert" and older is None:
+        return [*UNUSED]
     if kind == "T5" and not any("<extra_id_" in str(token_text(token)) for token in listed):
         return [*listed, *sentinels(dict(settings))]
     return listed

@@ -28,7 +28,7 @@ Settings = dict[str, Any]
 
 # The class that a model's tokenizer has when no file names it.
 CLASSES = {
-    **dict.fromkeys(("bert", "distilbert"), "Bert"),
+    **dict.fromkeys(("bert", "distilbert", "electra"), "Bert"),
     **dict.fromkeys(("gpt2", "phi"), "GPT2"),
     "gpt_neox": "GPTNeoX",
     **dict.fromkeys(("roberta", "bart", "longformer"), "Roberta"),
@@ -37,6 +37,7 @@ CLASSES = {
     **dict.fromkeys(("llama", "mistral", "mixtral"), "Llama"),
     **dict.fromkeys(("gemma", "gemma2", "gemma3_text"), "Gemma"),
     "xlm-roberta": "XLMRoberta",
+    **{"camembert": "Camembert", "mpnet": "MPNet", "deberta-v2": "DebertaV2"},
     "albert": "Albert",
     "big_bird": "BigBird",
     "marian": "Marian",
@@ -49,10 +50,11 @@ LIKE = {
 AS_IT_STANDS = ("mistral", "mixtral", "phi3", "olmo2", "stablelm", "granite")
 # The kind of model, and the id of the unknown token, that a class takes from tokenizer.json.
 MODELS = {
-    "Bert": ("WordPiece", 0),
+    **dict.fromkeys(("Bert", "MPNet"), ("WordPiece", 0)),
     **dict.fromkeys(("Roberta", "GPT2", "Qwen2", "GPTNeoX", "Llama", "Gemma"), ("BPE", 0)),
-    **{"T5": ("Unigram", 2), "XLMRoberta": ("Unigram", 3), "Albert": ("Unigram", 1)},
-    "BigBird": ("Unigram", 0),
+    **dict.fromkeys(("XLMRoberta", "Camembert"), ("Unigram", 3)),
+    **{"T5": ("Unigram", 2), "Albert": ("Unigram", 1)},
+    **{"BigBird": ("Unigram", 0), "DebertaV2": ("Unigram", 1)},
 }
 KEEPS_FRAME = (
     "GPT2",
@@ -68,7 +70,9 @@ TEMPLATES = {
     "Bert": ("cls $A sep", "cls $A sep $B:1 sep:1"),
     "Albert": ("cls $A sep", "cls $A sep $B:1 sep:1"),
     "BigBird": ("cls $A sep", "cls $A sep $B:1 sep:1"),
+    "DebertaV2": ("cls $A sep", "cls $A sep $B:1 sep:1"),
     "XLMRoberta": ("bos $A eos", "bos $A eos eos $B eos"),
+    "Camembert": ("bos $A eos", "bos $A eos eos $B eos"),
     "T5": ("$A eos", "$A eos $B eos"),
     "Marian": ("$A eos", "$A $B eos"),
 }
@@ -83,18 +87,21 @@ def from_folder(folder: Path, settings: Settings) -> Tokenizer | None:
     kind = class_of(folder, settings)
     pieces = next((folder / name for name in PIECES if (folder / name).exists()), None)
     if (folder / "vocab.txt").exists():
-        return _completed(
-            folder, _wordpiece(WordPiece.read_file(str(folder / "vocab.txt")), settings), "Bert", settings
+        return completed(
+            folder,
+            _wordpiece(WordPiece.read_file(str(folder / "vocab.txt")), settings),
+            "MPNet" if kind == "MPNet" else "Bert",
+            settings,
         )
     if (folder / "source.spm").exists() and (folder / "vocab.json").exists():
-        return _completed(folder, _marian(folder, settings), "Marian", settings)
+        return completed(folder, _marian(folder, settings), "Marian", settings)
     if (folder / "vocab.json").exists() and (folder / "merges.txt").exists():
         kind = kind or "GPT2"
         units = BPE.read_file(str(folder / "vocab.json"), str(folder / "merges.txt"))
-        return _completed(folder, _byte_level(*units, kind, settings), kind, settings)
+        return completed(folder, _byte_level(*units, kind, settings), kind, settings)
     if pieces is not None and (kind in FAMILIES or kind in MODELS):
         family = kind if kind in FAMILIES else ""
-        return _completed(folder, from_pieces(pieces, family, settings), family, settings)
+        return completed(folder, from_pieces(pieces, family, settings), family, settings)
     return None
 
 
@@ -108,7 +115,7 @@ def from_piece_file(path: Path, folder: Path, settings: Settings) -> tuple[Token
             **{"add_bos_token": True, **settings},
         }
     tokenizer = from_pieces(path, kind if kind in FAMILIES else "", settings)
-    return _completed(folder, tokenizer, kind, settings), settings
+    return completed(folder, tokenizer, kind, settings), settings
 
 
 def class_of(folder: Path, settings: Settings, beside_json: bool = False) -> str:
@@ -146,7 +153,7 @@ def from_json(folder: Path, stated: Tokenizer, settings: Settings) -> Tokenizer:
         _check_claims(folder, stated, kind, settings)
         add_named(folder, stated, "", settings, stated)
         return stated
-    made = _completed(folder, _surrounded(folder, stated, kind, settings), kind, settings, stated)
+    made = completed(folder, _surrounded(folder, stated, kind, settings), kind, settings, stated)
     if kind in KEEPS_FRAME and frame is not None:
         made.post_processor = frame
     return made
@@ -163,7 +170,7 @@ def _surrounded(folder: Path, stated: Tokenizer, kind: str, settings: Settings) 
         "the file as it stands",
     )
     vocabulary = model["vocab"]
-    if kind == "Bert":
+    if wanted == "WordPiece":
         return _wordpiece(vocabulary, settings)
     merges = [tuple(pair.split(" ") if isinstance(pair, str) else pair) for pair in model.get("merges", ())]
     if kind not in FAMILIES:
@@ -244,15 +251,15 @@ def _marian(folder: Path, settings: Settings) -> Tokenizer:
 # Special tokens ---------------------------------------------------------------------------------------------
 
 
-def _completed(
+def completed(
     folder: Path, tokenizer: Tokenizer, kind: str, settings: Settings, stated: Tokenizer | None = None
 ) -> Tokenizer:
     """Add the tokens that files name beside the vocabulary, and put special tokens around each text."""
     special = special_tokens(settings, kind)
     add_named(folder, tokenizer, kind, settings, stated)
     ids = {role: tokenizer.token_to_id(text) for role, text in special.items()}
-    if kind == "Roberta":
-        _frame_roberta(tokenizer, settings, special, ids)
+    if kind in ("Roberta", "MPNet"):
+        _frame_roberta(tokenizer, settings if kind == "Roberta" else {}, special, ids)
     else:
         _frame(tokenizer, kind, settings, special, ids)
     return tokenizer

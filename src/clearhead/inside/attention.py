@@ -22,7 +22,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.nn.functional as nnf
 from torch import Tensor
 
 from clearhead.errors import InputError, refuse
@@ -123,13 +122,20 @@ def in_cells(pattern: Tensor, queries: int, keys: int) -> Tensor:
 
     [H, T, S] -> [H, ceil(T / queries), ceil(S / keys)]; the last cells may hold fewer tokens.
     """
-    H, T, S = pattern.shape
-    columns = nnf.pad(pattern, (0, -S % keys)).view(H, T, -1, keys).sum(-1)
-    rows = nnf.pad(columns, (0, 0, 0, -T % queries)).view(H, -1, queries, columns.shape[-1]).sum(2)
-    counts = torch.tensor(
-        [[min(queries, T - first)] for first in range(0, T, queries)], device=pattern.device
-    )
-    return rows / counts
+    T = pattern.shape[1]
+    # Queries first: sums of whole rows are quick, and leave less to sum in short pieces.
+    cells = _summed(_summed(pattern, 1, queries), 2, keys)
+    counts = [[min(queries, T - first)] for first in range(0, T, queries)]
+    return cells / torch.tensor(counts, device=pattern.device)
+
+
+def _summed(x: Tensor, axis: int, size: int) -> Tensor:
+    """Return sums over cells of so many places of an axis; the last cell may be smaller."""
+    whole = x.shape[axis] // size * size
+    cells = x.narrow(axis, 0, whole).unflatten(axis, (-1, size)).sum(axis + 1)
+    if whole == x.shape[axis]:
+        return cells
+    return torch.cat([cells, x.narrow(axis, whole, x.shape[axis] - whole).sum(axis, keepdim=True)], axis)
 
 
 def _chosen(

@@ -34,6 +34,14 @@ def query_entropy(pattern: Tensor, real: Tensor | None = None) -> Tensor:
     return entropy_bits(pattern).masked_fill(~(sees if real is None else sees & real), torch.nan)
 
 
+def mean_entropy(bits: Array) -> Array:
+    """Return the mean over queries that see something, [..., N] -> [...]; NaN where none does."""
+    seen = np.isfinite(bits)
+    count = seen.sum(-1)
+    total = np.where(seen, bits, 0.0).sum(-1, dtype=bits.dtype)
+    return np.where(count > 0, total / np.maximum(count, 1), math.nan)
+
+
 @dataclass(frozen=True)
 class Axis(Result):
     """The queries or the keys of a pattern: one label per cell."""
@@ -82,7 +90,7 @@ class HeadPattern(Result):
     @property
     def entropy(self) -> float:
         """The mean over queries, in bits; NaN where none sees anything."""
-        return float(np.nanmean(self.entropies)) if np.isfinite(self.entropies).any() else math.nan
+        return float(mean_entropy(self.entropies))
 
     @property
     def strongest(self) -> Link:
@@ -217,7 +225,8 @@ class AttentionMaps(Result):
 
     def entropy(self, kind: str = "self") -> Array:
         """Return [L, H] bits of each head, the mean over its queries; NaN where a layer has fewer heads."""
-        return filled([[head.entropy for head in each.heads()] for each in self.of(kind)]).astype(np.float32)
+        rows = [mean_entropy(each.entropies()).tolist() for each in self.of(kind)]
+        return filled(rows).astype(np.float32)
 
     def rollout(self, kind: str = "self", residual: float = 0.5) -> Rollout:
         """Return the attention rollout of one stack.

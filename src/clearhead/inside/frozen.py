@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from clearhead.errors import refuse
 from clearhead.model.dtypes import precise
-from clearhead.model.heads import ClassifierHead, Head, LanguageHead, TokenHead
+from clearhead.model.heads import ClassifierHead, Head, LanguageHead, PooledHead, TokenHead
 from clearhead.model.norms import LayerNorm, RMSNorm
 
 
@@ -79,7 +79,9 @@ def read_back(head: Head, hidden: Tensor, column: int, choice: int, against: int
     if isinstance(head, ClassifierHead):
         return _from_pool(head, hidden, direction, bias)
     transform = 0.0
-    if isinstance(head, LanguageHead):
+    if isinstance(head, TokenHead):
+        direction, transform = _through_pooler(head, hidden[column], direction)
+    elif isinstance(head, LanguageHead):
         direction, transform = _through_transform(head, hidden[column], direction * head.scale)
     return LinearReadout(torch.tensor([column]), direction[None], transform, bias)
 
@@ -88,6 +90,10 @@ def read_span(head: Head, column: int, place: int, against: int | None) -> Linea
     """Return the same for a span, where a choice is a token: its score, perhaps less another token's."""
     assert isinstance(head, TokenHead)
     _check_straight(head)
+    refuse(
+        head.pooler is not None,
+        "a pooler bends the states of a span before they are scored: ask about a model without it",
+    )
     direction, bias = _difference(head.out, column, None)
     if against is None:
         return LinearReadout(torch.tensor([place]), direction[None], bias=bias)
@@ -143,12 +149,21 @@ def _from_pool(head: ClassifierHead, hidden: Tensor, direction: Tensor, bias: fl
     """Return directions at the tokens that are pooled: hidden states [T, D]."""
     tokens = hidden.shape[0]
     rows = {"cls": [0], "last": [tokens - 1]}.get(head.pooling or "mean", list(range(tokens)))
-    transform = 0.0
-    if head.pooler is not None:
-        direction, left = _tangent(head.bend, _linear(head.pooler, hidden[rows].mean(0)), direction)
-        direction, inner = through_linear(head.pooler, direction)
-        transform = left + inner
+    direction, transform = _through_pooler(head, hidden[rows].mean(0), direction)
     return LinearReadout(torch.tensor(rows), direction.expand(len(rows), -1) / len(rows), transform, bias)
+
+
+def _through_pooler(head: PooledHead, state: Tensor, direction: Tensor) -> tuple[Tensor, float]:
+    """Return the direction before the head's dense layer, and what stays behind: a state [D]."""
+    if head.pooler is None:
+        return direction, 0.0
+    dense, shift = _linear(head.pooler, state), 0.0
+    if head.pooler_norm is not None:
+        norm = freeze(head.pooler_norm, head.bend(dense))
+        shift, direction = norm.shift(direction), norm.back(direction)
+    direction, left = _tangent(head.bend, dense, direction)
+    direction, inner = through_linear(head.pooler, direction)
+    return direction, shift + left + inner
 
 
 def _linear(layer: nn.Linear, x: Tensor) -> Tensor:

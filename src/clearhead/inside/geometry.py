@@ -22,6 +22,7 @@ import torch.nn.functional as nnf
 from torch import Tensor
 
 from clearhead.api import Model
+from clearhead.config import TABLES
 from clearhead.errors import InputError, refuse
 from clearhead.inside.heads.alignments import positions
 from clearhead.inside.inputs import AnyModel, as_model, device_of, patch_names, prepare_first
@@ -316,7 +317,7 @@ def _positions(m: AnyModel, length: int | None, stack: Which) -> tuple[Stack, Te
     most = config.n_patches + config.class_token if image else config.max_positions
     if length is None:
         length = most if image else min(most, LENGTH)
-    table = image or config.positions == "learned"
+    table = image or config.positions in TABLES
     allowed = f"lie between 2 and {most}" if table else "be 2 or more"
     refuse(length < 2 or (table and length > most), f"length {length} must {allowed}")
     names = patch_names(config)[:length] if image else tuple(map(str, range(length)))

@@ -3,6 +3,7 @@
     prepared = prepare(m, "The cat sat")                 # any model of one stack: text, or token ids
     prepared = prepare(m, "Ein Hund", target="A dog")    # two stacks; else the model writes its own target
     prepared = prepare(m, "photo.png")                   # patches of an image: a path, an array or pixels
+    prepared = prepare(m, "clip.wav")                    # the first window of a sound, and its transcript
     prepared = prepare_any(m, frames, target, None)      # also vectors and frames, which have no text
     output, seen = prepared.record("blocks.*.attention.pattern")
 
@@ -11,6 +12,8 @@ Shapes: B batch (one row), T tokens of the stack that feeds the head, S tokens o
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -23,6 +26,7 @@ from clearhead.errors import InputError, refuse
 from clearhead.hub import encodings, pixels
 from clearhead.model.taps import Recording, edit, record
 from clearhead.model.transformer import Output, Transformer, evaluating
+from clearhead.tasks.speech import first_window
 from clearhead.tokens.labels import labels
 
 AnyModel = Model | Transformer
@@ -134,6 +138,8 @@ def prepare(m: AnyModel, given: Given | Prepared, target: Target = None, pair: s
         names = patch_names(m.config)
         tokens = InputTokens(names, special=tuple(name == "[CLS]" for name in names))
         return Prepared(m, _pixels(m, given), tokens)
+    if first.input == "frames" and both:
+        return _sound(m, given, target)
     refuse(
         first.input != "tokens",
         f"this model reads {first.input}, which have no tokens to show: "
@@ -168,6 +174,9 @@ def prepare_any(m: Model, given: Any, target: Target, pair: str | None) -> Prepa
         )
         return prepare(m, given, target, pair)
     refuse(pair is not None, f"pair is for text, and this model reads {kind}: leave it out")
+    heard = isinstance(given, str | Path | BytesIO) or getattr(given, "ndim", 2) == 1
+    if kind == "frames" and both and heard:
+        return _sound(m, given, target)
     refuse(target is not None and not both, f"target is for text, and this model reads {kind}: leave it out")
     rows = _pixels(m, given) if kind == "patches" else _vectors(m, given)
     numbered = InputTokens(tuple(map(str, range(m.config.stacks[0].n_tokens(rows.shape[1])))))
@@ -180,6 +189,22 @@ def prepare_any(m: Model, given: Any, target: Target, pair: str | None) -> Prepa
     ids = [*m.start_ids, *m.prompt_ids(target)] if isinstance(target, str) else list(target or ())
     written = InputTokens(labels(m.tokenizer, ids), tuple(ids))
     return Prepared(m, torch.tensor([ids], device=rows.device), written, rows, numbered)
+
+
+def _sound(m: Model, given: Any, target: Target) -> Prepared:
+    """Return the first window of a sound, and what the decoder writes of it or is said to have written."""
+    frames, start, said, seconds = first_window(m, given)
+    if isinstance(target, str):
+        said = m.text_tokenizer.encode(target, add_special_tokens=False).ids
+    ids = [*start, *said] if target is None or isinstance(target, str) else list(target)
+    places = range(m.config.stacks[0].n_tokens(frames.shape[1]))
+    times = InputTokens(tuple(f"{place * seconds:.2f} s" for place in places), special=(False,) * len(places))
+    special = {
+        number for number, token in m.text_tokenizer.get_added_tokens_decoder().items() if token.special
+    }
+    marked = tuple(token in special for token in ids)
+    written = InputTokens(labels(m.tokenizer, ids), tuple(ids), special=marked)
+    return Prepared(m, torch.tensor([ids], device=frames.device), written, frames, times)
 
 
 def _vectors(m: Model, given: Any) -> Tensor:

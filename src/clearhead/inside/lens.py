@@ -27,7 +27,6 @@ from dataclasses import dataclass
 from itertools import groupby
 
 import torch
-import torch.nn.functional as nnf
 from torch import Tensor
 
 from clearhead.errors import refuse
@@ -84,10 +83,11 @@ def lens(
     layers = _read_layers(prepared, choices, some)
     last = layers[-1]
     chosen, true = last.topk(1, -1).indices[:, 0], _true(prepared, choices)[some]
-    final = dtypes.wide(last).log_softmax(-1)
+    final = _log_shares(last)
+    shares = final.exp()
     read = []
     for scores in layers:
-        pieces = zip(*(torch.split(x, ROWS) for x in (scores, final, chosen, true)))
+        pieces = zip(*(torch.split(x, ROWS) for x in (scores, final, shares, chosen, true)))
         read += [_measure(min(top, choices.count), *piece) for piece in pieces]
     whole = {name: torch.cat([each[name] for each in read]).cpu() for name in read[0]}
     found = {name: x.view(len(layers), len(last), *x.shape[1:]) for name, x in whole.items()}
@@ -129,7 +129,7 @@ def _read_layers(prepared: inputs.Prepared, choices: Choices, some: list[int]) -
 
 def followed(
     m: inputs.AnyModel,
-    given: inputs.Given,
+    given: inputs.Given | inputs.Prepared,
     token: str | int,
     target: inputs.Target = None,
     pair: str | None = None,
@@ -158,16 +158,22 @@ def _true(prepared: inputs.Prepared, choices: Choices) -> Tensor:
     return torch.where(ids == prepared.m.special.get("mask", -1), unknown, ids)
 
 
-def _measure(top: int, scores: Tensor, final: Tensor, chosen: Tensor, true: Tensor) -> dict[str, Tensor]:
+def _log_shares(scores: Tensor) -> Tensor:
+    """Return the logarithm of each choice's share, finite where the share is 0, so that it times 0 is 0."""
+    return dtypes.wide(scores).log_softmax(-1).clamp(min=-1e30)
+
+
+def _measure(
+    top: int, scores: Tensor, final: Tensor, shares: Tensor, chosen: Tensor, true: Tensor
+) -> dict[str, Tensor]:
     """Return what is kept of some columns of one layer's scores [C, N]; `final` are the last log-shares."""
-    scores = dtypes.wide(scores)
-    logs = scores.log_softmax(-1)  # C N
+    logs = _log_shares(scores)  # C N
     best = scores.topk(top, -1).indices
-    divergence = nnf.kl_div(logs, final, reduction="none", log_target=True).sum(-1).clamp(min=0)
+    divergence = torch.linalg.vecdot(shares, final - logs).clamp(min=0)
     found = {
         "top": best,
         "top_probabilities": logs.gather(-1, best).exp().float(),
-        "entropy": results.entropy_bits(logs.exp()).float(),
+        "entropy": (-torch.linalg.vecdot(logs.exp(), logs) / math.log(2)).float(),
         "divergence": (divergence / math.log(2)).float(),
     }
     for name, wanted in (("chosen", chosen), ("true", true)):

@@ -52,7 +52,11 @@ class RecordedOnce(Prepared):
     def record(self, *patterns: str, logits: Literal["all", "none"] = "all") -> tuple[Output, Recording]:
         """Return what was recorded; run a pass only for activations that are not kept."""
         output, seen = self._pass
-        wanted = {name for pattern in patterns for name in matching(self.model.config, pattern)}
+        wanted = {
+            name
+            for pattern in patterns
+            for name in ((pattern,) if pattern in seen else matching(self.model.config, pattern))
+        }
         if not wanted <= seen.keys():
             return super().record(*patterns, logits=logits)
         if logits == "none":

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from clearhead.config import BIASES, StackSpec
+from clearhead.config import BIASES, LEARNED_BIASES, StackSpec
 from clearhead.config.kinds import Kind
 from clearhead.model.dtypes import wide
 from clearhead.model.steps import Pass
@@ -127,8 +127,11 @@ def fused(
         # What comes back is laid out as the kernel likes it: on some GPUs it has no view of this shape.
         out = F.scaled_dot_product_attention(grouped, k, v, mask, dropout, scale=scale).reshape(B, H, 1, -1)
     else:
+        planned = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
+        if mask is not None and K < H and q.is_cuda and not planned:
+            k, v = (x.repeat_interleave(H // K, 1) for x in (k, v))  # else a slow kernel takes it
         out = F.scaled_dot_product_attention(
-            q, k, v, mask, dropout, is_causal=causal, scale=scale, enable_gqa=K < H
+            q, k, v, mask, dropout, is_causal=causal, scale=scale, enable_gqa=k.shape[1] < H
         )
     if mask is not None and mask.dtype == torch.bool and q.is_cuda:
         # For a query that may attend to nothing, one of the GPU's kernels returns a mean, not zeros.
@@ -155,7 +158,7 @@ def attend_bytes(
         each = (run.size if capped else 0) + run.wide + copied
         return values * each + columns + (2 * square if masked else 0)
     if not fused:
-        return values * run.wide + (square if masked and own and spec.positions == "relative" else 0)
+        return values * run.wide + (square if masked and own and spec.positions in LEARNED_BIASES else 0)
     log_sums = run.batch * H * T * 4
     if own and spec.positions in BIASES and masked:
         return log_sums + H * square * run.size

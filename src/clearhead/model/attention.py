@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from clearhead.config import StackSpec
+from clearhead.config import LEARNED_BIASES, StackSpec
 from clearhead.config.kinds import Kind, Strided
 from clearhead.model import masks, norms, positions
 from clearhead.model.attend import KERNELS, attend_bytes
@@ -38,7 +38,7 @@ class Attention(nn.Module):
 
         width = self.n_heads * self.d_value
         self.q = nn.Linear(spec.d_model, self.n_heads * self.d_head, bias=spec.qkv_bias)
-        self.k = nn.Linear(spec.d_model, self.n_kv_heads * self.d_head, bias=spec.qkv_bias)
+        self.k = nn.Linear(spec.d_model, self.n_kv_heads * self.d_head, bias=spec.key_bias)
         self.v = nn.Linear(spec.d_model, self.n_kv_heads * self.d_value, bias=spec.qkv_bias)
         self.out = nn.Linear(width, spec.d_model, bias=spec.attention_out_bias)
         whole, normed = spec.qk_norm == "full", spec.qk_norm != "none"
@@ -143,7 +143,7 @@ def attention_steps(
     blocks = plain_blocks(sees, T, spec.causal) if own else None
     H, K, E, Ev = len(spec.heads_of(name)), spec.kv_heads_of(name), spec.d_head, spec.d_value
     eager = spec.attention_softcap is not None or spec.attention_sink
-    fused = not eager and Ev == E and not (own and spec.positions == "relative")
+    fused = not eager and Ev == E and not (own and spec.positions in LEARNED_BIASES)
     repeated = not fused and not eager  # PyTorch's unfused path copies and widens all, for each head
     for projection, rows, heads, width in (("q", B * T, H, E), ("k", B * S, K, E), ("v", B * S, K, Ev)):
         kept = rows * width * (H * run.wide if repeated else heads * run.size) if blocks is None else 0
@@ -155,7 +155,7 @@ def attention_steps(
             rows,
             D,
             heads * width,
-            spec.qkv_bias,
+            spec.key_bias if projection == "k" else spec.qkv_bias,
             kept=kept,
             joined=own and sees.shares,
         )

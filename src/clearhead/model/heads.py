@@ -41,7 +41,7 @@ class LanguageHead(Head):
     def __init__(self, spec: HeadSpec) -> None:
         super().__init__(spec)
         width, changes = spec.d_embedding, spec.transform or spec.d_embedding != spec.d_model
-        self.transform = nn.Linear(spec.d_model, width) if changes else None
+        self.transform = nn.Linear(spec.d_model, width, bias=spec.pooler_bias) if changes else None
         self.activation = feedforward.ACTIVATIONS[spec.activation] if spec.transform else None
         self.norm = norms.make_norm(spec.norm, width) if spec.transform else None
         self.out = nn.Linear(width, spec.vocab_size, bias=spec.bias)
@@ -64,7 +64,8 @@ class LanguageHead(Head):
         """Yield the transform, and the product with the table."""
         rows, D, width, V = run.batch * tokens, spec.d_model, spec.d_embedding, spec.vocab_size
         if spec.transform or width != D:
-            yield linear_step("head.transform", "head", rows, D, width, True, kept=rows * D * run.size)
+            kept = rows * D * run.size
+            yield linear_step("head.transform", "head", rows, D, width, spec.pooler_bias, kept=kept)
         if spec.transform:
             if spec.activation != "relu":
                 yield Step("head.activation", "head", kept=rows * width * run.size)
@@ -74,14 +75,40 @@ class LanguageHead(Head):
         yield dataclasses.replace(out, parameters=V if spec.bias else 0) if spec.tied else out
 
 
-class EmbeddingHead(Head):
+class PooledHead(Head):
+    """The base of heads that may have a dense layer, an activation and a norm before what they say."""
+
+    def __init__(self, spec: HeadSpec) -> None:
+        super().__init__(spec)
+        D, dense, normed = spec.d_model, spec.pooler != "none", spec.pooler_norm
+        self.pooler = nn.Linear(D, D, bias=spec.pooler_bias) if dense else None
+        self.bend = feedforward.ACTIVATIONS.get(spec.pooler, torch.tanh)
+        self.pooler_norm = norms.make_norm(spec.norm, D) if normed else None
+
+    def bent(self, x: Tensor, tap: Tap) -> Tensor:
+        """Map [..., D] -> [..., D], unchanged where there is no such layer."""
+        if self.pooler is None:
+            return x
+        x = tap.step("bent", self.bend(tap.step("pooler", self.pooler(x))))
+        return x if self.pooler_norm is None else tap.step("pooler_norm", self.pooler_norm(x))
+
+    @staticmethod
+    def bent_steps(spec: HeadSpec, run: Pass, rows: int, kept: int) -> Iterator[Step]:
+        """Yield that layer on `rows` vectors, of which `kept` bytes are held."""
+        if spec.pooler != "none":
+            yield linear_step(
+                "head.pooler", "head", rows, spec.d_model, spec.d_model, spec.pooler_bias, kept=kept
+            )
+        if spec.pooler_norm:
+            yield norm_step("head.pooler_norm", spec.norm, run, rows, spec.d_model)
+
+
+class EmbeddingHead(PooledHead):
     """One vector for the whole input: pooled, perhaps with a dense layer, perhaps scaled to length one."""
 
     def __init__(self, spec: HeadSpec) -> None:
         super().__init__(spec)
         self.pooling, self.dropout, self.normalise = spec.pooling, spec.dropout, spec.normalise
-        self.pooler = nn.Linear(spec.d_model, spec.d_model) if spec.pooler != "none" else None
-        self.bend = feedforward.ACTIVATIONS.get(spec.pooler, torch.tanh)
 
     def forward(self, hidden: Tensor, real: Tensor | None, tap: Tap = SILENT) -> Tensor:
         """Map [B, T, D] -> [B, D]."""
@@ -90,9 +117,7 @@ class EmbeddingHead(Head):
 
     def pool(self, hidden: Tensor, real: Tensor | None, tap: Tap = SILENT) -> Tensor:
         """Map [B, T, D] -> [B, D]."""
-        pooled = tap.step("pooled", pool(hidden, real, self.pooling))
-        if self.pooler is not None:
-            pooled = tap.step("bent", self.bend(tap.step("pooler", self.pooler(pooled))))
+        pooled = self.bent(tap.step("pooled", pool(hidden, real, self.pooling)), tap)
         return nnf.dropout(pooled, self.dropout, self.training)
 
     @staticmethod
@@ -101,8 +126,8 @@ class EmbeddingHead(Head):
         B, D = run.batch, spec.d_model
         copied = spec.pooling == "mean" or (spec.dropout and spec.pooler == "none")
         read = (B if copied else B * tokens) * D * run.size  # the state of one token is a view: all are kept
+        yield from PooledHead.bent_steps(spec, run, B, read)
         if spec.pooler != "none":
-            yield linear_step("head.pooler", "head", B, D, D, True, kept=read)
             read = B * D * run.size
         if spec.head == "classifier":
             yield linear_step("head.out", "head", B, D, spec.n_classes, spec.bias, kept=read)
@@ -133,7 +158,7 @@ class ClassifierHead(EmbeddingHead):
         return tap.step("out", self.out(self.pool(hidden, real, tap)))
 
 
-class TokenHead(Head):
+class TokenHead(PooledHead):
     """A score for each class of every token; for spans, the two classes are "begins here" and "ends here"."""
 
     def __init__(self, spec: HeadSpec) -> None:
@@ -147,7 +172,7 @@ class TokenHead(Head):
 
     def forward(self, hidden: Tensor, real: Tensor | None, tap: Tap = SILENT) -> Tensor:
         """Map [B, T, D] -> [B, T, C]."""
-        x = nnf.dropout(hidden, self.dropout, self.training)
+        x = nnf.dropout(self.bent(hidden, tap), self.dropout, self.training)
         if self.up is not None and self.down is not None and self.norm is not None:
             wide = tap.step("activated", self.activation(tap.step("up", self.up(x))))  # B T F
             x = tap.step("norm", self.norm(tap.step("added", hidden + tap.step("down", self.down(wide)))))
@@ -158,6 +183,7 @@ class TokenHead(Head):
         """Yield the layer before the output layer, and that."""
         rows, D, F = run.batch * tokens, spec.d_model, spec.d_ff
         each = run.size + (1 if spec.dropout else 0)
+        yield from PooledHead.bent_steps(spec, run, rows, 2 * rows * D * run.size)
         if spec.head_layer:
             copies = 1 + feedforward.ACTIVATION_COPIES.get(spec.activation, 1)
             yield linear_step("head.up", "head", rows, D, F, True, kept=rows * D * each)

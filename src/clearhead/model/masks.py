@@ -19,7 +19,7 @@ from clearhead.config.kinds import FULL, Kind
 from clearhead.errors import refuse
 from clearhead.model.kinds.choices import Choice, predicate
 from clearhead.model.kinds.packed import of_real, positions_in_documents
-from clearhead.model.positions import Rotary
+from clearhead.model.positions import Relative, Rotary
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -171,6 +171,7 @@ class View:
     causal: bool = False  # the mask is exactly "key slot <= query slot", and `mask` is None
     bias: Tensor | None = None  # B|1 H|1 T S, added to the scores
     rotary: Rotary | None = None
+    relative: Relative | None = None
     tokens: Tokens | None = None  # the queries, for kinds of attention that ask for more than a mask
     blocks: BlockPlan | None = None  # stands for mask and bias, which `dense` spells out
     dense: Callable[[], "View"] | None = None

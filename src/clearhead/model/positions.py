@@ -1,9 +1,9 @@
 """Positions: how a model knows where a token stands.
 
-A scheme does one of three things: add a vector to each embedding (`embed`), rotate queries and keys
-(`rotary`), or add a bias to attention scores (`bias`). All three take positions as values, so padding,
-packing and caches need no special care. Nothing here is a buffer: tables are computed in float64 and cast at
-the end, so that `.bfloat16()` and autocast leave angles exact.
+A scheme adds a vector to each embedding (`embed`), rotates queries and keys (`rotary`), adds a bias to
+attention scores (`bias`), or gives attention vectors of distances to meet (`relative`). All take positions as
+values, so padding, packing and caches need no special care. Nothing here is a buffer: tables are computed in
+float64 and cast at the end, so that `.bfloat16()` and autocast leave angles exact.
 
 Shapes: B batch, T query length, S key length, D model, H heads, E head width, R rotated columns of a head.
 """
@@ -29,6 +29,13 @@ class Rotary(NamedTuple):
     sin: Tensor
 
 
+class Relative(NamedTuple):
+    """Vectors of distances [R, D], and which one each pair of tokens has [B|1, T, S]."""
+
+    vectors: Tensor
+    which: Tensor
+
+
 class PositionScheme(nn.Module):
     """The base of every scheme, and the scheme without positions."""
 
@@ -46,6 +53,10 @@ class PositionScheme(nn.Module):
 
     def bias(self, queries: Tensor, keys: Tensor, dtype: torch.dtype, tap: Tap = SILENT) -> Tensor | None:
         """Return a bias to add to the scores: positions [B|1, T] and [B|1, S] -> [B|1, H, T, S]."""
+        return None
+
+    def relative(self, queries: Tensor, keys: Tensor, tap: Tap = SILENT) -> Relative | None:
+        """Return vectors of distances for attention to meet: positions [B|1, T] and [B|1, S]."""
         return None
 
     @staticmethod
@@ -148,16 +159,6 @@ def rotate(x: Tensor, rotary: Rotary, layout: str) -> Tensor:
     return turned if not kept.shape[-1] else torch.cat([turned, kept], dim=-1)
 
 
-def rope_order(width: int, layout: str) -> Tensor:
-    """Return, for each column of `layout`, its number in the other layout: a permutation of `width`.
-
-    `weight[rope_order(E, "half")]` turns the rows of an interleaved query or key projection into half-split
-    ones, exactly; `weight[rope_order(E, "interleaved")]` turns them back.
-    """
-    half_split = torch.cat([torch.arange(0, width, 2), torch.arange(1, width, 2)])
-    return half_split if layout == "half" else half_split.argsort()
-
-
 def rope_frequencies(
     width: int, base: float, scaling: RopeScaling | None, max_positions: int, positions: Tensor
 ) -> tuple[Tensor, float]:
@@ -238,47 +239,11 @@ def alibi_slopes(n_heads: int, device: torch.device | None = None) -> Tensor:
     return torch.exp2(torch.cat([-8 / power * count[:power], -4 / power * others]))
 
 
-class RelativePositions(PositionScheme):
-    """A learned bias per head and bucket of distance; one table serves every layer of the stack."""
-
-    def __init__(self, spec: StackSpec) -> None:
-        super().__init__(spec)
-        self.table = nn.Embedding(spec.relative_buckets, spec.n_heads)
-
-    def bias(self, queries: Tensor, keys: Tensor, dtype: torch.dtype, tap: Tap = SILENT) -> Tensor:
-        """Map [B|1, T], [B|1, S] -> [B|1, H, T, S]."""
-        spec, distance = self.spec, keys[:, None, :] - queries[:, :, None]  # B T S
-        buckets = relative_bucket(
-            distance, not spec.causal, spec.relative_buckets, spec.relative_max_distance
-        )
-        return tap.step("bias", self.table(buckets).permute(0, 3, 1, 2).to(dtype))  # B H T S
-
-    @staticmethod
-    def steps(spec: StackSpec, run: Pass, name: str, tokens: int) -> Iterator[Step]:
-        """Yield the table, which keeps the bucket of each pair of tokens, once for each window."""
-        kept = tokens**2 * INDEX * len(spec.whole_kinds)
-        yield Step(f"{name}.table", "positions", spec.relative_buckets * spec.n_heads, kept=kept)
-
-
-def relative_bucket(distance: Tensor, both_sides: bool, n_buckets: int, max_distance: int) -> Tensor:
-    """Return the bucket of each signed distance, key minus query: exact when near, logarithmic when far."""
-    bucket = torch.zeros_like(distance)
-    if both_sides:
-        n_buckets //= 2
-        bucket, distance = (distance > 0) * n_buckets, distance.abs()
-    else:
-        distance = (-distance).clamp(min=0)
-    exact = n_buckets // 2
-    ratio = torch.log(distance.clamp(min=1).float() / exact) / math.log(max_distance / exact)
-    far = exact + (ratio * (n_buckets - exact)).long()
-    return bucket + torch.where(distance < exact, distance, far.clamp(max=n_buckets - 1))
-
-
+# Schemes that look up a distance are in `kinds.relative`, which has the table of all.
 POSITIONS: dict[str, type[PositionScheme]] = {
     "none": PositionScheme,
     "learned": LearnedPositions,
     "sinusoidal": SinusoidalPositions,
     "rope": RopePositions,
     "alibi": AlibiPositions,
-    "relative": RelativePositions,
 }

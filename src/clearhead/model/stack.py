@@ -31,9 +31,9 @@ from clearhead.model.fronts import Embedding, embedding_steps
 from clearhead.model.kinds import flex
 from clearhead.model.kinds.blocks import plan_blocks, tokens_for, with_counts
 from clearhead.model.kinds.depth import PartView, Router, places, router_steps
+from clearhead.model.kinds.disentangled import SCHEMES
 from clearhead.model.kinds.layers import attention_for, kind_steps
 from clearhead.model.masks import Tokens
-from clearhead.model.positions import POSITIONS
 from clearhead.model.steps import Part, Pass, Step, norm_step
 from clearhead.model.taps import SILENT, Tap
 
@@ -42,7 +42,7 @@ class Residual(nn.Module):
     """What joins one sublayer to the residual stream: norms, dropout and stochastic depth."""
 
     def __init__(self, spec: StackSpec, reads_other: bool = False) -> None:
-        """Build the norms; with `reads_other`, the sublayer reads the norm of another one."""
+        """Build the norms; with `reads_other`, the sublayer reads a norm that stands elsewhere."""
         super().__init__()
         place, norm, D = spec.norm_position, spec.norm, spec.d_model
         self.before = norms.make_norm(norm, D) if place in ("pre", "sandwich") and not reads_other else None
@@ -75,7 +75,7 @@ class Block(nn.Module):
         super().__init__()
         name = f"{spec.prefix}blocks.{layer}"
         self.attention = attention_for(spec, f"{name}.attention", layer)
-        self.attention_residual = Residual(spec)
+        self.attention_residual = Residual(spec, reads_other=layer == 0 and not spec.first_norm)
         self.cross = Attention(spec, f"{name}.cross") if spec.cross else None
         self.cross_residual = Residual(spec) if spec.cross else None
         whole = "feedforward" in spec.feedforwards(layer)
@@ -134,7 +134,8 @@ def block_steps(spec: StackSpec, run: Pass, layer: int, tokens: int, memory: int
         residual = f"{name}.{part}_residual"
         second = spec.parallel and part == "feedforward"  # it reads the same stream as attention
         shared = second and spec.parallel_norms == 1  # it reads what attention has read
-        if place in ("pre", "sandwich") and not shared:
+        bare = part == "attention" and layer == 0 and not spec.first_norm
+        if place in ("pre", "sandwich") and not shared and not bare:
             yield norm_step(f"{residual}.before", spec.norm, run, rows, D, input_kept=second)
         if run.half or not shared:
             products = 2 if part == "feedforward" and spec.gated and whole else 1
@@ -166,7 +167,7 @@ class Stack(nn.Module):
         super().__init__()
         self.spec = spec
         self.embedding = Embedding(spec, front)
-        self.positions = POSITIONS[spec.positions](spec)
+        self.positions = SCHEMES[spec.positions](spec)
         first = [spec.block_of.index(block) for block in sorted(set(spec.block_of))]  # layer of each block
         self.blocks = nn.ModuleList(Block(spec, layer) for layer in first)
         self.norm = norms.make_norm(spec.norm, spec.d_model) if spec.final_norm else None
@@ -243,6 +244,7 @@ class Stack(nn.Module):
                 continue
             queries = tokens_for(kind, tokens, causal, ids, global_mask)
             keys = queries if cache is None else cache.visible(kind)
+            relative = scheme.relative(queries.positions, keys.positions, at)
 
             def biased(queries: Tokens, keys: Tokens, kind: Kind = kind, tap: Tap = SILENT) -> Tensor | None:
                 total = scheme.bias(queries.positions, keys.positions, dtype, tap.part("positions"))
@@ -260,13 +262,13 @@ class Stack(nn.Module):
                 return masks.View(mask, plain, total)
 
             plan = None
-            if prefix is None and bias is None and not tap.traced:
+            if prefix is None and bias is None and relative is None and not tap.traced:
                 flexible = flex.serves(self.spec, kind, keys, dtype, self.training) and flex.asked(
                     self.blocks
                 )
                 plan = plan_blocks(queries, keys, kind, causal, biased, flexible)
             view = dense() if plan is None else masks.View(blocks=plan, dense=dense)
-            views[kind] = replace(view, rotary=rotary, tokens=queries)
+            views[kind] = replace(view, rotary=rotary, relative=relative, tokens=queries)
         return views
 
     def cross_view(self, tokens: Tokens, source: Tokens, batch: int) -> masks.View:
@@ -295,7 +297,7 @@ def stack_steps(
 ) -> Iterator[Step]:
     """Yield the steps on rows of `length` inputs; the other stack counts the weights of a `shared_front`."""
     tokens, rows = spec.n_tokens(length), run.batch * spec.n_tokens(length)
-    places = POSITIONS[spec.positions].steps(spec, run, f"{spec.prefix}positions", tokens)
+    places = SCHEMES[spec.positions].steps(spec, run, f"{spec.prefix}positions", tokens)
     yield from embedding_steps(spec, run, length, places, shared_front)
     for layer, block in enumerate(spec.block_of):
         for step in block_steps(spec, run, layer, tokens, memory):

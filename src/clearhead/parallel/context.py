@@ -14,7 +14,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from clearhead.config import BIASES
 from clearhead.config.kinds import Kind
 from clearhead.errors import ConfigError, refuse
 from clearhead.fast.parts import like
@@ -23,6 +22,7 @@ from clearhead.model.cache import Cache
 from clearhead.model.fronts import PatchFront
 from clearhead.model.heads import Head, LanguageHead
 from clearhead.model.kinds.blocks import tokens_for, with_counts
+from clearhead.model.kinds.relative import RelativePositions
 from clearhead.model.masks import Tokens, View
 from clearhead.model.positions import Rotary
 from clearhead.model.stack import Memory, Stack
@@ -68,6 +68,7 @@ def _check(stack: Stack, size: int) -> None:
     for found, what in (
         (min(spec.capacities) < 1, "depth_capacity, which ranks the tokens of whole rows"),
         (spec.layer_drop > 0, f"layer_drop {spec.layer_drop}, which draws for whole rows"),
+        (spec.positions == "disentangled", "positions disentangled, whose scores are made in each layer"),
         (spec.input == "frames", 'input "frames", whose convolutions reach over the ends of chunks'),
     ):
         refuse(found, f"{axis} cannot share out a model with {what}: use data, shard or tensor", ConfigError)
@@ -187,7 +188,7 @@ class RingStack(Stack):
 
     def of_bias(self) -> list[Tensor]:
         """Return the weights that the bias of scores is made of, if they are trained."""
-        made_of = self.positions.parameters() if self.spec.positions in BIASES else ()
+        made_of = self.positions.table.parameters() if isinstance(self.positions, RelativePositions) else ()
         return [weight for weight in made_of if weight.requires_grad]
 
     def cross_view(self, tokens: Tokens, source: Tokens, batch: int) -> View:

@@ -53,6 +53,10 @@ def check(config: ModelConfig, stages: int, scaled: bool) -> None:
             f"cuts batches into pieces, and rope scaling {scaling} goes by the longest row of a batch: "
             "use data, shard or tensor",
         ),
+        (
+            config.positions in ("learned+relative", "disentangled"),
+            f"shares out vectors or biases of positions, and {config.positions} are more: use data or shard",
+        ),
         (scaled, "has no scaled loss (train.precision float16): use bfloat16 or float32"),
     ):
         refuse(stages > 1 and wrong, f"{axis} {why}", ConfigError)

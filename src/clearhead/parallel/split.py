@@ -36,8 +36,9 @@ from clearhead.model.feedforward import FeedForward
 from clearhead.model.fronts import TokenFront
 from clearhead.model.heads import LanguageHead
 from clearhead.model.kinds.layers import DeltaLayer, LinearAttention, LowRankAttention
+from clearhead.model.kinds.relative import RelativePositions
 from clearhead.model.masks import View
-from clearhead.model.positions import RelativePositions, RopePositions, Rotary
+from clearhead.model.positions import RopePositions, Rotary
 from clearhead.model.stack import Stack
 from clearhead.model.taps import SILENT, Tap
 from clearhead.model.transformer import Transformer
@@ -215,7 +216,7 @@ def split_tensors(model: Transformer, mesh: DeviceMesh) -> list[str]:
             model.set_submodule(name, part)
             partial += [f"{name}.{own}" for own in ("conv", "decay_bias", "log_rate", "norm.weight")]
         elif isinstance(part, RelativePositions):
-            partial += [f"{name}.{own}" for own, _ in part.named_parameters()]
+            partial += [f"{name}.table.weight"]
         there = {key: style for key, style in plan.items() if getattr(part, key) is not None}
         for key, style in list(there.items()):
             if isinstance(layer := getattr(part, key), LoraLinear):

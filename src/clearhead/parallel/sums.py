@@ -76,7 +76,8 @@ class SplitLora(LoraLinear):
     @property
     def weight(self) -> Tensor:
         """The part of the merged weight [N, D] that this process holds."""
-        base, update = self.base.weight, self.scale * (wide(whole(self.b)) @ wide(whole(self.a)))
+        base = cast(Tensor, self.base.weight)
+        update = self.scale * (wide(whole(self.b)) @ wide(whole(self.a)))
         return (wide(base) + parted(update, base)).to(base.dtype)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -95,20 +95,22 @@ class ServedTexts:
                 for seed in self.seeds:
                     tell = None if told is None else partial(told, len(self.jobs))
                     given = self.options | {"seed": seed}
-                    job = self.engine.submit(prompt, given, self.asked, tell, first)
+                    job = self.engine.submit(prompt, given, self.asked, tell, first, bool(self.jobs))
                     first = first or job
                     self.jobs.append(job)
         except BaseException:
             self.cancel()
             raise
 
-    async def begin(self, metrics: Metrics) -> None:
-        """Submit from a thread, and follow the jobs in a queue of this event loop."""
+    async def begin(self, metrics: Metrics, stream: bool) -> None:
+        """Submit from a thread, and follow the jobs in a queue of this event loop: their tokens, or ends."""
         loop = asyncio.get_running_loop()
 
         def told(number: int, job: Job, new: str) -> None:
             if job.done:
                 metrics.keep(job)
+            if not stream and not job.done:
+                return  # waking the loop for each token takes time from the engine
             loop.call_soon_threadsafe(self.queue.put_nowait, (number, new, len(job.row.ids), job.done))
 
         await run_in_threadpool(self.submit, told)

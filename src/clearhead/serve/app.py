@@ -1,6 +1,8 @@
 """The HTTP routes: OpenAI's, and those around them. The engines' threads do the work, and this loop waits."""
 
 import base64
+import json
+import logging
 import struct
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -25,9 +27,10 @@ from clearhead.serve.guard import Guard
 from clearhead.serve.metrics import Metrics
 from clearhead.serve.page import add_page
 from clearhead.serve.passages import ServedPassages
-from clearhead.tasks import reading
+from clearhead.tasks import ranking, reading
 
 RETRY_AFTER = "1"
+LOG = logging.getLogger("clearhead.serve")
 
 
 def make_server(
@@ -37,10 +40,12 @@ def make_server(
     drain: float = 30.0,
     passages: ServedPassages | None = None,
     page: bool = False,
+    log_prompts: bool = False,
 ) -> FastAPI:
     """Return the routes for models by name; the first is the one a request without a name gets.
 
-    `page`: show what is done at /, and what was asked and answered in the explorer.
+    `page`: show what is done at /, and what was asked and answered in the explorer. `log_prompts`: write what
+    is asked to the log `clearhead.serve`, a line of JSON for each request; else nothing of it is written.
     """
     metrics = Metrics()
     named = {**engines, **{name: engine for engine in engines.values() for name in engine.adapters}}
@@ -83,6 +88,12 @@ def make_server(
             )
         return found, named[found]
 
+    def note(engine: ServeEngine, inputs: Sequence[Any]) -> None:
+        if log_prompts:
+            ids = (isinstance(one, list) and all(isinstance(token, int) for token in one) for one in inputs)
+            texts = [engine.m.decode(one) if coded else one for one, coded in zip(inputs, ids)]
+            LOG.info("%s", json.dumps({"prompts": texts}))  # escaped: a prompt is never a line of its own
+
     async def cite(engine: ServeEngine, body: Any) -> dict[str, Any]:
         return {} if passages is None else {"passages": await run_in_threadpool(passages.put, engine, body)}
 
@@ -90,7 +101,8 @@ def make_server(
         choices: ServedTexts, body: protocol.Writing, request: Request, cited: dict[str, Any]
     ) -> Response:
         choices.cited = cited
-        await choices.begin(metrics)
+        note(choices.engine, choices.prompts)
+        await choices.begin(metrics, bool(body.stream))
         if body.stream:
             usage = body.stream_options is not None and body.stream_options.include_usage
             return StreamingResponse(choices.stream(usage), media_type="text/event-stream")
@@ -113,6 +125,7 @@ def make_server(
 
     async def read(engine: ServeEngine, inputs: Sequence[Any], run: Any, request: Request) -> Sequence[Any]:
         """Let the engine read inputs, as long as the client waits."""
+        note(engine, inputs)
         one = engine.read(inputs, run)
         while not await run_in_threadpool(one.done.wait, LOOK):
             if await request.is_disconnected():
@@ -148,25 +161,20 @@ def make_server(
     async def scored(body: protocol.PairsBody, request: Request) -> tuple[str, list[float]]:
         """Return how well each document answers the query, by a model of pairs or by the angle of vectors."""
         name, engine = engine_of(body.model)
-        if engine.m.config.head == "classifier":
-            refuse(
-                engine.m.config.n_classes != 1,
-                f"this model tells {engine.m.config.n_classes} classes apart: one that reranks has one",
-            )
+        if ranking.reads_pairs(engine.m):
             pairs = [(body.query, text) for text in body.documents]
             return name, [one.probability for one in await read(engine, pairs, reading.classify, request)]
         vectors = await read(
             engine, [body.query, *body.documents], EMBED.setdefault(None, partial(_embed, None)), request
         )
-        query, *others = (row / row.norm().clamp(min=1e-12) for row in vectors)
-        return name, [float(query @ other) for other in others]
+        return name, ranking.cosines(vectors)
 
     @app.post("/v1/rerank")
     async def rerank(body: protocol.PairsBody, request: Request) -> Any:
         name, scores = await scored(body, request)
-        order = sorted(range(len(scores)), key=lambda n: -scores[n])[: body.top_n or len(scores)]
         results = [
-            {"index": n, "document": {"text": body.documents[n]}, "relevance_score": scores[n]} for n in order
+            {"index": one.index, "document": {"text": one.text}, "relevance_score": one.score}
+            for one in ranking.ranked(scores, body.documents, body.top_n)
         ]
         return {"model": name, "results": results}
 

@@ -18,15 +18,16 @@ import torch
 from clearhead.api import Model
 from clearhead.bundle import Bundle
 from clearhead.errors import BusyError, InputError, refuse
-from clearhead.serve.adapters import AdaptedRows, Updates, adapt
+from clearhead.serve.adapters import Updates
 from clearhead.serve.inside import InsideView
 from clearhead.serve.jobs import Asked, Job, Told, check_served, plain_greedy
 from clearhead.serve.limits import Limits, ServeFigures, check_fits, pool_for, window_blocks
-from clearhead.serve.paged import ALL, PagedCache, TextPiece
-from clearhead.serve.ragged import ragged, rows_agree
+from clearhead.serve.paged import ALL
+from clearhead.serve.passes import Passes
 from clearhead.serve.readings import Reading, ReadingLine, with_model
 from clearhead.tasks.generation import Prompt
 
+PIECE = 16  # blocks of a prompt that a GPU reads together
 KEPT = 64  # requests that are remembered once they have ended
 STALLED = 30.0  # seconds without a step, with work to do, after which the engine counts as ill
 
@@ -38,20 +39,24 @@ class ServeEngine:
         self, m: Model, limits: Limits | None = None, adapters: Mapping[str, Updates] | None = None
     ) -> None:
         self.m, self.limits, self.figures = m, limits or Limits(), ServeFigures()
-        self.runner = ragged(m.model, self.limits.exact)
-        self.adapters, self.rows = adapters or {}, AdaptedRows()
-        adapt(self.runner, m.model, self.adapters, self.rows)
-        self.reader = with_model(m, self.runner)
+        self.adapters = adapters or {}
+        self.passes = Passes(m.model, self.limits, self.adapters)
+        self.reader = with_model(m, self.passes.runner)
         self.waiting: deque[Job] = deque()
         self.running: list[Job] = []  # by arrival
         self.finished: deque[Job] = deque(maxlen=KEPT)  # for those who look inside them
         self.readings = ReadingLine()
         self.inside = InsideView(m)
         self.moved = time.monotonic()  # when the last step ended
-        self.closed, self._count = False, 0
+        self.sign: Callable[[], None] = lambda: None  # told whenever `busy`, `moved` or `room` may differ
+        self.closed, self._count, self.decided = False, 0, 0  # requests let in or refused
         self._wake = threading.Condition()
         self._thread: threading.Thread | None = None
-        weight, spec = next(self.runner.parameters()), self.runner.main.spec
+        weight, spec = next(m.model.parameters()), m.model.main.spec
+        self.piece = self.limits.piece or self.limits.block * (PIECE if weight.is_cuda else 1)
+        refuse(
+            self.piece % self.limits.block, f"piece {self.piece} is no multiple of block {self.limits.block}"
+        )
         self.writes = spec.causal and m.config.head == "lm"
         # A layer that keeps a state has nothing that a later prompt could take up.
         self.shares = self.writes and all(kind.chooses for kind in spec.kinds)
@@ -64,7 +69,7 @@ class ServeEngine:
     @functools.cached_property
     def exact(self) -> bool:
         """Whether this machine gives a row the same bits whatever else is in the step."""
-        return rows_agree(self.runner, self.limits.tokens + self.limits.running)
+        return self.passes.agree(self.limits.tokens + self.limits.running)
 
     @property
     def longest(self) -> int:
@@ -75,13 +80,24 @@ class ServeEngine:
 
     # Requests ----------------------------------------------------------------------------------------------
 
-    def check_room(self, tokens: int = 0) -> None:
-        """Raise `BusyError` where no more may wait; cheap enough to ask before a prompt is encoded."""
+    @property
+    def room(self) -> int:
+        """Number of requests that may still come: those that can begin at the next step, and may wait."""
+        free = self.limits.running - len(self.running)
+        return self.limits.waiting + free - len(self.waiting) - len(self.readings.waiting)
+
+    def check_room(self, tokens: int = 0, joined: bool = False) -> None:
+        """Raise `BusyError` where no more may wait; cheap enough to ask before a prompt is encoded.
+
+        `joined`: one more text of a request that was let in.
+        """
         limits, waiting = self.limits, sum(len(job.tokens) for job in list(self.waiting))
         requests = len(self.waiting) + len(self.readings.waiting)
         if self.closed:
             raise BusyError("the server is ending and takes no more requests: try another one")
-        if requests >= limits.waiting or (waiting and waiting + tokens > limits.waiting_tokens):
+        if (self.room < 1 and not joined) or (waiting and waiting + tokens > limits.waiting_tokens):
+            self.decided += 1
+            self.sign()
             raise BusyError(
                 f"{requests} requests with {waiting} tokens of prompts are waiting, and at most "
                 f"{limits.waiting} and {limits.waiting_tokens} may: try again later"
@@ -94,6 +110,7 @@ class ServeEngine:
         asked: Asked | None = None,
         told: Told | None = None,
         after: Job | None = None,
+        joined: bool = False,
     ) -> Job:
         """Put a text to generate into the line; `options` are those of `generate`."""
         refuse(not self.writes, f"this model's head is {self.m.config.head}: it writes no text")
@@ -108,12 +125,15 @@ class ServeEngine:
         if job.asked.inside:
             refuse(adapter, f'inside is given of the model, and not with an adapter such as "{adapter}"')
             self.inside.check(job.asked.inside, needed, job.sources)
-        self.check_room(len(job.tokens))
+        self.check_room(len(job.tokens), joined)
         with self._wake:
+            self.moved = self.moved if self.busy else time.monotonic()  # nothing had to move before
             self._count += 1
+            self.decided += not joined
             job.number = self._count
             self.waiting.append(job)
             self._wake.notify()
+        self.sign()
         return job
 
     def read(self, inputs: Sequence[Any], run: Callable[[Bundle, list[Any]], Sequence[Any]]) -> Reading:
@@ -124,8 +144,11 @@ class ServeEngine:
         self.check_room()
         reading = Reading(inputs, lambda every: run(self.reader, every), run)
         with self._wake:
+            self.moved = self.moved if self.busy else time.monotonic()
+            self.decided += 1
             self.readings.waiting.append(reading)
             self._wake.notify()
+        self.sign()
         return reading
 
     # Steps -------------------------------------------------------------------------------------------------
@@ -149,28 +172,30 @@ class ServeEngine:
                 self._end(job, reason)
         plan: list[tuple[Job, int, int]] = []
         self._plan(plan)
+        self.sign()
         alone = [one for one in plan if not one[0].encoded]
         for one in alone:
             self._guarded([one])
         self._guarded([one for one in plan if one not in alone])
-        self.rows.spans = ()
         self.readings.step()
         self.figures.steps += 1
         self.moved = time.monotonic()
+        self.sign()
 
     def _plan(self, plan: list[tuple[Job, int, int]]) -> None:
         """Choose what is read in this step: texts that go on first, then prompts, in the order of arrival."""
         budget = self.limits.tokens
         for job in [job for job in self.running if job.decoding]:
-            budget -= self._add(plan, job, budget, 1) if job in self.running else 0
+            budget -= self._add(plan, job, budget, 1) if job.placed else 0
         for job in [job for job in self.running if not job.decoding]:
-            budget -= self._add(plan, job, budget) if job in self.running else 0
+            budget -= self._add(plan, job, budget) if job.placed else 0
         while self.waiting and budget > 0 and len(self.running) < self.limits.running:
             job = self.waiting[0]
             if (job.after is not None and job.after.reading) or not self._admit(job):
                 return
             self.waiting.popleft()
             self.running.append(job)
+            job.placed = True
             budget -= self._add(plan, job, budget)
 
     def _add(self, plan: list[tuple[Job, int, int]], job: Job, budget: int, most: int | None = None) -> int:
@@ -179,7 +204,7 @@ class ServeEngine:
         for table in job.tables.values():
             table.trim(job.read)
         while job.planned < len(job.tokens) and (most is None or added < most):
-            start, stop = job.next_piece(self.limits.block)
+            start, stop = job.next_piece(self.piece)
             if (plan and added + stop - start > budget) or not self._make_room(plan, job, stop):
                 break
             plan.append((job, start, stop))
@@ -204,6 +229,7 @@ class ServeEngine:
         job.preempted += 1
         self.figures.preempted += 1
         self.running.remove(job)
+        job.placed = False
         self.waiting.appendleft(job)
 
     def _admit(self, job: Job) -> bool:
@@ -250,48 +276,23 @@ class ServeEngine:
         try:
             self._run(plan)
         except Exception as error:
-            for job in {id(job): job for job, _, _ in plan}.values():
+            for job in {id(job): job for job, _, _ in plan if not job.done}.values():
                 self._end(job, "error", error)
 
     def _run(self, plan: list[tuple[Job, int, int]]) -> None:
-        pieces, at = [], 0
-        for job, start, stop in plan:
-            pieces.append(TextPiece(slice(at, at + stop - start), start, job.tables, job.states))
-            at += stop - start
-        first, device = plan[0][0], next(self.runner.parameters()).device
-        encoded = first.encoded
-        sources = [job.sources for job, _, _ in plan] if first.sources and encoded else []
         assert self.pool is not None
-        self.rows.spans = [
-            (piece.span if encoded else slice(None), job.asked.adapter)
-            for (job, _, _), piece in zip(plan, pieces)
-        ]
-        cache = PagedCache(self.pool, pieces, sources)
-        hidden = self.runner(
-            torch.tensor([[t for job, start, stop in plan for t in job.tokens[start:stop]]], device=device),
-            positions=torch.tensor(
-                [[p for _, start, stop in plan for p in range(start, stop)]], device=device
-            ),
-            source=None if encoded else first.prompts.source,
-            cache=cache,
-            logits="none",
-        ).hidden[0]  # T D
-        asked = [(job, piece) for (job, _, _), piece in zip(plan, pieces)]
-        for job, piece in asked:
-            job.encoded, job.read = True, piece.stop
-            self.figures.prompt_tokens += max(0, min(piece.stop, len(job.row.prompt)) - piece.start)
-            if job.asked.prompt_logprobs is not None and piece.start < len(job.row.prompt):
-                job.keep_prompt(self.runner.head(hidden[None, piece.span], None)[0], piece.start)
-            for table in job.tables.values():
-                number = piece.stop // self.limits.block - 1
-                if piece.stop % self.limits.block == 0 and 0 <= number < len(job.names):
-                    block = table.ids[number] if number < len(table.ids) else None
-                    if block is not None:
-                        table.blocks.name(block, job.names[number])
-        last = [(job, piece.span.stop - 1) for job, piece in asked if piece.stop == len(job.tokens)]
-        if last:
-            logits = self.runner.head(hidden[[place for _, place in last]][:, None], None)[:, 0]  # B V
-            self._write([job for job, _ in last], logits)
+        for read, jobs, logits in self.passes.run(self.pool, plan):
+            for job, piece in read:
+                job.encoded, job.read = True, piece.stop
+                self.figures.prompt_tokens += max(0, min(piece.stop, len(job.row.prompt)) - piece.start)
+                size = self.limits.block
+                for number in range(piece.start // size, min(piece.stop // size, len(job.names))):
+                    for table in job.tables.values():
+                        block = table.ids[number] if number < len(table.ids) else None
+                        if block is not None:
+                            table.blocks.name(block, job.names[number])
+            if logits is not None:
+                self._write(jobs, logits)
 
     def _write(self, jobs: list[Job], logits: torch.Tensor) -> None:
         """Choose the next token of each text: logits [B, V]."""
@@ -314,8 +315,9 @@ class ServeEngine:
         self.finished.append(job)  # before anyone is told that it has ended
         job.end(reason, error)
         self.figures.ended[job.row.stop_reason] += 1
-        if job in self.running:
+        if job.placed:
             self.running.remove(job)
+            job.placed = False
         elif job in self.waiting:
             self.waiting.remove(job)
 
@@ -331,7 +333,6 @@ class ServeEngine:
             with self._wake:
                 while not self.busy and not self.closed:
                     self._wake.wait()
-                self.moved = self.moved if self.busy else time.monotonic()
             if not self.busy:
                 return
             self.step()

@@ -107,6 +107,7 @@ class Job:
         self.number = 0  # of this request, in the order of arrival
         self.cached = 0  # tokens of the prompt that were found in the pool
         self.preempted = 0  # how often
+        self.placed = False  # whether it is among those that run
         self._cancelled, self._done, self._new = False, threading.Event(), ""
         self.tables: dict[Group, Table] = {}
         self.names: list[Named] = []
@@ -186,7 +187,7 @@ class Job:
         """Write the next token, after logits [1, V]; return False when the text has ended."""
         chosen = self.chooser.choose(logits, [0]) if chosen is None else chosen
         if self.request.reports:
-            report(logits, chosen, [self.row], self.request.alternatives)
+            report(logits, chosen.to(logits.device), [self.row], self.request.alternatives)
         self.times.write()
         self._new, before = "", len(self.row.ids)
         goes_on = self.ends.go_on(0, self.row, int(chosen), self.row.steps + 1, self.ends.reason())
@@ -239,6 +240,7 @@ def plain_greedy(jobs: Sequence[Job], logits: Tensor) -> list[Tensor | None]:
     """Return the best token of each text [1] that takes it without a rule: logits [B, V] at once."""
     best = logits.argmax(-1, keepdim=True)  # B 1
     finite = logits.gather(-1, best).isnan().logical_not()[:, 0].tolist()
+    best = best.cpu()  # at once, and not one by one
     return [token if fine and _takes_the_best(job) else None for job, token, fine in zip(jobs, best, finite)]
 
 

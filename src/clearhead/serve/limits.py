@@ -19,11 +19,13 @@ class Limits:
 
     tokens: int = 512  # read in one step at most, but for a piece that is longer
     running: int = 64  # texts written at the same time
-    waiting: int = 256  # requests that wait
+    waiting: int = 8  # requests that wait, beside those that can begin at once
     waiting_tokens: int = 1 << 18  # tokens of the prompts that wait
-    block: int = 64  # tokens of a block, and of a piece of a prompt
+    block: int = 64  # tokens of a block
     cache_tokens: int | None = None  # that the pool holds; default: as many as 1 GiB holds
     exact: bool = False  # give each row the same bits whatever else is in the step; slower for one text alone
+    piece: int | None = None  # tokens of a prompt read together, a multiple of block; default: block; GPU: 16
+    rows: bool = True  # take the last tokens of texts through the step in C, where it runs
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():

@@ -41,12 +41,13 @@ class Pool:
         device: torch.device,
     ) -> None:
         self.size, self.device = size, device
+        self.spare = max(counts.values(), default=0)  # the number of a block more, which nobody reads
         self.blocks = {group: BlockPool(count) for group, count in counts.items()}
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}  # of each layer K and V, 1 K S E
         self.cross: dict[int, tuple[Tensor, Tensor]] = {}
 
         def room(attention: str, group: Group) -> tuple[Tensor, Tensor]:
-            heads, slots = spec.kv_heads_of(attention), counts[group] * size
+            heads, slots = spec.kv_heads_of(attention), (counts[group] + 1) * size
             k, v = (
                 torch.zeros(1, heads, slots, width, dtype=dtype, device=device)
                 for width in (spec.d_head, spec.d_value)

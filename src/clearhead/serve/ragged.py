@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from clearhead.config.kinds import Kind
+from clearhead.fast.native import NativeLinear
 from clearhead.fast.parts import PackedLinear, like
 from clearhead.fast.prepare import prepared
 from clearhead.model import masks
@@ -222,7 +223,7 @@ def rows_agree(model: Transformer, most: int) -> bool:
     tried: set[tuple[int, int]] = set()
     for part in model.modules():
         sizes = (getattr(part, "in_features", 0), getattr(part, "out_features", 0))
-        if not isinstance(part, PackedLinear | nn.Linear) or sizes in tried:
+        if not isinstance(part, PackedLinear | NativeLinear | nn.Linear) or sizes in tried:
             continue
         tried.add(sizes)
         weight = part.weight

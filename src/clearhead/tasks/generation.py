@@ -16,6 +16,7 @@ import torch
 
 from clearhead.batches.padding import padded, real_tokens
 from clearhead.bundle import Bundle
+from clearhead.config import TABLES
 from clearhead.errors import InputError, nearest, refuse
 from clearhead.generate import beam, engine, speculate
 from clearhead.generate.decode import Continuation, Ends, check_options, decode
@@ -95,6 +96,10 @@ def asked_for(
     m: Bundle, prompts: Sequence[Prompt], options: Mapping[str, Any], hooks: Hooks = NO_HOOKS
 ) -> tuple[Request, list[list[int]], Ends]:
     """Return the request, the ids of each prompt and what ends a text, all of them checked."""
+    refuse(
+        m.config.input != "tokens",
+        f"a prompt is text, and this model reads {m.config.input}: {fitting(m)}",
+    )
     hooked = hooks != NO_HOOKS
     request = make_request(with_own(m.own_options, options, hooked))
     request.check_hooks(on_text=hooks.on_text, cancel=hooks.cancel, draft=hooks.draft)
@@ -298,7 +303,7 @@ def translate(
     stated, given = m.generation, {name: value for name, value in options.items() if value is not None}
     room = m.config.max_positions - len(m.start_ids)
     limit = stated.get("max_new_tokens") or (stated.get("max_length") or min(LONGEST, room) + 1) - 1
-    usual = {"max_new_tokens": max(1, min(limit, room) if m.config.positions == "learned" else limit)}
+    usual = {"max_new_tokens": max(1, min(limit, room) if m.config.positions in TABLES else limit)}
     if "num_beams" not in m.own_options and not given.get("temperature"):
         usual["num_beams"] = BEAMS
     return generate(m, texts, usual | given, hooks)

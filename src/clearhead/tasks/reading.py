@@ -41,7 +41,11 @@ def check_head(m: Bundle, task: str) -> None:
 def fitting(m: Bundle) -> str:
     """Return what the model is good for, as part of a message."""
     if m.config.family == "encoder-decoder" and m.config.head == "lm":
-        return "it is for translate, generate and score"
+        return (
+            "it is for transcribe"
+            if m.config.input == "frames"
+            else "it is for translate, generate and score"
+        )
     uses = USES[m.config.head or "none"]
     return f"it is for {', '.join(uses)} and embed" if uses else "it is for embed"
 
@@ -155,8 +159,13 @@ def tag(m: Bundle, texts: Sequence[str | Sequence[str]], batch_size: int = 32) -
             depth = min(left if start else room, right if cut else room)
             # Of two windows, take the one that shows more on both sides.
             if depth >= scores[number].get(token, (0,))[0]:
-                scores[number][token] = (depth, logits[at].softmax(-1))
+                scores[number][token] = (depth, _shares(logits[at]))
     return [_tags(m, *one) for one in zip(given, whole, scores)]
+
+
+def _shares(logits: Tensor) -> Tensor:
+    """Return the probability of each class [C]; of one class, that it is so and that it is not [2]."""
+    return torch.cat([logits, -logits]).sigmoid() if len(logits) == 1 else logits.softmax(-1)
 
 
 def _tags(
@@ -179,7 +188,7 @@ def _tags(
         label, score = "O", 0.0  # for a word of which normalisation leaves nothing
         if first >= 0:
             best = int(scores[first][1].argmax())
-            label, score = m.class_names[best], float(scores[first][1][best])
+            label, score = (*m.class_names, "O")[best], float(scores[first][1][best])
         words.append(Word(text[start:end], label, start, end, score))
     return Tags(words, spans_of(words, text))
 

@@ -44,6 +44,15 @@ class Tags:
 
 
 @dataclass(frozen=True)
+class Ranked:
+    """A text and how well it answers a query."""
+
+    index: int  # its place among the texts that were given
+    text: str
+    score: float  # a cross-encoder's probability, or the cosine of two vectors
+
+
+@dataclass(frozen=True)
 class Candidate:
     """A token for a mask."""
 
@@ -94,3 +103,23 @@ class Score:
         """exp of the mean negative log-probability per token."""
         scored = [value for value in self.logprobs if value is not None]
         return math.exp(-math.fsum(scored) / len(scored)) if scored else math.nan
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A stretch of speech."""
+
+    start: float  # seconds from the beginning of the sound
+    end: float
+    text: str
+
+
+@dataclass(frozen=True)
+class Transcription:
+    """What was said in one sound."""
+
+    text: str
+    segments: list[Segment]  # one for all of it where no timestamps were asked for
+    language: str | None  # its code, such as "en"; None where the model has no tokens for languages
+    ids: list[int]  # the new tokens of all windows, those for times among them
+    seconds: float  # how long the sound is

@@ -69,7 +69,7 @@ class ChatTemplate:
     tool_source: str | None = None  # what is taken in its place where there are tools
 
     def render(
-        self, messages: Sequence[Message], generation: bool = True, tools: Any = None, **more: Any
+        self, messages: Sequence[Message], generation: bool = True, /, tools: Any = None, **more: Any
     ) -> str:
         """Return the text of a conversation; with `generation`, up to where the next answer begins.
 

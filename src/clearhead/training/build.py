@@ -23,6 +23,7 @@ from clearhead.costs import LEARNING, cost
 from clearhead.errors import ConfigError, nearest, refuse
 from clearhead.hub.checkpoint import Description, describe
 from clearhead.hub.export import exported
+from clearhead.hub.gguf_file import is_gguf
 from clearhead.model.transformer import Transformer
 from clearhead.presets import PRESETS, preset
 from clearhead.recipe import BASE, Recipe, TrainPlan
@@ -52,8 +53,8 @@ def base_of(recipe: Recipe) -> Model | None:
 def _folder(base: str) -> Path:
     """Return the directory that [model] base names, or refuse it."""
     refuse(
-        not Path(base).is_dir(),
-        f'[model] base "{base}" is no directory and no preset{nearest(base, PRESETS)}: '
+        not Path(base).is_dir() and not is_gguf(Path(base)),
+        f'[model] base "{base}" is no directory, no GGUF file and no preset{nearest(base, PRESETS)}: '
         f"presets are {', '.join(PRESETS)}",
     )
     return Path(base)

@@ -33,6 +33,8 @@ OWN = (  # what a run writes
         CURVE,
         PICTURE,
         *ROWS.values(),
+        "adapter",
+        "README.md",
         "tensorboard",
         ".*",
     ),

@@ -19,6 +19,7 @@ from clearhead.api import Model
 from clearhead.batches.batch import Batch, Batches
 from clearhead.errors import TrainingError
 from clearhead.evaluation.examples import WRITTEN, validate, written_scores
+from clearhead.fast.lora import merged
 from clearhead.losses import arguments_for, batch_loss
 from clearhead.model.feedforward import BALANCE
 from clearhead.model.transformer import Output, Transformer
@@ -142,7 +143,7 @@ class TrainingRun:
         """
         averaged = self.ema.applied(self.model) if self.ema is not None else nullcontext()
         merging = self.plan.lora and self.empty is None
-        with averaged, weights.merged(self.model) if merging else nullcontext():
+        with averaged, merged(self.model) if merging else nullcontext():
             try:
                 yield replace(self.loaded, model=self.runner)
             finally:
@@ -159,7 +160,7 @@ class TrainingRun:
             yield None
             return
         made = shards.assembled(self.empty, found)
-        with weights.merged(made) if self.plan.lora else nullcontext():
+        with merged(made) if self.plan.lora else nullcontext():
             yield replace(usable, model=made.eval())
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from clearhead.errors import CheckpointError, nearest, refuse
-from clearhead.fast.lora import LoraLinear
+from clearhead.fast.lora import LoraLinear, merged
 from clearhead.hub.checkpoint import Description
 from clearhead.hub.export import outgoing
 from clearhead.hub.writing import Outgoing
@@ -144,36 +144,6 @@ def add_lora(
         if any(fnmatch.fnmatchcase(name, pattern) for pattern in also):
             parameter.requires_grad_(True)
     return list(chosen)
-
-
-def merge(model: nn.Module) -> dict[str, LoraLinear]:
-    """Replace each updated layer by one plain linear layer; return the updated layers by name, for `unmerge`.
-
-    Modules and parameters then have the names they had before `add_lora`, so the model saves like any other.
-    """
-    updated = {name: part for name, part in model.named_modules() if isinstance(part, LoraLinear)}
-    for name, part in updated.items():
-        plain = nn.Linear(part.in_features, part.out_features, bias=False, device="meta")
-        plain.weight = nn.Parameter(part.weight.detach(), requires_grad=False)
-        plain.bias = part.base.bias
-        model.set_submodule(name, plain.train(part.training))
-    return updated
-
-
-def unmerge(model: nn.Module, updated: Mapping[str, LoraLinear]) -> None:
-    """Undo `merge` exactly: put the frozen layers and their updates back."""
-    for name, part in updated.items():
-        model.set_submodule(name, part)
-
-
-@contextmanager
-def merged(model: nn.Module) -> Iterator[None]:
-    """Merge the updates within a `with` block: to save, or to generate."""
-    updated = merge(model)
-    try:
-        yield
-    finally:
-        unmerge(model, updated)
 
 
 def merged_tensors(model: Transformer, described: Description) -> dict[str, Outgoing]:

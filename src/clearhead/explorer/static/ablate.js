@@ -20,7 +20,7 @@ export const ablateSection = {
   id: "ablate",
   title: "Switch off",
   hint: "What does the model say without a part? Each cell is a head, a feed-forward (FF) or a whole layer; its colour says how far the answer moves when it alone is off. Choose parts to switch them off together.",
-  applies: (model, live, source) => ATLAS_ASKED.includes(model.task) && (live || source.list("run/recorded/effects/").length > 0),
+  applies: (model, live, source, run) => ATLAS_ASKED.includes(model.task) && (live || source.list(`run/${run?.run || "recorded"}/effects/`).length > 0),
 
   mount(root, app) {
     const off = new Set();

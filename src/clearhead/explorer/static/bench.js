@@ -33,7 +33,8 @@ export const compareSection = {
   id: "compare",
   title: "A / B",
   hint: "A second text, or a second model (clearhead explore DIR --compare OTHER), beside the first: where do they part, and which part of A brings its answer back in B?",
-  applies: (model, live, source) => live || source.has("second"),
+  applies: (model, live, source, run) =>
+    (live && model.input !== "frames") || (source.has("second") && (!run || run.run === "recorded")),
 
   mount(root, app) {
     const text = el("textarea", { id: "compare-text", rows: 1, spellcheck: "false" });

@@ -3,7 +3,7 @@
 import { amountColour, css, inkOn } from "./colour.js";
 import { el, percent, replace, svg, tokenText } from "./dom.js";
 import { heatmap, scaleBar } from "./heatmap.js";
-import { patchImage } from "./image.js";
+import { patchImage, soundImage } from "./image.js";
 import { saveButtons, saveMapButtons } from "./picture.js";
 
 const ATTENTION_LINES = 400; // of the view with two columns
@@ -52,7 +52,9 @@ function onScale(matrix, scale) {
 export function enlarged(node, { name, title, words, matrix, rows, columns, scale }, run, from, onPin, looks = { scale: "one", zoom: 1 }) {
   const chips = el("ul", { class: "chips looks", "aria-label": "Tokens; darker ones are looked at more" });
   const lines = el("div", { class: "wide", tabindex: "0", role: "group", "aria-label": "Lines from token to token" });
-  const image = run.picture && columns.length === run.tokens.labels.length ? patchImage(run.picture, columns, "Where on the image the chosen place looks") : null;
+  const hears = run.sound && columns[0].startsWith(run.source.labels[0]); // the keys are moments of a sound
+  const patched = run.picture && columns.length === run.tokens.labels.length;
+  const image = patched ? patchImage(run.picture, columns, "Where on the image the chosen place looks") : hears ? soundImage(run.sound, columns.length, "When in the sound the chosen token looks: the spectrogram, warmer where it looks more") : null;
   const few = rows.length <= 48 && columns.length <= 64;
   const some = columns.length > ATTENTION_CHIPS;
   const heading = el("span", { id: "attention-row", class: "mono", dir: "auto" });
@@ -133,7 +135,7 @@ export function enlarged(node, { name, title, words, matrix, rows, columns, scal
       "div",
       { class: "row" },
       el("div", { class: "map-pane" }, map.root, scaleBar(looks.scale === "log" ? `${scale}, logarithmic` : scale, looks.scale === "log" ? 1e-4 : 0, highest), saveMapButtons(() => ({ canvas: map.canvas, rows, columns, title, scale }), file)),
-      el("div", { class: "grow" }, el("h4", {}, "Where ", heading, " looks"), image ? el("div", {}, image.canvas, el("p", { class: "soft" }, "Warmer patches are looked at more; choose a patch to see where it looks.")) : null, some ? el("p", { class: "soft" }, `The ${ATTENTION_MOST} tokens that it looks at most, in the order of the text:`) : null, chips, few ? el("details", { open: true }, el("summary", {}, "From token to token"), lines, saveButtons(() => picture, `${file}-lines`)) : null),
+      el("div", { class: "grow" }, el("h4", {}, "Where ", heading, " looks"), image ? el("div", {}, image.canvas, el("p", { class: "soft" }, hears ? "The spectrogram: time goes right, pitch goes up. Warmer moments are looked at more." : "Warmer patches are looked at more; choose a patch to see where it looks.")) : null, some ? el("p", { class: "soft" }, `The ${ATTENTION_MOST} tokens that it looks at most, in the order of the text:`) : null, chips, few ? el("details", { open: true }, el("summary", {}, "From token to token"), lines, saveButtons(() => picture, `${file}-lines`)) : null),
     ),
   );
   choose(from);

@@ -1,9 +1,11 @@
-// The flow: the forward pass from left to right, stack by stack, block by block, down to single steps and their numbers.
+// The flow: the forward pass from top to bottom, stack by stack, block by block, down to single steps and their numbers.
 
 import { bytes, el, figure, replace } from "./dom.js";
 import { heatmap, scaleBar } from "./heatmap.js";
 import { whenNear } from "./near.js";
 import { unpack } from "./source.js";
+
+const FLOW_AHEAD = 1e9; // parameters times tokens of a pass that is traced before anybody asks
 
 /** Steps as a tree along their paths: {name, steps, groups, parameters, flops, bytes, seconds}. */
 function flowTree(steps) {
@@ -60,12 +62,12 @@ function flowShape(step) {
 export const flowSection = {
   id: "flow",
   title: "Flow",
-  hint: "The whole forward pass, from left to right. The thick line is the residual stream: each sublayer reads it and adds to it. Open a box to see its steps, and a step to see what it does and its numbers.",
+  hint: "The whole forward pass, from top to bottom. The thick line is the residual stream: each sublayer reads it and adds to it. Open a box to see its steps, and a step to see its numbers.",
 
   mount(root, app) {
     const problem = el("p", { role: "alert", class: "problem" });
     const totals = el("p", { class: "soft", id: "flow-totals" });
-    const lane = el("div", { class: "wide flow", id: "flow-lane", tabindex: "0", role: "group", "aria-label": "The forward pass, from left to right" });
+    const lane = el("div", { class: "wide flow", id: "flow-lane", tabindex: "0", role: "group", "aria-label": "The forward pass, from top to bottom" });
     const panel = el("div", { id: "flow-step", "aria-live": "polite" });
     replace(root, problem, totals, lane, panel);
     const open = new Set();
@@ -126,23 +128,23 @@ export const flowSection = {
 
     const oneBox = (child) => (child.step ? stepBox(child.step) : groupBox(child));
 
-    function boxes(children) {
+    function boxes(children, between = "→") {
       const lanes = children.filter((child) => child.step && /\.[qkv](_\w+)?$/.test(child.step.name));
       const shown = lanes.length > 1 ? children.filter((child) => child === lanes[0] || !lanes.includes(child)) : children;
-      return shown.map((child, place) => [place ? el("span", { class: "arrow", "aria-hidden": "true" }, "→") : null, lanes.length > 1 && child === lanes[0] ? fork(lanes) : oneBox(child)]);
+      return shown.map((child, place) => [place ? el("span", { class: "arrow", "aria-hidden": "true" }, between) : null, lanes.length > 1 && child === lanes[0] ? fork(lanes) : oneBox(child)]);
     }
 
     function rowBox(children, place, rows) {
       const wide = open.has(children[0].name) && flowKind(children[0].name || "") === "stack";
-      const feeds = rows.length > 1 && place < rows.length - 1 ? el("span", { class: "feeds" }, "↓ read by every cross-attention below") : null;
-      return el("div", { class: `flow-row${wide ? " wide-open" : ""}` }, boxes(children), feeds);
+      const feeds = rows.length > 1 && place < rows.length - 1 ? el("span", { class: "feeds" }, "→ read by every cross-attention") : null;
+      return el("div", { class: `flow-row${wide ? " wide-open" : ""}` }, boxes(children, "↓"), feeds);
     }
 
     function draw(focus) {
       if (!view) return;
-      const scrolled = lane.scrollLeft;
+      const scrolled = lane.scrollTop;
       replace(lane, flowRows(flowTree(view.steps).children).map(rowBox));
-      lane.scrollLeft = scrolled;
+      lane.scrollTop = scrolled;
       if (focus) [...lane.querySelectorAll("[data-group]")].find((one) => one.dataset.group === focus)?.focus();
     }
 
@@ -215,7 +217,7 @@ export const flowSection = {
       draw();
       openStep(step);
       const box = [...lane.querySelectorAll("[data-step]")].find((one) => one.dataset.step === name);
-      lane.scrollLeft += box.getBoundingClientRect().left - lane.getBoundingClientRect().left - lane.clientWidth / 3;
+      lane.scrollTop += box.getBoundingClientRect().top - lane.getBoundingClientRect().top - lane.clientHeight / 3;
     }
 
     whenNear(root, app, async (run) => {
@@ -245,6 +247,14 @@ export const flowSection = {
         totals.textContent = "";
         problem.textContent = error.message;
       }
+    });
+    /** The trace takes a pass of its own: of a small model it is fetched when nothing else is asked for, and is there when somebody looks. */
+    app.store.listen("run", async (run) => {
+      const model = app.store.get("model");
+      if (!run || !app.source.live || model.parameters * run.tokens.labels.length > FLOW_AHEAD) return;
+      await new Promise((done) => setTimeout(done, 1200));
+      await app.source.idle();
+      if (app.store.get("run") === run) app.source.get(`run/${run.run}/trace`).catch(() => null);
     });
     app.store.on("model", () => {
       open.clear();

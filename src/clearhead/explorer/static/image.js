@@ -1,11 +1,14 @@
-// The image that a model reads: its pixels, the grid of its patches, and how much each patch counts.
+// What a model reads that is no text: the pixels of an image with the grid of its patches, or a sound as a spectrogram; and how much each part counts.
 
 import { el } from "./dom.js";
+import { paint } from "./heatmap.js";
 import { unpack } from "./source.js";
 
 const IMAGE_SIDE = 336; // pixels of the larger side on the page
 const IMAGE_HEAT = "255,122,0";
-const IMAGE_COLD = "40,110,230"; // of what counts against
+const IMAGE_SIGNED = ["205,60,60", "45,125,210"]; // against the answer, and for it, as everywhere on the page
+const SOUND_SIZE = [720, 160]; // pixels of a spectrogram on the page
+const SOUND_LEAST = 0.05; // share of the window that is shown at least
 
 /** Where each label stands on the grid of patches: {rows, columns, places}, with null for what is no patch. */
 export function patchGrid(labels) {
@@ -30,8 +33,8 @@ function imagePixels(picture) {
 }
 
 /**
- * The image with the grid of its patches. `weights` by label, or null, are laid over it: the more, the warmer, and blue below zero. `chosen` is outlined.
- * Returns {canvas, draw(weights, chosen), at(event)}; `at` is the label's place under a pointer, or -1.
+ * The image with the grid of its patches. `weights` by label, or null, are laid over it: the more, the warmer; `signed` ones in red and blue. `chosen` is outlined.
+ * Returns {canvas, draw(weights, chosen, signed), at(event)}; `at` is the label's place under a pointer, or -1.
  */
 export function patchImage(picture, labels, name) {
   const grid = patchGrid(labels);
@@ -40,7 +43,7 @@ export function patchImage(picture, labels, name) {
   const canvas = el("canvas", { class: "patches", role: "img", "aria-label": name, width: pixels.width * scale, height: pixels.height * scale });
   const [wide, high] = [canvas.width / grid.columns, canvas.height / grid.rows];
 
-  function draw(weights, chosen) {
+  function draw(weights, chosen, signed) {
     const context = canvas.getContext("2d");
     context.imageSmoothingEnabled = false;
     context.drawImage(pixels, 0, 0, canvas.width, canvas.height);
@@ -49,7 +52,7 @@ export function patchImage(picture, labels, name) {
       if (!place) return;
       const box = [place[1] * wide, place[0] * high, wide, high];
       if (weights) {
-        context.fillStyle = `rgba(${weights[i] < 0 ? IMAGE_COLD : IMAGE_HEAT},${(0.85 * Math.abs(weights[i])) / most})`;
+        context.fillStyle = `rgba(${signed ? IMAGE_SIGNED[Number(weights[i] >= 0)] : IMAGE_HEAT},${(0.85 * Math.abs(weights[i])) / most})`;
         context.fillRect(...box);
       }
       context.strokeStyle = "rgba(128,140,155,0.7)";
@@ -73,4 +76,46 @@ export function patchImage(picture, labels, name) {
 
   draw(null, -1);
   return { canvas, draw, at };
+}
+
+/** The share of a window after which nothing is heard: all bands are as quiet as they get. */
+function soundEnd({ shape, values }) {
+  const [bands, frames] = shape;
+  const quiet = values.reduce((least, value) => Math.min(least, value), Infinity) + 0.02;
+  const loud = (frame) => Array.from({ length: bands }, (_, band) => values[band * frames + frame]).some((value) => value > quiet);
+  let last = frames - 1;
+  while (last > 0 && !loud(last)) last--;
+  return Math.min(1, Math.max(SOUND_LEAST, (1.05 * (last + 1)) / frames));
+}
+
+/**
+ * A sound as a spectrogram [bands, frames]: time goes right, pitch goes up, and silence at the end is left out. `weights` of `count` equal parts of
+ * the window are laid over it: the more, the warmer. Returns what `patchImage` returns; a part is not chosen by pointing.
+ */
+export function soundImage(sound, count, name) {
+  const heard = unpack(sound);
+  const [bands, frames] = heard.shape;
+  const pixels = el("canvas", {});
+  const end = soundEnd(heard);
+  const [width, height] = SOUND_SIZE;
+  const canvas = el("canvas", { class: "spectrogram", role: "img", "aria-label": name, width, height, "data-end": end });
+
+  function draw(weights) {
+    paint(pixels, heard.values, bands, frames);
+    const context = canvas.getContext("2d");
+    context.imageSmoothingEnabled = false;
+    context.drawImage(pixels, 0, 0, frames * end, bands, 0, 0, width, height);
+    canvas.dataset.most = "";
+    if (!weights) return;
+    const most = weights.reduce((best, weight) => Math.max(best, weight), 1e-9);
+    const wide = width / (count * end);
+    weights.forEach((weight, part) => {
+      context.fillStyle = `rgba(${IMAGE_HEAT},${(0.85 * weight) / most})`;
+      context.fillRect(part * wide, 0, Math.max(wide, 1), height);
+    });
+    canvas.dataset.most = String(weights.indexOf(most)); // for who cannot see it: the part that is looked at most
+  }
+
+  draw(null);
+  return { canvas, draw, at: () => -1 };
 }

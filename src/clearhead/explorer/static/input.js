@@ -2,11 +2,12 @@
 
 import { css, inkOn, signedColour } from "./colour.js";
 import { el, figure, replace, tokenText } from "./dom.js";
-import { patchImage } from "./image.js";
+import { patchImage, soundImage } from "./image.js";
 import { drawingPad } from "./pad.js";
 import { askedOf, openRun } from "./selection.js";
 
 const INPUT_CHIPS = 600; // shown at first; more on demand
+const INPUT_PAUSE = 120; // milliseconds without a key, after which what is typed is shown as tokens
 
 /** A file as the page sends it: a data address. */
 export function inputFile(file) {
@@ -65,6 +66,7 @@ export const inputSection = {
     const target = el("textarea", { id: "input-target", rows: 2, spellcheck: "false", placeholder: "empty: the model writes its own" });
     const pair = el("textarea", { id: "input-pair", rows: 2, spellcheck: "false" });
     const image = el("input", { type: "file", id: "input-image", accept: "image/*", onchange: () => pick(image.files[0]) });
+    const sound = el("input", { type: "file", id: "input-sound", accept: "audio/*", onchange: () => hear(sound.files[0]) });
     const preview = el("img", { id: "input-preview", alt: "the chosen image", hidden: true });
     const go = el("button", { type: "button", id: "input-run", class: "primary", onclick: () => send() }, "Run");
     const mask = el("button", { type: "button", id: "input-mask", hidden: true, onclick: () => insertMask() });
@@ -84,6 +86,7 @@ export const inputSection = {
       pair: el("details", { class: "grow" }, el("summary", {}, "A second text"), el("label", { for: "input-pair" }, "Pair"), pair),
       image: el("div", { class: "grow drop" }, el("label", { for: "input-image" }, "An image: choose one, or drop it here"), image, preview),
     };
+    boxes.sound = el("div", { class: "grow drop" }, el("label", { for: "input-sound" }, "A sound: choose a file, or drop it here"), sound);
     const pad = el("details", { class: "grow", hidden: true }, el("summary", {}, "Draw one"), drawingPad((address) => { picture = address; app.store.set("picture", picture); preview.src = picture; preview.hidden = false; send(); }));
     boxes.image.append(pad);
     const examples = el("details", { id: "input-examples", hidden: true }, el("summary", {}, "Examples, and what was found in them"), el("ul", { class: "plain" }));
@@ -92,33 +95,50 @@ export const inputSection = {
     replace(root, el("div", { class: "row" }, Object.values(boxes)), el("div", { class: "row toolbar run-row" }, go, keys, mask, maskWords), problem, examples, sourceBox, el("div", { class: "row tokens-head" }, tokensTitle, about), seen, tokens, tinted, el("details", { id: "input-how" }, el("summary", {}, "How a token came about"), marked, made));
     for (const key of ["run", "position", "target", "foil", "theme"]) app.store.listen(key, tint);
     app.store.listen("position", markChosen);
+    let typing = 0;
     let picture = null;
+    let recording = null; // a sound file, as the page sends it
     let shownImage = null;
     let stages = null;
     const all = { tokens: false, source: false };
 
+    for (const box of [text, pair]) box.addEventListener("input", () => { clearTimeout(typing); typing = setTimeout(previewTokens, INPUT_PAUSE); });
     for (const box of [text, target, pair]) {
       box.addEventListener("keydown", (event) => {
         if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) send();
       });
     }
-    boxes.image.addEventListener("dragover", (event) => event.preventDefault());
+    for (const box of [boxes.image, boxes.sound]) box.addEventListener("dragover", (event) => event.preventDefault());
+    boxes.sound.addEventListener("drop", (event) => {
+      event.preventDefault();
+      hear(event.dataTransfer.files[0]);
+    });
     boxes.image.addEventListener("drop", (event) => {
       event.preventDefault();
       pick(event.dataTransfer.files[0]);
     });
 
-    /** Inputs that the page has tried on this model, each with what it found there. */
+    /** Inputs that the page has tried on this model, each with what it found there; in a file, those whose run is in it can be opened. */
     async function followExamples() {
       for (let tries = 0; tries < 200; tries++) {
         const found = await app.source.fresh("examples").catch(() => null);
-        if (found && found.ready) return replace(examples.lastChild, found.examples.map((one) => el("li", {}, el("button", { type: "button", class: "example", onclick: () => take(one) }, el("span", { class: "mono", dir: "auto" }, one.text || one.name || one.ids.join(" "), one.pair ? ` / ${one.pair}` : ""), el("span", { class: "soft" }, one.says))))) && (examples.hidden = !found.examples.length);
+        if (found && found.ready) return showExamples(found.examples);
+        if (!app.source.live) return null;
         await new Promise((done) => setTimeout(done, 1000));
       }
       return null;
     }
 
+    function showExamples(found) {
+      const words = (one) => [el("span", { class: "mono", dir: "auto" }, one.text || one.name || one.ids.join(" "), one.pair ? ` / ${one.pair}` : ""), el("span", { class: "soft" }, one.says)];
+      const row = (one) => el("li", {}, app.source.live || one.run ? el("button", { type: "button", class: "example", onclick: () => take(one) }, words(one)) : el("p", { class: "example" }, words(one)));
+      const own = app.source.live || !found.some((one) => one.run) ? null : el("li", {}, el("button", { type: "button", class: "example", id: "input-own", onclick: () => openRun(app, app.source.record.run) }, "Back to the text of this file"));
+      replace(examples.lastChild, own, found.map(row));
+      examples.hidden = !found.length;
+    }
+
     async function take(one) {
+      if (!app.source.live) return openRun(app, one.run);
       text.value = one.text || (one.ids || []).join(" ");
       [target.value, pair.value] = ["", one.pair || ""];
       if (one.pair) boxes.pair.open = true;
@@ -128,19 +148,41 @@ export const inputSection = {
         preview.src = `data:image/png;base64,${picture}`;
         preview.hidden = false;
       }
-      await send();
+      return send();
+    }
+
+    /** The tokens of what is being typed: the model has not read them yet. */
+    async function previewTokens() {
+      const model = app.store.get("model");
+      const run = app.store.get("run");
+      if (!run || !app.source.live || !model.tokenizer || !text.value) return;
+      const typed = text.value;
+      const found = await app.source.post("tokens", { text: typed, ...(pair.value && !boxes.pair.hidden ? { pair: pair.value } : {}) }).catch(() => null);
+      const read = run.source || run.tokens;
+      if (!found || text.value !== typed || app.store.get("run") !== run) return;
+      if (found.tokens.ids.join() === read.ids.join()) return showTokens(run), tint();
+      const list = run.source ? source : tokens;
+      replace(list, found.tokens.labels.slice(0, INPUT_CHIPS).map((label, place) => el("li", {}, el("span", { class: `chip typed${found.tokens.special[place] ? " special" : ""}` }, tokenText(label)))));
+      const count = found.tokens.labels.length;
+      about.textContent = `${figure(count)} ${count === 1 ? "token" : "tokens"}, not read yet: press Run`;
+      tinted.hidden = true;
     }
 
     function insertMask() {
       const { mask: word } = app.store.get("model");
       text.setRangeText(word, text.selectionStart, text.selectionEnd, "end");
       text.focus();
+      previewTokens();
     }
 
     /** The image as the model reads it, with its patches; a patch is chosen by pointing at it, or by its chip. */
     function showPicture(run) {
-      seen.hidden = !run.picture;
+      seen.hidden = !run.picture && !run.sound;
       shownImage = null;
+      if (run.sound) {
+        const heard = soundImage(run.sound, run.source.labels.length, "The spectrogram of the sound: time goes right, pitch goes up");
+        replace(seen, heard.canvas, el("figcaption", { class: "soft" }, `What the encoder reads: ${run.sound.shape.join(" bands × ")} frames, as ${run.source.labels.length} moments; silence at the end is not shown`));
+      }
       if (!run.picture) return;
       shownImage = patchImage(run.picture, run.tokens.labels, "The image as the model reads it, cut into patches");
       shownImage.canvas.addEventListener("pointermove", (event) => { const place = shownImage.at(event); if (place >= 0) choose("tokens", place, true); });
@@ -157,6 +199,7 @@ export const inputSection = {
         const marks = run.tokens.special.filter(Boolean).length;
         return `${figure(count - marks)} patches${marks ? `, and ${marks === 1 ? "a mark" : `${marks} marks`} before them` : ""}; each is read as one token`;
       }
+      if (run.sound) return `${figure(count)} tokens written, of ${figure(read.labels.length)} moments heard`;
       const end = read.spans.reduce((last, span) => Math.max(last, span[1]), 0);
       const letters = Array.from(read.text.trimEnd()).length;
       const cut = end && read.labels.length >= model.max_length && end < letters ? ` The model reads at most ${model.max_length.toLocaleString("en")} tokens: what comes after character ${end.toLocaleString("en")} of ${letters.toLocaleString("en")} is left out.` : "";
@@ -179,8 +222,20 @@ export const inputSection = {
       }
     }
 
+    async function hear(file) {
+      if (!file) return;
+      try {
+        recording = await inputFile(file);
+        target.value = "";
+        await send();
+      } catch (error) {
+        problem.textContent = error.message;
+      }
+    }
+
     function asked() {
       const model = app.store.get("model");
+      if (model.input === "frames") return { sound: recording, ...(target.value ? { target: target.value } : {}) };
       if (model.input === "patches") return { image: picture };
       if (!model.tokenizer) {
         const ids = text.value.split(/[\s,]+/).filter(Boolean).map(Number);
@@ -216,7 +271,7 @@ export const inputSection = {
       const list = side === "source" ? run.source : run.tokens;
       const typed = side === "source" || !run.source ? stages && stages.text : stages && stages.target;
       replace(marked, inputMarked(list.text, list.spans[place]));
-      replace(made, el("h3", {}, "How ", el("span", { class: "mono", dir: "auto" }, list.labels[place]), " came about"), inputStages(typed, place) || el("p", { class: "soft" }, list.ids.length ? `id ${list.ids[place]}` : list.special[place] ? "A mark that the model puts before the patches; what it gathers is what the classes are read from." : `The patch in row ${list.labels[place].split(",")[0]} and column ${list.labels[place].split(",")[1]}, both counted from 0.`));
+      replace(made, el("h3", {}, "How ", el("span", { class: "mono", dir: "auto" }, list.labels[place]), " came about"), inputStages(typed, place) || el("p", { class: "soft" }, run.sound || list.ids.length ? `id ${list.ids[place]}` : list.special[place] ? "A mark that the model puts before the patches; what it gathers is what the classes are read from." : `The patch in row ${list.labels[place].split(",")[0]} and column ${list.labels[place].split(",")[1]}, both counted from 0.`));
       if (shownImage) shownImage.draw(null, place);
       if (quietly) return;
       for (const chip of root.querySelectorAll(".chip")) chip.setAttribute("aria-pressed", String(chip.closest("ul").id === (side === "source" ? "input-source" : "input-tokens") && Number(chip.dataset.token) === place));
@@ -248,9 +303,9 @@ export const inputSection = {
     }
 
     function showTokens(run) {
-      sourceBox.hidden = !run.source;
+      sourceBox.hidden = !run.source || Boolean(run.sound);
       tokensTitle.textContent = run.source ? "The decoder reads" : "Tokens";
-      if (run.source) replace(source, inputChips(run.source, -1, (place, quietly) => choose("source", place, quietly), all.source, () => { all.source = true; showTokens(run); }));
+      if (run.source && !run.sound) replace(source, inputChips(run.source, -1, (place, quietly) => choose("source", place, quietly), all.source, () => { all.source = true; showTokens(run); }));
       const chosen = app.store.get("position");
       replace(tokens, inputChips(run.tokens, chosen, (place, quietly) => choose("tokens", place, quietly), all.tokens, () => { all.tokens = true; showTokens(run); }));
       const count = run.tokens.labels.length;
@@ -260,7 +315,8 @@ export const inputSection = {
 
     app.store.on("model", (model) => {
       const both = model.family === "encoder-decoder";
-      boxes.text.hidden = model.input === "patches";
+      boxes.text.hidden = ["patches", "frames"].includes(model.input);
+      boxes.sound.hidden = model.input !== "frames" || !app.source.live;
       boxes.image.hidden = model.input !== "patches";
       boxes.target.hidden = !both;
       boxes.pair.hidden = model.family !== "encoder" || model.input === "patches";
@@ -270,21 +326,23 @@ export const inputSection = {
       mask.disabled = !app.source.live;
       mask.textContent = `Insert ${model.mask}`;
       maskWords.textContent = `where the model is to fill something in`;
-      keys.hidden = model.input === "patches";
-      go.textContent = model.input === "patches" ? "Look" : "Run";
-      root.parentElement.querySelector(".hint").textContent = model.input === "patches" ? "Choose an image. The model reads it in patches, row by row." : "Type something. The model reads tokens, each a number.";
+      keys.hidden = ["patches", "frames"].includes(model.input);
+      go.textContent = { patches: "Look", frames: "Listen" }[model.input] || "Run";
+      root.parentElement.querySelector(".hint").textContent = { patches: "Choose an image. The model reads it in patches, row by row.", frames: "Choose a sound. The encoder reads its spectrogram, moment by moment; the decoder writes what is said, token by token." }[model.input] || "Type something. The model reads tokens, each a number.";
       go.disabled = !app.source.live;
-      for (const box of [text, target, pair, image]) box.disabled = !app.source.live;
+      for (const box of [text, target, pair, image, sound]) box.disabled = !app.source.live;
       go.hidden = !app.source.live;
       keys.hidden = keys.hidden || !app.source.live;
       boxes.image.hidden = boxes.image.hidden || !app.source.live;
       pad.hidden = model.input !== "patches" || Math.max(...(model.image_size || [0])) > 64;
       if (model.task === "embed" && app.source.live) boxes.pair.open = true;
-      if (app.source.live && !app.store.get("example")) followExamples();
+      examples.hidden = true;
+      if (!app.store.get("example")) followExamples();
       const begin = model.example || {};
       target.value = begin.target || "";
       pair.value = begin.pair || "";
       picture = begin.image || null;
+      recording = begin.sound || null;
       app.store.set("picture", picture);
       preview.hidden = !picture;
       if (picture) preview.src = `data:image/png;base64,${picture}`;

@@ -10,8 +10,8 @@ import { LensTables } from "./source.js";
 
 const LENS_SHOWS = { p: "probability of the best choice", final: "probability of the final choice", entropy: "entropy in bits" };
 const LENS_WIDE = 64; // columns that are drawn at once
-const LENS_PIECE = 8; // columns that are asked for at once
-const LENS_SMALL = 2e7; // scores of all layers and columns that are asked for in one piece
+const LENS_PIECE = 8; // columns that are asked for at once, where their scores are many
+const LENS_SCORES = 1e6; // of all layers and columns, that are asked for in one piece: they come within 100 ms
 
 /** A small chart: a value by layer. */
 function lensChart(values, layers, name) {
@@ -32,7 +32,7 @@ function lensChart(values, layers, name) {
 
 export const lensSection = {
   id: "lens",
-  title: "Residual and lens",
+  title: "Lens",
   applies: (model) => model.task !== "embed",
   hint: "What the model would say if it stopped after each layer, at each position: the last norm and the head on every layer's state. The last layer, at the bottom, is what it says.",
 
@@ -152,11 +152,13 @@ export const lensSection = {
         if (!missing.length) return;
         bar.max = last - first;
         bar.value = last - first - missing.length;
+        const { layers, vocab_size } = app.store.get("model");
+        const most = Math.max(here.has(chosen[1]) ? LENS_PIECE : 1, Math.floor(LENS_SCORES / ((layers + 1) * (vocab_size || 1)))); // the chosen column first
         const middle = missing.reduce((best, column) => (Math.abs(column - chosen[1]) < Math.abs(best - chosen[1]) ? column : best));
         let start = middle;
-        while (start > first && middle - start < LENS_PIECE / 2 && !here.has(start - 1)) start -= 1;
+        while (start > first && middle - start < most / 2 && !here.has(start - 1)) start -= 1;
         let count = 1;
-        while (count < LENS_PIECE && start + count < last && !here.has(start + count)) count += 1;
+        while (count < most && start + count < last && !here.has(start + count)) count += 1;
         const piece = await app.source.get(`run/${run.run}/lens?first=${start}&count=${count}`);
         if (stale()) return;
         const focused = grid.contains(document.activeElement);
@@ -210,7 +212,7 @@ export const lensSection = {
         parts,
         el("h3", {}, "What each part adds to the logit of ", el("span", { class: "mono" }, body.choice), ` at position ${body.column}`),
         el("p", { class: "soft" }, "Heads, feed-forwards and embeddings, with every norm held at what it does here. Together: ", el("span", { class: "mono", id: "lens-sum", "data-value": body.total }, figure(body.total, 5)), "; the model's logit: ", el("span", { class: "mono", id: "lens-logit", "data-value": body.logit }, figure(body.logit, 5)), "."),
-        el("figure", { class: "wide" }, picture),
+        el("figure", { class: "wide", tabindex: "0", role: "group", "aria-label": "What each part adds" }, picture),
         saveButtons(() => picture, "contributions"),
       );
     }
@@ -223,13 +225,11 @@ export const lensSection = {
         chosen = [Math.min(app.store.get("layer") ?? Infinity, app.store.get("model").layers), columnOf(run, app.store.get("position"))];
         first = Math.max(0, run.columns.length - LENS_WIDE);
         if (chosen[1] < first) first = Math.max(0, chosen[1] - LENS_WIDE / 2);
-        const { layers, vocab_size } = app.store.get("model");
-        const small = (layers + 1) * run.columns.length * (vocab_size || 1) <= LENS_SMALL;
-        if (small || !app.source.live) tables.add(0, await app.source.get(`run/${run.run}/lens`));
+        if (!app.source.live) tables.add(0, await app.source.get(`run/${run.run}/lens`));
         if (app.store.get("run") !== run) return;
         view = tables;
-        if (small || !app.source.live) draw();
-        else await fillLens(run);
+        if (app.source.live) await fillLens(run);
+        else draw();
       } catch (error) {
         view = null;
         replace(grid);

@@ -33,7 +33,12 @@ function makeApp(source) {
     store,
     /** Show one of the views at the right. */
     open(id) {
-      if (VIEWS.some((section) => section.id === id)) store.set("view", id);
+      if (!VIEWS.some((section) => section.id === id)) return;
+      store.set("view", id);
+      const link = document.querySelector(`nav a[data-view="${id}"]`);
+      if (link.parentElement.scrollWidth > link.parentElement.clientWidth) link.scrollIntoView({ block: "nearest", inline: "center" });
+      const narrow = matchMedia("(max-width: 61.99rem)").matches;
+      if (store.get("run") && (narrow || byId("views").getBoundingClientRect().top < 0)) byId(narrow ? id : "top").scrollIntoView({ block: "start", behavior: "instant" });
     },
     /** A line under the header: what the page is doing. */
     say(text) {
@@ -78,7 +83,7 @@ function mountSections(app) {
   const views = el("div", { id: "views" }, byId("sections"));
   const stays = el("div", { id: "stays" });
   byId("main").append(stays, views);
-  const applies = (section) => !section.applies || !app.store.get("model") || section.applies(app.store.get("model"), app.source.live, app.source);
+  const applies = (section) => !section.applies || !app.store.get("model") || section.applies(app.store.get("model"), app.source.live, app.source, app.store.get("run"));
   const show = () => {
     const there = VIEWS.filter(applies);
     const chosen = there.find((section) => section.id === app.store.get("view")) || there[0];
@@ -90,7 +95,7 @@ function mountSections(app) {
     });
     byId("answer").hidden = !applies(answerSection);
   };
-  for (const key of ["model", "view"]) app.store.listen(key, show); // before the views hear of it: they ask whether they are seen
+  for (const key of ["model", "view", "run"]) app.store.listen(key, show); // before the views hear of it: they ask whether they are seen
   for (const section of STAYS) stays.append(mountSection(section, app));
   for (const section of VIEWS) views.append(mountSection(section, app));
   show();

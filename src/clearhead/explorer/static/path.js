@@ -1,7 +1,7 @@
 // The path: from which tokens the answer came, through which heads. Tokens across, layers up; an arc is what one head carried.
 
 import { ATLAS_ASKED } from "./atlas.js";
-import { css, signedColour } from "./colour.js";
+import { css, inkOn, signedColour } from "./colour.js";
 import { el, figure, replace, svg } from "./dom.js";
 import { whenNear, whileWorking } from "./near.js";
 import { saveButtons } from "./picture.js";
@@ -9,8 +9,10 @@ import { askedOf } from "./selection.js";
 import { LensTables } from "./source.js";
 
 const PATH_COLUMN = 46; // pixels of a column at least; where not all fit, those that matter get one
+const PATH_NARROW = 500; // pixels of a picture on a phone
 const PATH_EDGES = 60; // at most, however low the threshold
 const PATH_LISTED = 12;
+const PATH_NAMED = 10; // arcs with the name of their head, the strongest ones
 const PATH_WHY = 3; // edges that are followed one step further back by themselves
 
 /** Of an edge's head: {kind, layer}. */
@@ -19,10 +21,13 @@ function pathPlace(part) {
   return layer === undefined ? null : { kind: kind || "self", layer: Number(layer) };
 }
 
+/** Pixels before the first column: for the names of layers, which a phone has numbers for. */
+const pathLeft = (room) => (room < PATH_NARROW ? 34 : 84);
+
 /** Which tokens get a column: [{side, place, label}], the encoder's before the decoder's. */
 function pathColumns(run, edges, reader, room) {
   const all = [...(run.source ? run.source.labels.map((label, place) => ({ side: "source", place, label })) : []), ...run.tokens.labels.map((label, place) => ({ side: "main", place, label }))];
-  const fit = Math.max(8, Math.floor((room - 100) / PATH_COLUMN));
+  const fit = Math.max(5, Math.floor((room - pathLeft(room) - 24) / PATH_COLUMN));
   if (all.length <= fit) return all;
   const wanted = new Set([`main ${reader}`]);
   for (const edge of edges) {
@@ -41,47 +46,82 @@ function pathSides(edge) {
   return { ...edge, from: kind === "self" ? "main" : "source", to: kind === "encoder" ? "source" : "main" };
 }
 
-/** The picture: lens cells as the grid, arcs for heads, circles for feed-forwards and embeddings. */
-function pathPicture({ columns, layers, cell, edges, pulses, most, chosen, answer, reader, room }) {
-  const [left, top] = [84, 40];
-  const wide = Math.max(PATH_COLUMN, Math.min(110, (room - left - 16) / columns.length));
-  const high = Math.max(46, Math.min(130, 380 / layers.length));
-  const width = left + wide * columns.length + 16;
-  const height = top + high * layers.length + 34;
+/** A point of an arc, `share` of the way along it. */
+function pathPoint([x1, y1, x2, y2], bend, share) {
+  const [a, b, c, d] = [(1 - share) ** 3, 3 * share * (1 - share) ** 2, 3 * share ** 2 * (1 - share), share ** 3];
+  return [a * x1 + b * x1 + c * x2 + d * x2, a * y1 + b * (y1 - bend) + c * (y2 + bend) + d * y2];
+}
+
+/** Names for the strongest arcs, each on its arc where it covers no other name; one that finds no room is in the table only. */
+function pathNames(edges, bend) {
+  const placed = [];
+  for (const edge of edges) {
+    const half = 4 * edge.part.length + 3;
+    for (const share of [0.5, 0.32, 0.68, 0.2, 0.82, 0.1]) {
+      const [x, y] = pathPoint(edge.ends, bend, share);
+      if (placed.some((one) => Math.abs(one.x - x) < one.half + half && Math.abs(one.y - y) < 15)) continue;
+      placed.push({ x, y, half, name: edge.part });
+      break;
+    }
+  }
+  return placed;
+}
+
+/** The picture: lens cells as the grid, arcs for heads, circles for feed-forwards and embeddings; the stream that is read runs up to the answer. */
+function pathPicture({ columns, layers, cell, edges, pulses, most, chosen, answer, reader, room, tall, gave, choose }) {
+  const [left, top, foot] = [pathLeft(room), 52, 46];
+  const wide = Math.max(PATH_COLUMN, Math.min(120, (room - left - 24) / columns.length));
+  const high = Math.max(26, Math.min(104, (tall - top - foot) / layers.length));
+  const width = left + wide * columns.length + 24;
+  const height = top + high * layers.length + foot;
   const at = (side, place) => columns.findIndex((one) => one.side === side && one.place === place);
   const x = (column) => left + wide * (column + 0.5);
   const y = (layer) => top + high * (layers.length - 1 - layer) + high / 2;
-  const short = (text, count = Math.floor(wide / 8)) => (text.length > count ? `${text.slice(0, count - 1)}…` : text);
-  const there = edges.map((edge, number) => ({ ...edge, number, one: at(edge.from, edge.source), two: at(edge.to, edge.reader), level: pathPlace(edge.part).layer })).filter((edge) => edge.one >= 0 && edge.two >= 0);
-  const arc = (edge) => {
-    const [x1, y1, x2, y2] = [x(edge.one), y(edge.level) - 11, x(edge.two), y(edge.level + 1) + 11];
-    return `M${x1},${y1} C${x1},${y1 - high * 0.55} ${x2},${y2 + high * 0.55} ${x2},${y2}`;
-  };
+  const short = (text, count = Math.floor((wide - 6) / 7.4)) => (text.length > count ? `${text.slice(0, count - 1)}…` : text);
+  const bend = high * 0.5;
+  const there = edges.map((edge, number) => ({ ...edge, number, one: at(edge.from, edge.source), two: at(edge.to, edge.reader), level: pathPlace(edge.part).layer })).filter((edge) => edge.one >= 0 && edge.two >= 0).map((edge) => ({ ...edge, ends: [x(edge.one), y(edge.level) - 9, x(edge.two), y(edge.level + 1) + 9] }));
+  const arc = ({ ends: [x1, y1, x2, y2] }) => `M${x1},${y1} C${x1},${y1 - bend} ${x2},${y2 + bend} ${x2},${y2}`;
   const share = (value) => Math.min(1, Math.abs(value) / (most || 1));
   const column = at("main", reader);
+  const widest = Math.max(...gave.map(Math.abs), 1e-9);
+  const tint = (one) => (one.side === "main" && gave[one.place] !== undefined ? signedColour((0.85 * gave[one.place]) / widest) : null);
+  const here = (one) => one.side === "main" && one.place === reader;
+  const pill = Math.max(70, Math.min(220, 8.6 * answer.length + 28));
+  const middle = Math.max(4 + pill / 2, Math.min(x(column), width - 4 - pill / 2));
+  const drawn = [...there].sort((a, b) => (b.why ? 1 : 0) - (a.why ? 1 : 0) || Math.abs(a.value) - Math.abs(b.value));
   return svg(
     "svg",
     { viewBox: `0 0 ${width} ${height}`, class: "path-picture", role: "img", width, height, "aria-label": `Arcs from the tokens that ${answer} came from, through heads; the table lists them` },
-    layers.map((name, layer) => [svg("line", { class: "axis", x1: left - 4, x2: width - 8, y1: y(layer), y2: y(layer) }), svg("text", { x: left - 12, y: y(layer) + 4, "text-anchor": "end", class: "path-layer" }, name)]),
-    columns.map((one, place) => layers.map((_, layer) => svg("text", { x: x(place), y: y(layer) + 4, "text-anchor": "middle", class: `path-cell mono${one.side === "main" && one.place === reader ? " path-here" : ""}` }, one.side === "main" ? short(cell(layer, one.place)) : ""))),
-    there.map((edge) => svg("path", { d: arc(edge), class: `path-edge${edge.why ? " path-why" : ""}${edge.number === chosen ? " path-chosen" : ""}`, "data-part": edge.part, stroke: edge.why ? null : css(signedColour(edge.value < 0 ? -0.9 : 0.9)), "stroke-width": 1 + 9 * (edge.why ? 0.12 : share(edge.value)), "stroke-opacity": edge.number === chosen ? 1 : 0.8 }, svg("title", {}, edge.words))),
-    there.filter((edge) => !edge.why && share(edge.value) > 0.25).map((edge) => svg("text", { x: (x(edge.one) + x(edge.two)) / 2, y: (y(edge.level) + y(edge.level + 1)) / 2 + 4, "text-anchor": "middle", class: "path-name" }, edge.part)),
-    pulses.map(({ layer, value, words }) => svg("circle", { cx: x(column) + wide / 2 - 8, cy: y(layer), r: 2 + 7 * Math.sqrt(share(value)), fill: css(signedColour(value < 0 ? -0.9 : 0.9)), "fill-opacity": 0.85 }, svg("title", {}, words))),
-    columns.map((one, place) => svg("text", { x: x(place), y: height - 12, "text-anchor": "middle", class: "mono path-token" }, short(one.label))),
-    svg("rect", { x: Math.max(4, Math.min(x(column) - 60, width - 128)), y: 6, width: 120, height: 26, rx: 6, class: "path-answer" }),
-    svg("text", { x: Math.max(64, Math.min(x(column), width - 68)), y: 24, "text-anchor": "middle", class: "path-answer-text" }, short(answer, 16)),
+    layers.map((name, layer) => svg("text", { x: left - 14, y: y(layer) + 4, "text-anchor": "end", class: "path-layer" }, room < PATH_NARROW ? name.replace("block ", "").replace("embedding", "in") : name)),
+    columns.map((_, place) => svg("line", { class: "path-stream", x1: x(place), x2: x(place), y1: y(0) + 8, y2: y(layers.length - 1) - 8 })),
+    svg("path", { class: "path-spine", d: `M${x(column)},${height - foot + 12} L${x(column)},${top - 8} L${middle},${top - 18}` }),
+    drawn.map((edge) => svg("path", { d: arc(edge), class: `path-edge${edge.why ? " path-why" : ""}${edge.number === chosen ? " path-chosen" : ""}`, "data-part": edge.part, stroke: edge.why ? null : css(signedColour(edge.value < 0 ? -0.9 : 0.9)), "stroke-width": 1.2 + 10 * (edge.why ? 0.05 : share(edge.value)), "stroke-opacity": edge.number === chosen ? 1 : 0.35 + 0.5 * share(edge.value), onclick: edge.why ? null : () => choose(edge.number) }, svg("title", {}, edge.words))),
+    columns.map((one, place) => layers.map((_, layer) => svg("text", { x: x(place), y: y(layer) + 4, "text-anchor": "middle", class: `path-cell mono${here(one) ? " path-here" : ""}` }, one.side === "main" ? short(cell(layer, one.place)) : ""))),
+    pulses.map(({ layer, value, words }) => svg("circle", { cx: x(column) + wide / 2 - 4, cy: y(layer), r: 2.5 + 6.5 * Math.sqrt(share(value)), fill: css(signedColour(value < 0 ? -0.9 : 0.9)), class: "path-pulse" }, svg("title", {}, words))),
+    pathNames(there.filter((edge) => !edge.why && share(edge.value) > 0.2).slice(0, PATH_NAMED), bend).map((one) => svg("text", { x: one.x, y: one.y + 4, "text-anchor": "middle", class: "path-name" }, one.name)),
+    columns.map((one, place) => {
+      const colour = tint(one);
+      const text = short(one.label);
+      return [svg("rect", { x: x(place) - wide / 2 + 2, y: height - foot + 12, width: wide - 4, height: 24, rx: 5, class: `path-chip${here(one) ? " path-chip-here" : ""}`, style: colour ? { fill: css(colour) } : {} }), svg("text", { x: x(place), y: height - foot + 29, "text-anchor": "middle", class: "mono path-token", style: colour ? { fill: inkOn(colour) } : {} }, text)];
+    }),
+    svg("rect", { x: middle - pill / 2, y: 6, width: pill, height: 30, rx: 15, class: "path-answer" }),
+    svg("text", { x: middle, y: 26, "text-anchor": "middle", class: "path-answer-text" }, short(answer, 24)),
   );
 }
 
 export const pathSection = {
   id: "path",
   title: "Path",
-  hint: "Where the pinned answer came from. Tokens across, layers up. An arc is what one head carried from a token, its width is in logits: blue speaks for the answer, red against it. A circle is a feed-forward or the token itself. Dashed: what made a head look there.",
+  hint: "Which head moved this, and from where? Tokens across, layers up; each arc is what one head carried, as wide as its logits.",
   applies: (model) => model.task !== "embed" && model.attentions.some((entry) => entry.pattern !== false),
 
   mount(root, app) {
     const problem = el("p", { role: "alert", class: "problem" });
     const sum = el("p", { id: "path-sum" });
+    const finding = el("div", { id: "path-finding", "aria-live": "polite" });
+    const mark = (name) => svg("svg", { class: "path-mark", width: 30, height: 12, "aria-hidden": "true" }, name === "circle" ? svg("circle", { cx: 15, cy: 6, r: 5, class: "path-pulse", fill: css(signedColour(0.9)) }) : svg("line", { x1: 2, x2: 28, y1: 6, y2: 6, class: `path-edge${name === "why" ? " path-why" : ""}`, "stroke-width": name === "why" ? 1.6 : 5, stroke: name === "why" ? null : css(signedColour(name === "for" ? 0.9 : -0.9)) }));
+    const key = el("ul", { class: "legend", id: "path-key" });
+    const showKey = () => replace(key, [["for", "for the answer"], ["less", "against it"], ["circle", "a feed-forward, or the token itself"], ["why", "what made a head look there"]].map(([name, said]) => el("li", {}, mark(name), said)));
     const least = el("input", { type: "range", id: "path-least", min: 0, max: 60, step: 1, value: 12, oninput: () => draw() });
     const shown = el("output", { for: "path-least", class: "mono" });
     const picture = el("div", { class: "wide", id: "path-picture", tabindex: "0", role: "group", "aria-label": "The path" });
@@ -96,7 +136,8 @@ export const pathSection = {
     let reasons = new Map(); // by edge: what made its head look there
     let chosen = -1;
     let shownRun = null;
-    replace(root, problem, sum, el("div", { class: "row toolbar" }, el("div", { class: "slider" }, el("label", { for: "path-least" }, "Show what carried at least ", shown, " of the strongest"), least)), picture, left, table, why, saveButtons(() => drawing, "path"));
+    replace(root, problem, finding, picture, el("div", { class: "row path-below" }, key, el("div", { class: "slider" }, el("label", { for: "path-least" }, "from ", shown, " of the strongest"), least)), left, sum, table, why, saveButtons(() => drawing, "path"));
+    showKey();
 
     const named = (side, place) => { const run = app.store.get("run"); return ((side === "source" ? run.source : run.tokens).labels[place]) ?? String(place); };
     const keyOf = (edge) => `${edge.part}/${edge.reader}/${edge.source}`;
@@ -107,8 +148,20 @@ export const pathSection = {
       return body.edges.filter((edge) => Math.abs(edge.value) >= (Number(least.value) / 100) * most).slice(0, PATH_EDGES);
     }
 
+    /** The sentence over the picture: what the chosen arc carried, or the strongest one; and what can be done with its head. */
+    function showFinding(direct) {
+      const edge = direct[chosen] || direct.find((one) => one.value > 0) || direct[0];
+      if (!edge) return replace(finding);
+      const said = edge.value < 0 ? "speaks most against" : "brought most to";
+      const first = direct[chosen] ? `Head ${edge.part} ${edge.value < 0 ? "speaks against" : "brought"} ` : `Head ${edge.part} ${said} `;
+      const token = (side, place) => el("span", { class: "mono token", dir: "auto" }, named(side, place));
+      const place = edge.to === "main" ? [] : [" at ", token(edge.to, edge.reader)];
+      return replace(finding, el("p", { class: "path-said" }, el("strong", {}, first), el("strong", { class: "mono", dir: "auto" }, body.choice), ": ", el("strong", { class: "mono" }, `${edge.value < 0 ? "−" : "+"}${figure(Math.abs(edge.value))} logits`), " from ", token(edge.from, edge.source), el("span", { class: "soft" }, ` (token ${edge.source})`), ...place, "."), el("div", { class: "path-acts" }, actsOf(edge, direct.indexOf(edge), edge === direct[chosen])));
+    }
+
     function draw() {
       if (!body) return;
+      showKey();
       shown.textContent = `${least.value} %`;
       const run = app.store.get("run");
       if (!run) return; // the model that was looked at has given way to another
@@ -127,7 +180,8 @@ export const pathSection = {
       const all = run.tokens.labels.length + (run.source ? run.source.labels.length : 0);
       left.textContent = columns.length < all ? `${columns.length} of ${all} tokens are drawn: those that gave most.` : "";
       asksFor = columns.filter((one) => one.side === "main").map((one) => pathColumn(run, one.place, reader)).filter((place) => place >= 0);
-      drawing = pathPicture({ columns, layers, cell, edges, pulses, most, chosen, answer: body.choice, reader, room });
+      drawing = pathPicture({ columns, layers, cell, edges, pulses, most, chosen, answer: body.choice, reader, room, tall: Math.max(300, Math.min(560, window.innerHeight - 360)), gave: run.source ? [] : body.sources, choose });
+      showFinding(direct);
       replace(picture, drawing);
       replace(table, edges.length ? tableOf(direct) : el("p", { class: "soft" }, "No head carried anything: the answer is made at its own token."));
     }
@@ -151,6 +205,18 @@ export const pathSection = {
       replace(sum, "This file has the path of the answer at ", there.map((asked) => el("button", { type: "button", class: "mono", "data-go": asked.get("position"), onclick: () => go(asked) }, run.columns[Number(asked.get("position"))])), " only: a live page has it everywhere.");
     }
 
+    /** Point at an arc: the sentence speaks of it, and says why where that is known. */
+    function choose(number) {
+      chosen = chosen === number ? -1 : number;
+      replace(why);
+      draw();
+    }
+
+    /** What can be done with the head of an edge. */
+    function actsOf(edge, number, pressed) {
+      return [has(`looks/${keyOf(edge)}`) && el("button", { type: "button", "aria-pressed": String(pressed && why.childElementCount > 0), "aria-label": `Why head ${edge.part} looks there`, onclick: () => explain(edge, number) }, "Why?"), el("button", { type: "button", "aria-label": `Open head ${edge.part}`, onclick: () => openHead(edge, "attention") }, "Open"), has(`stops/${edge.part}/${edge.reader}`) && el("button", { type: "button", "aria-label": `Inside head ${edge.part}`, onclick: () => openHead(edge, "head") }, "Inside"), offered() && el("button", { type: "button", "aria-label": `Switch head ${edge.part} off`, onclick: () => takeOff(edge, "zero") }, "Off"), offered() && second() && el("button", { type: "button", "aria-label": `Take head ${edge.part} from the second text`, onclick: () => takeOff(edge, "second") }, "From B")];
+    }
+
     function tableOf(direct) {
       const rows = direct.slice(0, PATH_LISTED).map((edge, number) => {
         const pressed = number === chosen;
@@ -161,7 +227,7 @@ export const pathSection = {
           el("td", { class: "mono token", dir: "auto" }, named(edge.from, edge.source), el("span", { class: "soft" }, ` ${edge.source}`)),
           el("td", { class: "mono token", dir: "auto" }, named(edge.to, edge.reader), el("span", { class: "soft" }, ` ${edge.reader}`)),
           el("td", { class: "number", "data-value": edge.value }, figure(edge.value)),
-          el("td", { class: "path-acts" }, has(`looks/${keyOf(edge)}`) && el("button", { type: "button", "aria-pressed": String(pressed), "aria-label": `Why head ${edge.part} looks there`, onclick: () => explain(edge, number) }, "Why?"), el("button", { type: "button", "aria-label": `Open head ${edge.part}`, onclick: () => openHead(edge, "attention") }, "Open"), has(`stops/${edge.part}/${edge.reader}`) && el("button", { type: "button", "aria-label": `Inside head ${edge.part}`, onclick: () => openHead(edge, "head") }, "Inside"), offered() && el("button", { type: "button", "aria-label": `Switch head ${edge.part} off`, onclick: () => takeOff(edge, "zero") }, "Off"), offered() && second() && el("button", { type: "button", "aria-label": `Take head ${edge.part} from the second text`, onclick: () => takeOff(edge, "second") }, "From B")),
+          el("td", { class: "path-acts" }, actsOf(edge, number, pressed)),
         );
       });
       return el("table", {}, el("thead", {}, el("tr", {}, ["head", "from", "read at"].map((name) => el("th", {}, name)), el("th", { class: "number" }, "logits"), el("th", {}, el("span", { class: "hidden-words" }, "what to do")))), el("tbody", {}, rows));
@@ -231,7 +297,7 @@ export const pathSection = {
       } catch (error) {
         if (stale()) return;
         body = null;
-        for (const node of [sum, picture, left, table, why]) replace(node);
+        for (const node of [finding, sum, picture, left, table, why]) replace(node);
         if (app.source.has(`run/${run.run}/paths?${asked}`)) problem.textContent = error.message;
         else offer(run);
       }

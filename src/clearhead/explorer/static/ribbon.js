@@ -8,6 +8,7 @@ import { unpack } from "./source.js";
 const RIBBON_COLUMN = 26; // pixels of a token at least; where not all fit, those around the chosen one are drawn
 const RIBBON_LEAST = 0.5; // of the largest share of its row, below which a band is not drawn
 const RIBBON_HALF = 13; // pixels of half the widest band
+const RIBBON_HIGH = 320; // pixels from what was read to what is written
 
 /** Where tokens stand in a row of this width. */
 function ribbonPlaces(labels, width) {
@@ -51,16 +52,17 @@ export const ribbonSection = {
       bands.sort((x, y) => (x.row === here) - (y.row === here));
       const short = (text, count) => (text.length > count ? `${text.slice(0, count - 1)}…` : text);
       const letters = (labels) => Math.max(3, Math.floor(width / labels.length / 8));
+      const [low, middle] = [RIBBON_HIGH - 34, RIBBON_HIGH / 2];
       const band = ({ row: number, column, share }) => {
         const [x1, x2, half] = [above[column], below[number], Math.max(1, (RIBBON_HALF * share) / widest)];
-        return svg("path", { d: `M${x1 - half},34 C${x1 - half},110 ${x2 - half},130 ${x2 - half},206 L${x2 + half},206 C${x2 + half},130 ${x1 + half},110 ${x1 + half},34 Z`, class: `ribbon-band${number === here ? " ribbon-chosen" : ""}`, "fill-opacity": number === here ? 0.75 : 0.12 + (0.3 * share) / widest }, svg("title", {}, `${written[number]} looks at ${read[column]}: ${percent(share)}`));
+        return svg("path", { d: `M${x1 - half},34 C${x1 - half},${middle} ${x2 - half},${middle} ${x2 - half},${low} L${x2 + half},${low} C${x2 + half},${middle} ${x1 + half},${middle} ${x1 + half},34 Z`, class: `ribbon-band${number === here ? " ribbon-chosen" : ""}`, "fill-opacity": number === here ? 0.75 : 0.12 + (0.3 * share) / widest }, svg("title", {}, `${written[number]} looks at ${read[column]}: ${percent(share)}`));
       };
       drawing = svg(
         "svg",
-        { viewBox: `0 0 ${width} 240`, width, height: 240, class: "ribbon", role: "img", "aria-label": "Bands from written tokens to what was read; the list names them" },
+        { viewBox: `0 0 ${width} ${RIBBON_HIGH}`, width, height: RIBBON_HIGH, class: "ribbon", role: "img", "aria-label": "Bands from written tokens to what was read; the list names them" },
         bands.map(band),
         read.map((label, place) => svg("text", { x: above[place], y: 24, "text-anchor": "middle", class: "mono" }, short(label, letters(read)))),
-        written.map((label, place) => svg("text", { x: below[place], y: 226, "text-anchor": "middle", class: `mono${place === here ? " ribbon-here" : ""}`, "data-token": first + place, onclick: () => app.store.set("position", (first + place) * pattern.aggregated) }, short(label, letters(written)))),
+        written.map((label, place) => svg("text", { x: below[place], y: RIBBON_HIGH - 14, "text-anchor": "middle", class: `mono${place === here ? " ribbon-here" : ""}`, "data-token": first + place, onclick: () => app.store.set("position", (first + place) * pattern.aggregated) }, short(label, letters(written)))),
       );
       replace(picture, drawing);
       const own = Array.from(row(chosen)).map((share, place) => ({ share, place })).sort((a, b) => b.share - a.share).slice(0, 5);

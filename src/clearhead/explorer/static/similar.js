@@ -12,7 +12,7 @@ export const similarSection = {
   id: "similar",
   title: "Similarity",
   hint: "How alike the two texts are to this model, and which tokens stand close to which: cosines of the last states.",
-  applies: (model, live, source) => model.task === "embed" && model.family === "encoder" && model.input === "tokens" && model.tokenizer && (live || source.list("run/recorded/similar").length > 0),
+  applies: (model, live, source, run) => model.task === "embed" && model.family === "encoder" && model.input === "tokens" && model.tokenizer && (live || source.list(`run/${run?.run || "recorded"}/similar`).length > 0),
 
   mount(root, app) {
     const problem = el("p", { role: "alert", class: "problem" });

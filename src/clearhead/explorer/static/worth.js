@@ -6,13 +6,13 @@ import { patchImage } from "./image.js";
 import { whenNear, whileWorking } from "./near.js";
 import { columnOf } from "./selection.js";
 
-const WORTH_HALF = 38; // % of a cell on each side of zero; the number stands behind
+const WORTH_HALF = 50; // % of a track on each side of zero
 const WORTH_SHOWN = 40; // words in the table, those that count most
 
 /** A number as a bar to the left or to the right of the middle. */
 function worthBar(value, most) {
   const reach = (WORTH_HALF * Math.abs(value)) / most;
-  return el("td", { class: "worth-cell" }, el("span", { class: "worth-bar", style: { left: `${value < 0 ? WORTH_HALF - reach : WORTH_HALF}%`, width: `${reach}%`, background: css(signedColour(value < 0 ? -0.85 : 0.85)) } }), el("span", { class: "number", "data-value": value }, figure(value)));
+  return el("td", { class: "worth-cell" }, el("span", { class: "worth-track" }, el("span", { class: "worth-bar", style: { left: `${value < 0 ? WORTH_HALF - reach : WORTH_HALF}%`, width: `${reach}%`, background: css(signedColour(value < 0 ? -0.85 : 0.85)) } })), el("span", { class: "number", "data-value": value }, figure(value)));
 }
 
 export const worthSection = {
@@ -49,7 +49,7 @@ export const worthSection = {
       const drawn = patchImage(run.picture, run.tokens.labels, `The image; each patch by what it is worth, ${name}`);
       const byToken = new Array(run.tokens.labels.length).fill(0);
       body.places.forEach((places, unit) => { for (const place of places) byToken[place] = values[unit]; });
-      drawn.draw(byToken, -1);
+      drawn.draw(byToken, -1, true);
       return el("figure", {}, drawn.canvas, el("figcaption", { class: "soft" }, name));
     }
 
@@ -72,7 +72,7 @@ export const worthSection = {
 
     app.store.on("model", (model) => {
       const name = model.input === "patches" ? "Patches" : "Words";
-      if (model.input === "patches") root.parentElement.querySelector(".hint").textContent = "What the answer loses when a patch is left out, beside a first-order guess at the same from one backward pass. On the image, orange speaks for the answer and blue against it.";
+      if (model.input === "patches") root.parentElement.querySelector(".hint").textContent = "What the answer loses when a patch is left out, beside a first-order guess at the same from one backward pass. Blue speaks for the answer, red against it.";
       document.querySelectorAll('#worth-title, nav a[data-view="worth"]').forEach((node) => { node.textContent = name; });
     });
     whenNear(root, app, load);

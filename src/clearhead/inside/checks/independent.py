@@ -184,7 +184,8 @@ def reference_rows(m: Model | Transformer) -> list[Comparison]:
     @functools.cache
     def opened() -> tuple[Inputs, Any]:
         """Open the directory in both, in float32."""
-        theirs = their_class.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+        where, named = (folder, {}) if folder.is_dir() else (folder.parent, {"gguf_file": folder.name})
+        theirs = their_class.from_pretrained(where, attn_implementation="eager", dtype=torch.float32, **named)
         length = reach(m.config, usual=REFERENCE_LENGTH)
         rows = 1 if length > REFERENCE_LENGTH else None
         return Inputs(load(folder, dtype=torch.float32).model.eval(), rows, length), theirs.eval()
@@ -219,10 +220,10 @@ def _their_class(m: Model) -> Any:
 
 def _difference(inputs: Inputs, their_model: Any) -> float:
     """Return the largest difference, absolute, as parity is published."""
-    main, source = inputs.main, inputs.given.get("source")
+    main, source = inputs.main, _whole_source(inputs)
     if source is not None:
         out = inputs.model(main, source=source)
-        theirs = their_model(input_ids=source, decoder_input_ids=main)
+        theirs = their_model(**_read(inputs, source), decoder_input_ids=main)
     else:
         types = {"token_type_ids": torch.zeros_like(main)} if inputs.model.config.n_types else {}
         marked = inputs.given.get("global_mask")
@@ -242,7 +243,7 @@ def _difference(inputs: Inputs, their_model: Any) -> float:
 
 def _wrong_tokens(inputs: Inputs, their_model: Any) -> float:
     """Return how many greedy tokens are not those that transformers writes."""
-    model, source = inputs.model, inputs.given.get("source")
+    model, source = inputs.model, _whole_source(inputs)
     learned, room = model.config.bounded, model.config.max_positions - 4
     tokens = max(1, min(NEW_TOKENS, room)) if learned else NEW_TOKENS
     read: dict[str, Any]
@@ -252,16 +253,40 @@ def _wrong_tokens(inputs: Inputs, their_model: Any) -> float:
     else:
         source, prompt = source[:1], inputs.main[:1, :1]
         read = {
-            "input_ids": source,
+            **_read(inputs, source),
             "decoder_input_ids": prompt,
             "decoder_start_token_id": int(prompt),
         }
     their_model.generation_config = type(their_model.generation_config)()  # no rules of the model's own
-    theirs = their_model.generate(
-        max_new_tokens=tokens, do_sample=False, num_beams=1, eos_token_id=None, pad_token_id=0, **read
+    from transformers import GenerationMixin
+
+    theirs = GenerationMixin.generate(  # nor, of speech, windows and timestamps
+        their_model,
+        max_new_tokens=tokens,
+        do_sample=False,
+        num_beams=1,
+        eos_token_id=None,
+        pad_token_id=0,
+        **read,
     )[:, prompt.shape[1] :]
     ours = greedy(model, prompt, tokens, source=source)
     return float((ours[:, : theirs.shape[1]] != theirs).sum())
+
+
+def _whole_source(inputs: Inputs) -> Tensor | None:
+    """Return what the encoder reads; of frames as many as it has positions for, which the reference asks."""
+    source = inputs.given.get("source")
+    if source is None or inputs.source_kind != "frames":
+        return source
+    spec = inputs.model.config.stacks[0]
+    times = -(-spec.max_positions * spec.conv_stride // source.shape[1])
+    return torch.cat([source] * times, dim=1)[:, : spec.max_positions * spec.conv_stride]
+
+
+def _read(inputs: Inputs, source: Tensor) -> dict[str, Tensor]:
+    """Return the encoder's input by the reference's name; its frames stand as columns."""
+    frames = inputs.source_kind == "frames"
+    return {"input_features": source.transpose(1, 2)} if frames else {"input_ids": source}
 
 
 def _largest(ours: Tensor, theirs: Tensor) -> float:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from clearhead.config import ModelConfig
+from clearhead.config import LEARNED_BIASES, ModelConfig
 from clearhead.config.kinds import Blocks
 from clearhead.errors import InputError
 from clearhead.fast.prepare import prepared
@@ -43,7 +43,7 @@ def thresholds(config: ModelConfig) -> list[int]:
     found = {
         *(kind.nearby for spec in config.stacks for kind in spec.kinds),
         *(kind.full for spec in config.stacks for kind in spec.kinds if isinstance(kind, Blocks)),
-        config.relative_max_distance if config.positions == "relative" else None,
+        config.relative_max_distance if config.positions in LEARNED_BIASES else None,
         config.max_positions if config.bounded else None,
         None if scaling is None else scaling.original_positions or config.max_positions,
     }
@@ -290,12 +290,13 @@ def shallow(lively: Transformer, config: ModelConfig, kept: Sequence[int] = ()) 
         for number, layer in enumerate(kept)
         for kind in ("attention", "cross")
     }
+    kinds = tuple(str(deepest.kinds[layer]) for layer in kept)
     made.config = lively.config.replace(
         n_layers=counts[-1],
         n_encoder_layers=counts[0] if len(stacks) > 1 else None,
         layer_groups=None,
         window=None,
-        attention=tuple(str(deepest.kinds[layer]) for layer in kept),
+        attention=kinds if len({*kinds}) > 1 else kinds[:1],  # stacks of unequal depth have one kind
         depth_capacity=tuple(deepest.capacities[layer] for layer in kept) if len(stacks) == 1 else 1.0,
         rope_skips=tuple(number for number, layer in enumerate(kept) if layer in config.rope_skips),
         dense_layers=tuple(number for number, layer in enumerate(kept) if layer in config.dense_layers),

@@ -11,7 +11,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from clearhead.config import ModelConfig, RopeScaling, StackSpec
+from clearhead.config import TABLES, ModelConfig, RopeScaling, StackSpec
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": lambda x: x.clamp(min=0),
@@ -147,8 +147,9 @@ class PlainInputs:
             if config.class_token:
                 e = torch.cat([self.weight(f"{front}.class_token")[None], e])
         places = [position + config.position_offset for position in row.positions]
-        if config.positions == "learned":
-            e = e + self.weight(f"{stack}.positions.table.weight")[places]
+        if config.positions in TABLES:
+            own = "" if config.positions == "learned" else ".places"
+            e = e + self.weight(f"{stack}.positions{own}.table.weight")[places]
         elif config.positions == "sinusoidal":
             e = e + torch.tensor([_sinusoid(place, plan) for place in places], dtype=torch.float64)
         if config.embedding_norm:

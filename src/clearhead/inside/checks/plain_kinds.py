@@ -9,6 +9,7 @@ import math
 import torch
 from torch import Tensor
 
+from clearhead.config import ModelConfig
 from clearhead.config.kinds import (
     Blocks,
     Dilated,
@@ -143,3 +144,36 @@ def delta_rule(inputs: PlainInputs, name: str, row: PlainRow, kind: GatedDeltaKi
             opened = gate[t, head * V : head * V + V]
             answers[place, head * V : head * V + V] = z * opened / (1 + (-opened).exp())
     return inputs.linear(f"{name}.out", answers)
+
+
+def signed_row(distance: int, config: ModelConfig) -> int:
+    """Return the row of the table of disentangled positions for a query this far right of its key."""
+    span, furthest = config.relative_buckets // 2, config.relative_max_distance
+    half, away, sign = span // 2, abs(distance), -1 if distance < 0 else 1
+    if furthest != span and away > half:
+        away = half + math.ceil(math.log(away / half) / math.log((furthest - 1) / half) * (half - 1))
+    return min(max(span + sign * away, 0), 2 * span - 1)
+
+
+def by_distance(plain: PlainInputs, name: str, row: PlainRow, head: int, q: Tensor, k: Tensor) -> Tensor:
+    """Return what one head adds to its scores where queries and keys [T, E] meet distances: [T, T]."""
+    config, plan = plain.config, row.plan
+    vectors = plain.weight(f"{row.stack}.positions.table.weight")
+    if config.relative_norm:
+        vectors = plain.norm(f"{row.stack}.positions.norm", vectors)
+    shared = head // (plan.n_heads // plan.n_kv_heads)
+    met = []  # the vectors as queries and as keys of this head
+    for kind, number in (("q", head), ("k", shared)):
+        found = plain.linear(f"{name}.{kind}", vectors)
+        if config.qk_norm == "full":
+            found = plain.norm(f"{name}.{kind}_norm", found)
+        found = found[:, number * plan.d_head : (number + 1) * plan.d_head]
+        met.append(plain.norm(f"{name}.{kind}_norm", found) if config.qk_norm == "head" else found)
+    added = torch.zeros(len(q), len(k), dtype=torch.float64)
+    for i, here in enumerate(row.positions):
+        which = [signed_row(here - there, config) for there in row.positions]
+        if config.relative_terms != "p2c":
+            added[i] += met[1][which] @ q[i]
+        if config.relative_terms != "c2p":
+            added[i] += (met[0][which] * k).sum(-1)
+    return added * plan.attention_scale

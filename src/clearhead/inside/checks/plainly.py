@@ -19,6 +19,7 @@ from clearhead.config import BIASES, ModelConfig
 from clearhead.config.kinds import FULL, Blocks, GatedDeltaKind, GlobalKind, Kind, LinearKind, LowRank
 from clearhead.inside.checks.plain_inputs import ACTIVATIONS, PlainInputs, PlainRow, bucket, pairs, slope
 from clearhead.inside.checks.plain_kinds import (
+    by_distance,
     delta_rule,
     features,
     global_tokens_of,
@@ -112,23 +113,24 @@ class Plain(PlainInputs):
         mixture = config.n_experts and layer not in config.dense_layers
         feedforward = partial(self.experts if mixture else self.feedforward, f"{name}.feedforward")
         if config.parallel:
-            first = self.norm(f"{name}.attention_residual.before", x)
+            normed = config.first_norm or layer > 0
+            first = self.norm(f"{name}.attention_residual.before", x) if normed else x
             second = (
                 first if config.parallel_norms == 1 else self.norm(f"{name}.feedforward_residual.before", x)
             )
             x = x + self.answer(f"{name}.attention_residual", attention(first))
             return x + self.answer(f"{name}.feedforward_residual", feedforward(second))
-        x = self.sublayer(f"{name}.attention_residual", x, attention)
+        x = self.sublayer(f"{name}.attention_residual", x, attention, normed=config.first_norm or layer > 0)
         if row.plan.cross:
             x = self.sublayer(
                 f"{name}.cross_residual", x, partial(self.attention, f"{name}.cross", layer, row, memory)
             )
         return self.sublayer(f"{name}.feedforward_residual", x, feedforward)
 
-    def sublayer(self, name: str, x: Tensor, part: Callable[[Tensor], Tensor]) -> Tensor:
+    def sublayer(self, name: str, x: Tensor, part: Callable[[Tensor], Tensor], normed: bool = True) -> Tensor:
         """Add to the residual stream what one part computes from it: [T, D] -> [T, D]."""
         place = self.config.norm_position
-        read = self.norm(f"{name}.before", x) if place in ("pre", "sandwich") else x
+        read = self.norm(f"{name}.before", x) if place in ("pre", "sandwich") and normed else x
         x = x + self.answer(name, part(read))
         return self.norm(f"{name}.after", x) if place == "post" else x
 
@@ -183,6 +185,8 @@ class Plain(PlainInputs):
                 scores = config.attention_softcap * torch.tanh(scores / config.attention_softcap)
             if config.positions in BIASES and not cross:
                 scores = scores + self.bias(row, head)
+            if config.positions == "disentangled" and not cross:
+                scores = scores + by_distance(self, name, row, number, one_q, one_k)
             scores = scores + repeated
             weights = _softmax(scores, seen)
             if config.attention_sink:  # keys share what the sink leaves of each softmax
@@ -262,6 +266,7 @@ class Plain(PlainInputs):
                 return pooled / length if self.config.normalise else pooled
             case "none":
                 return hidden
+        hidden = self.bent(hidden)
         if self.config.head_layer:
             wide = ACTIVATIONS[self.config.readout.activation](self.linear("head.up", hidden))
             hidden = self.norm("head.norm", hidden + self.linear("head.down", wide))
@@ -284,12 +289,17 @@ class Plain(PlainInputs):
 
     def pooled(self, hidden: Tensor, row: PlainRow) -> Tensor:
         """Pool a row into one vector: [T, D] -> [D]."""
-        how, dense, real = self.config.pooling, self.config.pooler, hidden[torch.tensor(row.real)]
-        vector = real.mean(0) if how == "mean" else real[0 if how == "cls" else -1]
+        how, real = self.config.pooling, hidden[torch.tensor(row.real)]
+        return self.bent(real.mean(0) if how == "mean" else real[0 if how == "cls" else -1])
+
+    def bent(self, x: Tensor) -> Tensor:
+        """Apply the dense layer of a head, its activation and its norm: [..., D] -> [..., D]."""
+        dense = self.config.pooler
         if dense == "none":
-            return vector
-        vector = self.linear("head.pooler", vector)
-        return torch.tanh(vector) if dense == "tanh" else ACTIVATIONS[dense](vector)
+            return x
+        x = self.linear("head.pooler", x)
+        x = torch.tanh(x) if dense == "tanh" else ACTIVATIONS[dense](x)
+        return self.norm("head.pooler_norm", x) if self.config.pooler_norm else x
 
 
 def _cut(x: Tensor, head: int, width: int) -> Tensor:

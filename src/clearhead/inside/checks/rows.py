@@ -108,6 +108,8 @@ class Inputs:
         self.source_kind = ""
         if model.encoder is not None and model.decoder is not None:
             front, length = model.encoder.spec, max(self.length - 2, 1)
+            while front.bounded and front.input != "patches" and front.n_tokens(length) > front.max_positions:
+                length //= 2
             self.source_kind = front.input
             self.given["source"] = draw(front.input, front.vocab_size, length)
             self.other_source = draw(front.input, front.vocab_size, length)

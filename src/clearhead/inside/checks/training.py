@@ -62,7 +62,7 @@ def _accumulated(inputs: Inputs) -> float:
             torch.autograd.grad(total / count, tuple(model.parameters()), allow_unused=True)
             for total in (loss, torch.stack(parts).sum())
         )
-    largest = max(float(gradient.abs().max()) for gradient in whole if gradient is not None)
+    largest = max(float(gradient.abs().max()) for gradient in whole if gradient is not None) or 1.0
     return max(
         gap(b / largest, a / largest) for a, b in zip(whole, summed) if a is not None and b is not None
     )

@@ -286,7 +286,7 @@ def output_layer(m: Model) -> OutputLayer:
     unread = "what a neuron promotes cannot be read off"
     if not isinstance(head, LanguageHead | TokenHead | ClassifierHead):
         return OutputLayer(None, (), f"head {m.config.head} scores no tokens and no classes: {unread}")
-    if isinstance(head, TokenHead) and head.up is not None:
+    if isinstance(head, TokenHead) and (head.up is not None or head.pooler is not None):
         return OutputLayer(None, (), f"a layer of the head bends what the tokens say: {unread}")
     if isinstance(head, LanguageHead):
         names = ()

@@ -11,7 +11,8 @@ from clearhead.inside.trace.words import Words, words_of
 
 ANSWERS = {"lm": "B T V", "mlm": "B T V", "classifier": "B C"}  # shape of the logits; other heads: B T C
 POOLING = {"cls": "the first token's state", "mean": "mean over tokens", "last": "the last token's state"}
-BIAS_FORMULAS = {"alibi": "−slope · distance", "relative": "table[bucket of distance]"}
+BUCKET = "table[bucket of distance]"
+BIAS_FORMULAS = {"alibi": "−slope · distance", "relative": BUCKET, "learned+relative": BUCKET}
 
 
 def filled_words(config: ModelConfig, name: str, x: Tensor, **facts: Any) -> Words:
@@ -55,6 +56,7 @@ def facts_of(config: ModelConfig, name: str, x: Tensor) -> dict[str, Any]:
         "softcap": config.attention_softcap,
         "logit_softcap": config.logit_softcap,
         "qkv_bias": " + b" if config.qkv_bias else "",
+        "key_bias": " + b" if config.key_bias else "",
         "out_bias": " + b" if config.attention_out_bias else "",
         "feedforward_bias": " + b" if config.feedforward_bias else "",
         "head_bias": " + b" if config.head_bias else "",
@@ -66,6 +68,8 @@ def facts_of(config: ModelConfig, name: str, x: Tensor) -> dict[str, Any]:
         "router": "softmax(the chosen)" if config.router_order == "topk_softmax" else weighed,
         "pooling": POOLING[config.readout.pooling],
         "pooler": config.pooler,
+        "pooler_bias": " + b" if config.pooler_bias else "",
+        "vectors": "B T D" if config.head in ("tagger", "span") else "B D",
         "answers": ANSWERS.get(config.readout.head, "B T C"),
         "shape": " ".join(map(str, x.shape)),
     }

@@ -13,7 +13,7 @@ GLOBAL = {
         "What global tokens look for: those that see all others.",
     ),
     "attention.k_global": Words(
-        *("global key", "B S K·E", "x · Wk'{qkv_bias}"), "What each token offers to be found by global ones."
+        *("global key", "B S K·E", "x · Wk'{key_bias}"), "What each token offers to be found by global ones."
     ),
     "attention.v_global": Words(
         *("global value", "B S K·{Ev}", "x · Wv'{qkv_bias}"), "What each token hands over to global ones."

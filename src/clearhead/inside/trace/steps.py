@@ -227,7 +227,7 @@ def path_of(config: ModelConfig, name: str) -> tuple[str, ...]:
         return (stack, block, f"{block}.{'residual' if joins else sublayer.removesuffix('_residual')}")
     if part in INPUTS:
         return (stack, f"{at}input")
-    if part in ("mask", "counts") or (part == "positions" and rest[0] in ("rotary", "bias")):
+    if part in ("mask", "counts") or (part == "positions" and rest[0] in ("rotary", "bias", "norm", "which")):
         return (stack, f"{at}view")
     return (stack,) if part == "norm" else (stack, f"{at}embedding")
 
@@ -256,7 +256,9 @@ def _probability_of(m: Model) -> str:
         return ""
     if head == "span":
         return "softmax(x) over tokens"
-    each = kind == "multi_label_classification" or (head == "classifier" and m.config.n_classes == 1)
+    each = kind == "multi_label_classification" or (
+        head in ("classifier", "tagger") and m.config.n_classes == 1
+    )
     return "sigmoid(x)" if each else "softmax(x)"
 
 

@@ -88,6 +88,14 @@ WORDS = {
         *("positions", "1 T {W}", "table[0, 1, 2, …]"),
         "A learned vector for each place in the row: attention itself knows no order.",
     ),
+    "positions.places.table": Words(
+        *("positions", "1 T {W}", "table[0, 1, 2, …]"),
+        "A learned vector for each place in the row, beside the bias by distance.",
+    ),
+    "positions.norm": Words("norm", "R D", "{norm}(table)", "Brings the vectors of distances to one scale."),
+    "positions.which": Words(
+        *("distances", "1 T S", "bucket of query − key"), "Which vector stands for the distance of each pair."
+    ),
     "positions.waves": Words(
         *("positions", "1 T {W}", "sin, cos of the place"),
         "Waves of many lengths give each place a vector of its own: attention itself knows no order.",
@@ -114,7 +122,7 @@ WORDS = {
     ),
     # Attention
     "attention.q": Words("query", "B T H·E", "x · Wq{qkv_bias}", "What each token looks for."),
-    "attention.k": Words("key", "B S K·E", "x · Wk{qkv_bias}", "What each token offers to be found by."),
+    "attention.k": Words("key", "B S K·E", "x · Wk{key_bias}", "What each token offers to be found by."),
     "attention.v": Words(
         "value", "B S K·{Ev}", "x · Wv{qkv_bias}", "What each token hands over when it is found."
     ),
@@ -172,6 +180,10 @@ WORDS = {
         *("soft-cap", "B H T S", "{softcap} · tanh(scores / {softcap})"),
         "Bounds the scores smoothly, so that none runs away.",
     ),
+    "attention.by_distance": Words(
+        *("meet distances", "B H T S", "(q · k(d) + q(d) · k) · {scale}"),
+        "Content meets position: how far away a key stands counts by what the query, or the key, says.",
+    ),
     "attention.biased": Words("add bias", "B H T S", "scores + position bias", "Distance enters the scores."),
     "attention.masked": Words(
         "mask", "B H T S", "{hidden}", "What a token may not see gets the lowest score, and so no weight."
@@ -185,7 +197,7 @@ WORDS = {
         "query", "B T H·E", "x · Wq{qkv_bias}", "What each token being written looks for in the source."
     ),
     "cross.k": Words(
-        *("key", "B S K·E", "memory · Wk{qkv_bias}"), "What each token of the source offers to be found by."
+        *("key", "B S K·E", "memory · Wk{key_bias}"), "What each token of the source offers to be found by."
     ),
     "cross.v": Words(
         *("value", "B S K·{Ev}", "memory · Wv{qkv_bias}"),
@@ -289,8 +301,9 @@ WORDS = {
     "head.down": Words("contract", "B T D", "x · W + b", "What that layer has to say of each state."),
     "head.added": Words("add", "B T D", "state + layer", "It joins the state that it was made from."),
     "head.pooled": Words("pool", "B D", "{pooling}", "One vector must speak for the whole input."),
-    "head.pooler": Words("pooler", "B D", "x · W + b", "A layer on that one vector."),
-    "head.bent": Words("activate", "B D", "{pooler}(x)", "The bend of that layer."),
+    "head.pooler": Words("pooler", "{vectors}", "x · W{pooler_bias}", "A layer before the scores."),
+    "head.bent": Words("activate", "{vectors}", "{pooler}(x)", "The bend of that layer."),
+    "head.pooler_norm": Words("norm", "{vectors}", "{norm}(x)", "Brings what it says to one scale."),
     "head.normalised": Words(
         "unit length", "B D", "x / |x|", "Vectors of length one are compared by their angle alone."
     ),

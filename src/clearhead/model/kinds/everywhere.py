@@ -136,9 +136,8 @@ def global_steps(spec: StackSpec, run: Pass, name: str, T: int, kind: GlobalKind
                 ("v", B * keys, kv_heads * Ev),
             ):
                 kept = 0 if none else rows * width * run.size
-                own = linear_step(
-                    f"{name}.{part}_global", "attention", rows, D, width, spec.qkv_bias, kept=kept
-                )
+                bias = spec.key_bias if part == "k" else spec.qkv_bias
+                own = linear_step(f"{name}.{part}_global", "attention", rows, D, width, bias, kept=kept)
                 yield replace(own, m=0) if none else own
             if not none and not dense:
                 kept = B * T * (2 * heads * run.wide + (D + 1) * run.size * turned)

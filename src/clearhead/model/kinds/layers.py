@@ -21,6 +21,7 @@ from clearhead.errors import InputError, refuse
 from clearhead.model import masks
 from clearhead.model.attention import Attention, attention_steps
 from clearhead.model.cache import LayerKeys, StateKeys
+from clearhead.model.kinds.disentangled import DisentangledAttention, disentangled_steps
 from clearhead.model.kinds.everywhere import GlobalAttention, global_steps, tokens_of
 from clearhead.model.kinds.gated_delta import GatedDelta, GatedDeltaState, gated_delta_steps
 from clearhead.model.kinds.linear import (
@@ -155,7 +156,8 @@ def attention_for(spec: StackSpec, name: str, layer: int) -> nn.Module:
         case GatedDeltaKind():
             return DeltaLayer(spec, name, kind)
         case _:
-            return Attention(spec, name)
+            distances = spec.positions == "disentangled"
+            return DisentangledAttention(spec, name) if distances else Attention(spec, name)
 
 
 def kind_steps(spec: StackSpec, run: Pass, layer: int, T: int) -> Iterator[Step]:
@@ -174,6 +176,8 @@ def kind_steps(spec: StackSpec, run: Pass, layer: int, T: int) -> Iterator[Step]
             yield from _in_place_of_scores(
                 spec, run, name, T, kind, low_rank_products(spec, run, name, T, kind)
             )
+        case _ if spec.positions == "disentangled":
+            yield from disentangled_steps(spec, run, name, T, kind)
         case _:
             yield from attention_steps(spec, run, name, T, T, kind, "attention")
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from clearhead.config import ModelConfig
+from clearhead.config import TABLES, ModelConfig
 from clearhead.config.kinds import Full, Kind, Windowed
 from clearhead.errors import InputError, refuse
 from clearhead.model.cache import LayerKeys, RingKeys, WindowCache
@@ -28,7 +28,7 @@ def check_stream(config: ModelConfig, window: int, sinks: int) -> None:
         "streaming is for a decoder alone, and this model has an encoder: leave it out",
     )
     refuse(
-        config.positions in ("learned", "sinusoidal"),
+        config.positions in (*TABLES, "sinusoidal"),
         f"{config.positions} positions are added to a token when it is read, and cannot move: "
         'use overflow="slide"',
     )

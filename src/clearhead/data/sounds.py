@@ -1,0 +1,71 @@
+"""Read sound: a file of any format that libsndfile knows becomes one channel of numbers at one rate.
+
+Shapes: N samples.
+"""
+
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from clearhead.errors import InputError, MissingExtraError, first_line, refuse
+
+Samples = NDArray[np.float32]
+FORMATS = "WAV, FLAC, OGG and MP3 are read"
+SUFFIXES = (".wav", ".flac", ".ogg", ".mp3")
+RATES = range(1_000, 1_000_001)  # samples a second of a file
+MOST_SECONDS = 6 * 3600  # of one file; a few bytes of FLAC can hold hours of silence
+BLOCK = 2**20  # numbers read at a time, of all channels
+
+
+def read_sound(path: Path | io.BytesIO, rate: int, most: float = MOST_SECONDS) -> Samples:
+    """Return a file as one channel [N] of `rate` samples a second: the mean of its channels, resampled."""
+    name = str(path) if isinstance(path, Path) else "the sound"
+    refuse(isinstance(path, Path) and not path.is_file(), f"{name} is no file: give a sound file; {FORMATS}")
+    size = path.stat().st_size if isinstance(path, Path) else len(path.getbuffer())
+    refuse(not size, f"{name} is empty: give a sound file; {FORMATS}")
+    reader = _library("soundfile", "reading sound")
+    try:
+        with reader.SoundFile(path) as file:
+            refuse(
+                file.samplerate not in RATES,
+                f"{name} has {file.samplerate:,} samples a second: {RATES[0]:,} to {RATES[-1]:,} are read",
+            )
+            samples = np.concatenate([np.zeros(0, np.float32), *_mixed(file, name, most)])
+            return resampled(samples, file.samplerate, rate, name)
+    except InputError:
+        raise
+    except (OSError, RuntimeError, TypeError, ValueError) as error:  # no sound, cut short, no such codec
+        reason = first_line(error).partition(": ")[2] or first_line(error)  # after "Error opening FILE"
+        raise InputError(f"{name} cannot be read as sound: {reason.rstrip('.')}; {FORMATS}") from None
+
+
+def _mixed(file: Any, name: str, most: float) -> Iterator[Samples]:
+    """Yield the mean of a file's channels, piece by piece: whatever its header says, no more is held."""
+    left = int(most * file.samplerate)
+    while len(piece := file.read(max(1, BLOCK // file.channels), dtype="float32", always_2d=True)):
+        left -= len(piece)
+        refuse(left < 0, f"{name} holds more than {most / 3600:g} hours of sound: cut it into several files")
+        yield piece.mean(axis=1)
+
+
+def resampled(samples: Samples, given: int, rate: int, name: str = "the sound") -> Samples:
+    """Return samples [N] of one rate at another, [N * rate / given]; errors call them `name`."""
+    refuse(not len(samples), f"{name} holds no sound: it has 0 samples")
+    refuse(not np.isfinite(samples).all(), f"{name} holds samples that are no numbers (NaN or infinite)")
+    if given == rate:
+        return samples
+    return np.asarray(
+        _library("soxr", f"resampling from {given:,} to {rate:,} Hz").resample(samples, given, rate),
+        np.float32,
+    )
+
+
+def _library(name: str, action: str) -> Any:
+    try:
+        return __import__(name)
+    except (ImportError, OSError):  # soundfile raises the latter where its library is missing
+        raise MissingExtraError(f"{action} needs {name}: pip install 'clearhead[audio]'") from None

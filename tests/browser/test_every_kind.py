@@ -1,0 +1,140 @@
+"""Every kind of model, live and as a file without a network: no empty view, numbers of `inside`, the address."""
+
+import re
+
+import pytest
+
+from clearhead.explorer.findings import findings, shapes
+from clearhead.explorer.record import export, record
+from clearhead.inside.inputs import prepare
+from clearhead.inside.parts.ablate import effect
+from clearhead.inside.patch import patch
+from clearhead.inside.paths import paths
+from clearhead.inside.similarity import similarity
+from tests.browser.test_export import offline
+from tests.browser.test_kinds import NEAR, saved
+from tests.browser.test_numbers import INPUTS, column_of
+from tests.explorer.toys import toy
+
+KINDS = ("decoder", "encoder", "vectors", "classifier", "tagger", "encoder-decoder", "vit")
+PAIR = ("they speak of the king", "the men shall not")
+SECOND = {"encoder": "the men [MASK] the king's England", "tagger": "they shall not speak England"}
+BARE = """() => {
+  const section = document.querySelector("#views section:not([hidden])");
+  const body = section.querySelector(".body");
+  const wrong = [...section.querySelectorAll(".problem")].map((one) => one.textContent).join("");
+  return [wrong, body.querySelectorAll("canvas, table, svg, button, textarea, summary, progress").length];
+}"""
+
+
+def views_of(seen):
+    """Open every view that is offered: none of them is empty or says that it cannot."""
+    names = seen.page.eval_on_selector_all("nav a:not([hidden])", "all => all.map((one) => one.dataset.view)")
+    for name in names:
+        seen.page.evaluate("name => clearhead.open(name)", name)
+        seen.wait("() => !document.querySelector('#views section:not([hidden]) [aria-busy]')")
+        wrong, parts = seen.page.evaluate(BARE)
+        assert wrong == "" and parts > 0, (name, wrong, parts)
+    return names
+
+
+@pytest.mark.ledger("F2")
+@pytest.mark.parametrize("family", KINDS)
+def test_every_kind_live_and_in_a_file(watched, served, family, tmp_path):
+    m = toy(family)
+    seen = watched().open(served(family).url)
+    if family == "vectors":
+        seen.page.fill("#input-pair", PAIR[1])
+        seen.read(PAIR[0])
+    elif family != "vit":
+        seen.read(*INPUTS[family])
+    given, *target = (shapes(m.config)["a ring"],) if family == "vit" else INPUTS.get(family, PAIR)
+    views_of(seen)
+    if family == "vectors":
+        seen.page.evaluate("() => { clearhead.store.set('head', '1.1'); clearhead.open('similar'); }")
+        expected = {"#similar-cosine": similarity(m, *PAIR).cosine}
+    else:
+        column = column_of(family, prepare(m, given, *target))
+        asked = {"position": column, **({"target": target[0]} if target else {})}
+        found, off = paths(m, given, **asked), effect(m, given, ["0.1"], **asked)
+        assert found.total == pytest.approx(found.logit, abs=1e-4)
+        seen.page.evaluate("() => { clearhead.store.set('off', '0.1'); clearhead.open('path'); }")
+        expected = {"#path-logit": found.logit, "#path-total": found.logit, "#ablate-kl": off.kl}
+    same(seen, expected)
+    file, tried = saved(seen, watched, tmp_path / "page.html")
+    assert "compare" not in views_of(file)
+    same(file, expected)
+    last = list(expected)[-1][1:].split("-")[0]
+    seen.wait("view => location.hash.includes(`view=${view}`)", last)
+    again = watched().open(seen.page.url)  # an image is in no address: the page opens on its own again
+    same(again, expected)
+    again.wait("hash => location.hash === `#${hash}`", seen.page.url.split("#")[1])
+    assert (seen.wrong, file.wrong, again.wrong, tried) == ([], [], [], [])
+
+
+def same(seen, expected):
+    """The numbers that were computed beside the page, each where the page shows it."""
+    for selector, value in expected.items():
+        seen.page.evaluate("id => clearhead.open(id)", selector[1:].split("-")[0])
+        seen.wait(NEAR, [selector, value])
+
+
+@pytest.mark.ledger("K3")
+@pytest.mark.parametrize("family", ["encoder", "tagger"])
+def test_patching_from_the_page_is_the_command_s(watched, served, family):
+    m, given = toy(family), INPUTS[family][0]
+    column = column_of(family, prepare(m, given))
+    seen = watched().open(served(family).url)
+    seen.read(given)
+    other = SECOND[family]
+    if len(prepare(m, given).tokens) != len(prepare(m, other).tokens):
+        other = given.replace("the", "of") if family == "encoder" else given.replace("of", "the")
+    seen.look("compare", "#compare-run")
+    seen.page.fill("#compare-text", other)
+    seen.page.click("#compare-run")
+    found = patch(m, given, other, parts=("heads",), position=column)
+    seen.page.locator("#patch-heads canvas.heat").wait_for()
+    shown = seen.page.locator("#patch-heads canvas.heat").get_attribute("data-values")
+    values = [float(one) for one in re.findall(r"-?[\d.]+(?:e-?\d+)?", shown)]
+    assert values == pytest.approx(found.maps[0].values.flatten().tolist(), abs=1e-4)
+    assert seen.wrong == []
+
+
+@pytest.mark.ledger("F2")
+def test_tokens_as_one_types_and_examples_in_a_file(watched, served, tmp_path):
+    """What is typed is shown as tokens before it is read; a file has the examples, each with its own path."""
+    m, text = toy("decoder"), "they speak of England"
+    seen = watched().open(served("decoder").url)
+    before = seen.page.evaluate("clearhead.store.get('run').run")
+    seen.page.fill("#input-text", text)
+    seen.page.locator("#input-tokens .typed").first.wait_for()
+    assert seen.texts("#input-tokens .typed") == list(prepare(m, text).tokens.labels)
+    assert seen.page.evaluate("clearhead.store.get('run').run") == before
+    seen.page.click("#input-run")
+    seen.wait("before => clearhead.store.get('run').run !== before", before)
+    seen.wait("() => !document.getElementById('input-examples').hidden")
+    file, tried = saved(seen, watched, tmp_path / "page.html")
+    found = findings(m)
+    assert file.texts("#input-examples .soft") == [one["says"] for one in found]
+    file.page.locator("#input-examples summary").click()
+    file.page.locator("#input-examples button").nth(2).click()
+    file.page.evaluate("() => clearhead.open('path')")
+    file.wait(NEAR, ["#path-logit", paths(m, found[1]["text"]).logit])
+    assert "compare" not in views_of(file)
+    file.page.click("#input-own")
+    file.page.evaluate("() => clearhead.open('path')")
+    file.wait(NEAR, ["#path-logit", paths(m, text).logit])
+    assert (seen.wrong, file.wrong, tried) == ([], [], [])
+
+
+@pytest.mark.ledger("F2")
+def test_a_file_of_the_command_has_examples_too(watched, tmp_path):
+    """The first thing that the page answers: which head moved this, and from where."""
+    m = toy("decoder")
+    made = record(m, "decoder", PAIR[0], examples=findings(m)[:1])
+    seen, tried = offline(watched)
+    seen.open(export(made, tmp_path / "page.html").as_uri())
+    best = next(edge for edge in paths(m, PAIR[0]).strongest(20) if edge.value > 0)
+    said = seen.page.locator(".path-said").inner_text()
+    assert f"Head {best.part} brought most to" in said and f"(token {best.source})" in said
+    assert (seen.wrong, tried) == ([], [])

