@@ -12,6 +12,7 @@ each 8 more than the code. The scales of four rows lie side by side too.
 Shapes: N width out, D width in, G groups of a row, R = N/4 and K = D/32, rounded up.
 """
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -56,7 +57,7 @@ class Grid:
 
     def groups(self, columns: int) -> int:
         """Return the number of groups of a row."""
-        return -(-columns // self.group)
+        return math.ceil(columns / self.group)
 
     def split(self, weight: Tensor) -> Tensor:
         """Cut rows into groups, the last filled up with its own last number: [N, D] -> [N, G, group]."""
@@ -121,7 +122,7 @@ class Quantized(NamedTuple):
 def stored(grid: Grid, columns: int, codes: Tensor, scales: Tensor, offsets: Tensor | None) -> Quantized:
     """Return codes [N, D or more] with their scales and offsets [N, G] as they are kept."""
     rows = len(codes)
-    room, more = -(-columns // BLOCK) * BLOCK, -rows % TILE
+    room, more = math.ceil(columns / BLOCK) * BLOCK, -rows % TILE
     whole = nnf.pad(codes[:, :columns], (0, room - columns, 0, more)).to(torch.int8)
     kept = pack(whole) if grid.bits == 4 else _laid(whole)
     laid = [

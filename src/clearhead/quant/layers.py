@@ -6,6 +6,7 @@ faster products with the same codes (`fast`). Nothing here can be trained.
 Shapes: N width out, D width in, G groups of a row, V vocabulary.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, Self
 
@@ -109,8 +110,8 @@ def empty_layer(
     grid: Grid, out: int, columns: int, smooth: bool, bias: bool, **where: Any
 ) -> QuantizedLinear:
     """Return a layer of this form for tensors that are at hand: on the meta device it costs no memory."""
-    size = -(-columns // BLOCK) * BLOCK * TILE // (8 // grid.bits)
-    tiles, dtype = -(-out // TILE), torch.uint8 if grid.bits == 4 else torch.int8
+    size = math.ceil(columns / BLOCK) * BLOCK * TILE // (8 // grid.bits)
+    tiles, dtype = math.ceil(out / TILE), torch.uint8 if grid.bits == 4 else torch.int8
     scales = torch.empty(tiles, grid.groups(columns), TILE, dtype=torch.bfloat16, **where)
     codes, offsets = (
         torch.empty(tiles, size, dtype=dtype, **where),
