@@ -186,7 +186,7 @@ class Model(Bundle):
     def rerank(
         self, query: str, texts: Sequence[str], top: int | None = None, batch_size: int = 32
     ) -> list[results.Ranked]:
-        """Return the `top` texts that answer a query best, by a classifier with one class, or by vectors."""
+        """Return the texts, best answers first, `top` at most: by a classifier of one class, or by vectors."""
         return ranking.rerank(self, query, texts, top, batch_size)
 
     @overload
