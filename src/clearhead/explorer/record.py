@@ -127,13 +127,13 @@ def _views_of(run: PageRun, about: dict[str, Any], opened: "Selected", share: in
 def _examples(run: PageRun, found: Examples) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Return examples as the page lists them, each with its run where the model is small; and their views."""
     small = sum(parameter.numel() for parameter in run.m.model.parameters()) <= EXAMPLE_PARAMETERS
-    listed, views = [], {}
+    listed: list[dict[str, Any]] = []
+    views: dict[str, Any] = {}
     for number, one in enumerate(found):
         shown = {name: value for name, value in one.items() if name != "image"}
         if small:
             given, pair = given_of(run.m, one), one.get("pair")
-            kept = {"cells": run.cells, "roles": run.roles}
-            own = replace(begin(run.m, given, None, pair), **kept)
+            own = replace(begin(run.m, given, None, pair), cells=run.cells, roles=run.roles)
             about = own.about(f"example{number}")
             views |= _views_of(own, about, Selected.of(about, ""), 2 * len(found))
             shown["run"] = about
