@@ -3,13 +3,13 @@
     python benchmarks/serve.py [--layers 12] [--streams 8] [--new 32] [--rounds 3] [--save]
     python benchmarks/serve.py --device cuda [--requests 256] [--new 512] [--peer] [--save]
 
-On the CPU: GPT-2's shape with random weights, float32, processor seconds of one thread. `clearhead` writes all
-streams together, `exact rows` gives each row the same bits whatever else is in the step, `no step in C` takes
-every token through the ragged row, `offline` is `m.generate` with a list of the same prompts. The shared prefix
-is 90 % of a prompt of 640 tokens.
+On the CPU: GPT-2's shape with random weights, float32, processor seconds of one thread. `clearhead` writes
+all streams together, `exact rows` gives each row the same bits whatever else is in the step, `no step in C`
+takes every token through the ragged row, `offline` is `m.generate` with a list of the same prompts. The
+shared prefix is 90 % of a prompt of 640 tokens.
 
-On a GPU: the shape of Qwen3 0.6B in bfloat16, requests of 100 to 1,024 tokens in that come all at once, and at
-several rates. `--peer` adds transformers' `generate_batch` on the same shape and prompts.
+On a GPU: the shape of Qwen3 0.6B in bfloat16, requests of 100 to 1,024 tokens in that come all at once, and
+at several rates. `--peer` adds transformers' `generate_batch` on the same shape and prompts.
 """
 
 from __future__ import annotations

@@ -20,15 +20,20 @@ from clearhead.errors import InputError, refuse
 from clearhead.fast.lora import merged
 from clearhead.generate.engine import Engine
 from clearhead.generate.own import own_options
-from clearhead.hub import checkpoint, export, files
+from clearhead.hub import checkpoint, export, files, quantized
 from clearhead.hub.adapters import Adapters
+from clearhead.hub.architecture import SECTION
+from clearhead.hub.gguf_file import SUFFIX
+from clearhead.hub.gguf_writing import write_gguf
 from clearhead.hub.pixels import PREPROCESSOR
+from clearhead.hub.quantized import code_tensors, outgoing_codes
 from clearhead.hub.sentences import Sentences, write_sentences
 from clearhead.hub.tokenizer import clean, encode, save_tokenizer, stop_ids
 from clearhead.hub.writing import Outgoing, write_tensors
 from clearhead.model.taps import unwrapped
 from clearhead.model.transformer import Transformer
 from clearhead.parallel.shards import is_split
+from clearhead.quant.layers import few_bits, quantized_parts
 from clearhead.tokens.labels import decoded
 
 SHARD_SIZE = 5_000_000_000
@@ -120,7 +125,7 @@ class Bundle:
         tokens = "none" if self.tokenizer is None else f"{self.tokenizer.get_vocab_size():,} tokens"
         return {
             "model": f"{config.family} of {config.input}, head {head}",
-            "weights": f"{count:,} parameters, {dtype} on {weight.device}",
+            "weights": f"{count:,} parameters, {dtype} on {weight.device}{few_bits(self.model)}",
             "size": f"{layers} layers, d_model {config.d_model}, {config.n_heads} heads{shared}",
             "reads": f"{config.max_positions:,} positions ({config.positions}); tokenizer: {tokens}",
             "folder": str(self.folder or "none: it was built here"),
@@ -275,24 +280,44 @@ class Bundle:
     ) -> None:
         """Write a Hugging Face directory: whole, or not at all. Other files of an existing directory stay.
 
-        Adapters that are in use are merged into the weights that are written.
+        Adapters that are in use are merged into the weights that are written. A name that ends in .gguf is
+        written as one GGUF file, whose `dtype` may also be Q8_0 or Q4_0.
         """
         refuse(
             is_split(self.model),
             f"this model is split over processes: use the directory it was loaded from, {self.folder}",
         )
         described = self.described()
+        if Path(folder).suffix == SUFFIX:
+            with merged(self.model):
+                write_gguf(
+                    Path(folder),
+                    self.model,
+                    described,
+                    self._gguf_type(dtype),
+                    self.tokenizer,
+                    self.special,
+                    self.settings,
+                )
+            return
         with merged(self.model), files.whole_folder(Path(folder)) as work:
-            parameters = dict(self.model.named_parameters())
-            tensors = export.outgoing(self.model, described, float_dtype(dtype))
+            parameters = dict[str, Tensor]((*self.model.named_parameters(), *code_tensors(self.model)))
+            tensors = export.outgoing(self.model, described, float_dtype(dtype)) | outgoing_codes(self.model)
             write_tensors(
                 work, files.MODEL, tensors, lambda name, owner: parameters[name].detach().cpu(), shard_size
             )
             self.write_settings(work, described, tensors)
 
+    def _gguf_type(self, dtype: str | torch.dtype | None) -> str:
+        """Return the type of GGUF that is asked for, or, where none is, the one that holds the weights."""
+        given = str(dtype or next(self.model.parameters()).dtype).removeprefix("torch.")
+        return {"float32": "F32", "float64": "F32", "bfloat16": "F32", "float16": "F16"}.get(given, given)
+
     def described(self) -> checkpoint.Description:
         """Return what the model is saved as: its architecture and config.json."""
         saved = export.exported(self.config, self.description)
+        if quantized_parts(self.model):  # no architecture of others has such tensors
+            saved = checkpoint.Description(quantized.described(self.model, self.config), self.config, SECTION)
         theirs = dict(saved.theirs)
         if len(self.labels) == self.config.n_classes > 0:
             theirs |= {

@@ -5,13 +5,15 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import sys
 
 import pytest
 
-from clearhead.errors import InputError
+from clearhead.errors import InputError, MissingExtraError
 from clearhead.serve.batch import run_batch
 from clearhead.serve.engine import ServeEngine
 from clearhead.serve.limits import Limits
+from clearhead.serve.shards import run_on_ray
 from tests.serve import kills, mixes
 from tests.serve.test_http import TEMPLATE
 
@@ -82,3 +84,27 @@ def test_two_batches_do_not_write_to_one_file(writer, tmp_path):
     with pytest.raises(InputError, match="another batch is writing to"):
         next(run_batch(ServeEngine(writer), "m", given, out))
     assert len(list(first)) == 1
+
+
+def test_ray_is_asked_for_by_name_where_it_is_missing(writer, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    given = tmp_path / "in.jsonl"
+    given.write_text('{"prompt": "x"}\n')
+    with pytest.raises(MissingExtraError, match=r"clearhead\[ray\]"):
+        list(run_on_ray(tmp_path, Limits(), {}, given, tmp_path / "out.jsonl", 1))
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_shards_of_a_file_as_actors_of_ray(writer, tmp_path):
+    """Broken off after two answers, it goes on; texts are those of the library."""
+    pytest.importorskip("ray.data", exc_type=ImportError)
+    given, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    rows = [{"prompt": f"text {number}", "max_tokens": 4, "temperature": 0} for number in range(5)]
+    given.write_text("\n".join(map(json.dumps, rows)))
+    writer.save(tmp_path / "m")
+    work = (tmp_path / "m", Limits(), {}, given, out, 1)
+    assert len(list(itertools.islice(run_on_ray(*work), 2))) == 2
+    assert len(list(run_on_ray(*work))) == 3
+    for number, row in enumerate(rows):
+        alone = writer.generate(row["prompt"], 4).text
+        assert answers(out)[f"line-{number + 1}"]["body"]["choices"][0]["text"] == alone

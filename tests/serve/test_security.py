@@ -228,6 +228,12 @@ def test_prompts_are_in_no_log(writer, caplog):
         engine.check_room = broken
         raw(at, f"GET /{secret} HTTP/9.9\r\n\r\n".encode())
     assert secret not in caplog.text + out.getvalue()
+    with serving({"m": ServeEngine(writer)}, log_prompts=True) as at:
+        call(at, "/v1/completions", {"prompt": [f"{secret}\nforged line", "b"], "max_tokens": 2})
+        call(at, "/v1/completions", {"prompt": writer.encode(["as ids"])[0], "max_tokens": 2})
+    lines = [one.getMessage() for one in caplog.records if one.name == "clearhead.serve"]
+    assert [json.loads(one)["prompts"] for one in lines] == [[f"{secret}\nforged line", "b"], ["as ids"]]
+    assert not any("\n" in one for one in lines)
 
 
 @pytest.mark.parametrize(

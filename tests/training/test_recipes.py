@@ -86,6 +86,10 @@ CASES = {
     ),
     "tagger": ("tags.conll", ("model.base={mlm}", ROWS), "AutoModelForTokenClassification", ("E1", "H9")),
     "lora-finetune": ("text.txt", ("model.base={lm}", ROWS), "AutoModelForCausalLM", ("E2", "H9")),
+    "sft": ("chats.jsonl", (*SIZE, ROWS, "model.max_positions=64"), "AutoModelForCausalLM", ("E2",)),
+    "sft-lora": ("chats.jsonl", ("model.base={lm}", ROWS), "AutoModelForCausalLM", ("E2", "H9")),
+    "dpo": ("answers.jsonl", ("model.base={sft}", ROWS), "AutoModelForCausalLM", ("E2", "H9")),
+    "embed": ("alike.jsonl", ("model.base={mlm}", ROWS), "AutoModel", ("E1", "H9")),
     "vit": ("images.npz", (*SIZE, "data.batch_size=8"), "AutoModelForImageClassification", ("E4",)),
 }
 EVERY = [pytest.param(name, marks=pytest.mark.ledger(*case[3])) for name, case in CASES.items()]
@@ -123,6 +127,13 @@ def place(tmp_path_factory) -> Path:
         )
     )
     write_images(folder / "images.npz", 3)
+    rows = {
+        "chats": [{"prompt": letter, "completion": f"{letter}!"} for letter in "abcdefghijklmnop"],
+        "answers": [{"prompt": c, "chosen": f"{c}!", "rejected": f"{c}?"} for c in "abcdefghijklmnop"],
+        "alike": [{"anchor": line[:12], "positive": line[12:]} for line in few],
+    }
+    for name, some in rows.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))
     return folder
 
 
@@ -139,6 +150,7 @@ def trained(place):
         if name not in made:
             data, settings, *_ = CASES[name]
             bases = {"mlm": lambda: train("mlm").folder, "lm": lambda: train("char-gpt").folder}
+            bases |= {"sft": lambda: train("sft").folder}
             settings = [
                 re.sub(r"\{(\w+)\}", lambda found: str(bases[found[1]]()), setting) for setting in settings
             ]

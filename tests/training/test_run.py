@@ -310,7 +310,11 @@ def test_what_a_folder_holds(text, tmp_path):
         "checkpoints",
         "best",
         "last",
+        "README.md",
     } <= names
+    card = (done.folder / "README.md").read_text()
+    assert f"| loss | {done.metrics['loss']:.4g} |" in card and "| train.steps | 12 |" in card
+    assert f"clearhead {done.command}" in card and str(tmp_path) not in card.replace(done.command, "")
     again = ch.read_recipe(done.folder / "train.toml")
     assert again.train.steps == 12 and again.data.task == "lm" and again.model["d_model"] == 16
     assert ch.Recipe.from_tables({"train": {"steps": 12}}).train.steps == 12

@@ -137,10 +137,14 @@ class Talk:
             streamed.append(new)
             print(new, end="", flush=True)
 
-        prompt = chat_ids(self.model, messages, {})
+        prompt, asked = chat_ids(self.model, messages, {}), {"reuse": True, **self.asked}
+        if "overflow" not in asked:
+            room = self.model.max_length - len(prompt)
+            refuse(room < 1, f"the conversation fills the {self.model.max_length:,} tokens: type /reset")
+            asked["max_new_tokens"] = min(asked["max_new_tokens"], room)
         ids: list[int] = []
         try:
-            made = self.model.chat(messages, **{"reuse": True, **self.asked}, on_text=show)
+            made = self.model.chat(messages, **asked, on_text=show)
             ids = made.ids
         except KeyboardInterrupt:
             ids = self.model.text_tokenizer.encode("".join(streamed), add_special_tokens=False).ids

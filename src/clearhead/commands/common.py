@@ -28,7 +28,8 @@ def _show_default(default: str) -> str:
 
 Json = Annotated[bool, option("print one JSON object, on one line, instead of a table")]
 Folder = Annotated[
-    Positional[Path], option("a model directory, clearhead's or Hugging Face's", metavar="DIR")
+    Positional[Path],
+    option("a model directory, clearhead's or Hugging Face's; or a GGUF file", metavar="DIR"),
 ]
 Given = Annotated[Positional[str], option("the text; for a model of images, an image file", metavar="TEXT")]
 TokenIds = Annotated[
@@ -66,11 +67,16 @@ def token_ids(text: str) -> list[int]:
 def check_inputs(folder: Path, plot: Path | None = None) -> None:
     """Refuse a missing model or an unknown format of picture, before importing torch."""
     refuse(
-        not folder.is_dir(),
-        f"{folder} is not a directory: name a model directory; "
+        not folder.is_dir() and not is_gguf_file(folder),
+        f"{folder} is not a directory: name a model directory or a GGUF file; "
         f"one from the Hub is fetched by `hf download {folder} --local-dir DIR`",
     )
     check_picture(plot)
+
+
+def is_gguf_file(path: Path) -> bool:
+    """Return whether a path names a GGUF file, before importing torch."""
+    return path.suffix == ".gguf" and path.is_file()
 
 
 def check_picture(plot: Path | None) -> None:
@@ -87,7 +93,7 @@ def check_picture(plot: Path | None) -> None:
 def read_config(name: str) -> ch.ModelConfig:
     """Return the config of a JSON file, of a model directory or its config.json, or of a preset."""
     path = Path(name)
-    if path.is_file():
+    if path.is_file() and not is_gguf_file(path):
         try:
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
@@ -95,7 +101,7 @@ def read_config(name: str) -> ch.ModelConfig:
         if path.name != "config.json" or not ('"model_type"' in text or '"clearhead"' in text):
             return ch.ModelConfig.from_json(text)
         path = path.parent
-    if path.is_dir():
+    if path.is_dir() or is_gguf_file(path):
         from clearhead.hub.checkpoint import describe
 
         return describe(path).config

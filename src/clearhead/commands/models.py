@@ -126,10 +126,19 @@ def check(
 def convert(
     source: Annotated[
         Positional[Path],
-        option("a model directory, clearhead's or Hugging Face's; or OpenAI's Whisper as .pt", metavar="IN"),
+        option(
+            "a model directory, clearhead's, Hugging Face's or PEFT's; GGUF; OpenAI's Whisper, .pt",
+            metavar="IN",
+        ),
     ],
-    target: Annotated[Positional[Path], option("the directory to write", metavar="OUT")],
+    target: Annotated[
+        Positional[Path], option("the directory to write, or the file, where it ends in .gguf", metavar="OUT")
+    ],
     dtype: Dtype = None,
+    gguf: Annotated[
+        Literal["F32", "F16", "Q8_0", "Q4_0"] | None,
+        option("type of the matrices of a GGUF file; default: F16 for float16 weights, else F32"),
+    ] = None,
     shard_size: Annotated[str, option("largest file, such as 500MB or 5GB")] = "5GB",
     tokenizer: Tokenizer = None,
     overwrite: Annotated[bool, option("write into OUT although it holds a model already")] = False,
@@ -142,7 +151,23 @@ def convert(
       clearhead convert my-model/ out/ --dtype bfloat16 --shard-size 500MB
       clearhead convert stories/ out/ --tokenizer stories/tok512.bin
       clearhead convert tiny.en.pt out/ --tokenizer gpt2.tiktoken
+      clearhead convert my-model/ my-model.gguf --gguf Q8_0
+      clearhead convert llama.gguf out/
     """
+    single = target.suffix == ".gguf"
+    refuse(
+        gguf is not None and not single,
+        f"--gguf {gguf} writes one file, and {target} is no name of one: end it in .gguf",
+    )
+    refuse(
+        gguf is not None and dtype is not None,
+        f"--gguf {gguf} and --dtype {dtype} were both given: leave one",
+    )
+    refuse(
+        single and target.exists() and not overwrite,
+        f"{target} exists already: choose another name, or add --overwrite",
+        CheckpointError,
+    )
     refuse(
         (target / "config.json").exists() and not overwrite,
         f"{target} holds a model already: choose another directory, or add --overwrite",
@@ -158,8 +183,9 @@ def convert(
             unpack(source, tokenizer, Path(work))
             source, tokenizer = Path(work), None
         model = load_model(source, tokenizer=tokenizer)
-    model.save(target, dtype, shard_size=limit)
+    model.save(target, gguf or dtype, shard_size=limit)
     saved_as, note = explain_export(model.config, model.description)
+    saved_as, note = (f"GGUF of {saved_as}", "") if single else (saved_as, note)
     body = {"saved": str(target), "architecture": saved_as, "note": note}
     show_result(body, json, [f"saved {target} as {saved_as}" + (f": {note}" if note else "")])
 

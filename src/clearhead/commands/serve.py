@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Mapping
@@ -61,6 +62,9 @@ def serve(
     page: Annotated[
         bool, option("show the page at / also where others reach the server: they see all requests")
     ] = False,
+    log_prompts: Annotated[
+        bool, option("write what is asked to stderr, a line each; else nothing of it is written anywhere")
+    ] = False,
     device: Device = "cpu",
     dtype: Dtype = None,
 ) -> None:
@@ -112,7 +116,10 @@ def serve(
         if exact and not engine.exact:
             print_notes([f"note: on this machine the last bits of {name}'s logits depend on the batch"])
     print_notes([f"clearhead serves {', '.join(engines)}: {address}/v1  (Ctrl-C ends it)"])
-    app = make_server(engines, host, keys, drain, found, page or is_loopback(host))
+    if log_prompts:
+        logging.basicConfig(level=logging.WARNING)
+        logging.getLogger("clearhead.serve").setLevel(logging.INFO)
+    app = make_server(engines, host, keys, drain, found, page or is_loopback(host), log_prompts)
     Connection.most = connections_allowed()
     config = uvicorn.Config(
         app,
@@ -132,6 +139,9 @@ def batch(
     step_tokens: Tokens = 512,
     max_running: Running = 64,
     cache_tokens: Cache = None,
+    ray: Annotated[
+        int, option("engines to run as actors of Ray, on the cluster that RAY_ADDRESS names or here; 0: none")
+    ] = 0,
     device: Device = "cpu",
     dtype: Dtype = None,
 ) -> None:
@@ -141,18 +151,26 @@ def batch(
 
     For example:
       clearhead batch my-model/ requests.jsonl answers.jsonl
+      clearhead batch my-model/ requests.jsonl answers.jsonl --ray 4
     """
     check_inputs(folder)
     refuse(not requests.is_file(), f"{requests} is not a file: name one with a request on each line")
+    refuse(ray < 0, f"--ray {ray} is no number of engines: give 1 or more, or 0 for none")
     try:
         from clearhead.serve.batch import run_batch
+        from clearhead.serve.shards import run_on_ray
     except ImportError:
         raise MissingExtraError("batch needs FastAPI: pip install 'clearhead[serve]'") from None
     from clearhead.serve.limits import Limits
 
     limits = Limits(step_tokens, max_running, sys.maxsize, sys.maxsize, cache_tokens=cache_tokens)
-    engine = _engine(folder, limits, device, dtype)
-    count = sum(1 for _ in run_batch(engine, folder.resolve().name, requests, answers))
+    if ray:
+        options = {"device": device, **({} if dtype is None else {"dtype": dtype})}
+        written = run_on_ray(folder, limits, options, requests, answers, ray)
+    else:
+        engine = _engine(folder, limits, device, dtype)
+        written = run_batch(engine, folder.resolve().name, requests, answers)
+    count = sum(1 for _ in written)
     print_notes([f"{count} answers added to {answers}"])
 
 

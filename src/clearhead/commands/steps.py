@@ -19,6 +19,7 @@ from clearhead.commands.common import (
     Target,
     TokenIds,
     Tokenizer,
+    is_gguf_file,
     load_model,
     option,
     show_result,
@@ -89,13 +90,13 @@ def _read_tokenizer(model: Path) -> tokenizers.Tokenizer:
 
     from clearhead.hub.tokenizer import load_tokenizer
 
-    if model.is_file():
+    if model.is_file() and not is_gguf_file(model):
         try:
             return Tokenizer.from_file(str(model))
         except Exception as error:
             raise CheckpointError(f"{model} is no tokenizer: {str(error).splitlines()[0][:200]}") from None
     refuse(
-        not model.is_dir(),
+        not model.is_dir() and not is_gguf_file(model),
         f"{model} is no file and no directory: name a model directory or a tokenizer.json",
         CheckpointError,
     )

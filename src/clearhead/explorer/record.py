@@ -110,7 +110,12 @@ def _views_of(run: PageRun, about: dict[str, Any], opened: "Selected", share: in
             views[f"{here}/{path}"] = view(run, path)
     for kind in kinds:
         views |= {f"{here}/attention/{kind}/{one['layer']}": finite(one) for one in run.attentions(kind)}
-    edges = [edge for path, body in views.items() if "/paths?" in path for edge in body["edges"][: EXPLAINED if share == 1 else EXPLAINED // 4]]
+    edges = [
+        edge
+        for path, body in views.items()
+        if "/paths?" in path
+        for edge in body["edges"][: EXPLAINED if share == 1 else EXPLAINED // 4]
+    ]
     for edge in edges:
         with suppress(ClearheadError):
             path = f"looks/{edge['part']}/{edge['reader']}/{edge['source']}"
@@ -122,13 +127,13 @@ def _views_of(run: PageRun, about: dict[str, Any], opened: "Selected", share: in
 def _examples(run: PageRun, found: Examples) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Return examples as the page lists them, each with its run where the model is small; and their views."""
     small = sum(parameter.numel() for parameter in run.m.model.parameters()) <= EXAMPLE_PARAMETERS
-    listed, views = [], {}
+    listed: list[dict[str, Any]] = []
+    views: dict[str, Any] = {}
     for number, one in enumerate(found):
         shown = {name: value for name, value in one.items() if name != "image"}
         if small:
             given, pair = given_of(run.m, one), one.get("pair")
-            kept = {"cells": run.cells, "roles": run.roles}
-            own = replace(begin(run.m, given, None, pair), **kept)
+            own = replace(begin(run.m, given, None, pair), cells=run.cells, roles=run.roles)
             about = own.about(f"example{number}")
             views |= _views_of(own, about, Selected.of(about, ""), 2 * len(found))
             shown["run"] = about
@@ -213,9 +218,7 @@ def _beside(run: PageRun, second: PageRun, about: dict[str, Any], opened: Select
     return views
 
 
-def _paths(
-    run: PageRun, kinds: list[str], about: dict[str, Any], opened: Selected, share: int
-) -> list[str]:
+def _paths(run: PageRun, kinds: list[str], about: dict[str, Any], opened: Selected, share: int) -> list[str]:
     """Return the paths of the views that go into the file, but for attention and steps."""
     paths = ["stages", "trace", "lens", *(f"thumbnails/{kind}" for kind in kinds)]
     paths += [f"rollout/{kind}" for kind in kinds if kind != "cross"]

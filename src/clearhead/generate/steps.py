@@ -68,9 +68,7 @@ class CompiledStep:
             run()
         self.replay = run if backend is None else self._or_uncompiled(run)
         if device.type == "cuda":
-            with _never_waiting():
-                run()
-                self.replay = recorded(run)
+            self.replay = recorded(run)
 
     def _forward(self) -> None:
         logits = self.model(self.ids, cache=self.cache, logits="last").logits[:, -1]
@@ -127,12 +125,13 @@ def _never_waiting() -> Iterator[None]:
 def recorded(run: Callable[[], object]) -> Callable[[], object]:
     """Record the kernels that `run` launches as one CUDA graph."""
     graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        run()
-    torch.cuda.current_stream().wait_stream(side)
-    with torch.cuda.graph(graph):
-        run()
+    with _never_waiting():
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            run()
+        torch.cuda.current_stream().wait_stream(side)
+        with torch.cuda.graph(graph):
+            run()
     return graph.replay
 
 

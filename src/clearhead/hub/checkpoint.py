@@ -20,9 +20,12 @@ from torch.overrides import TorchFunctionMode
 from clearhead.config import ModelConfig
 from clearhead.data.files import RECIPE
 from clearhead.errors import CheckpointError, ClearheadError, ConfigError, nearest
+from clearhead.hub import gguf_config
 from clearhead.hub.architecture import SECTION, Architecture, check_sizes, is_among
 from clearhead.hub.files import read_json, refuse
+from clearhead.hub.gguf_file import is_gguf, open_gguf, read_header
 from clearhead.hub.mxfp4 import unpacked
+from clearhead.hub.quantized import Packed, is_packed, place_like
 from clearhead.hub.registry import ARCHITECTURES, architecture_of
 from clearhead.hub.rules import Rule, Shape, matches
 from clearhead.hub.stored import as_stored, check_bounds, common_dtype, equal
@@ -41,6 +44,7 @@ class Description:
     config: ModelConfig
     kind: str  # the model_type of its architecture
     carried: Mapping[str, Entry] = field(default_factory=dict)  # tensors of other heads in the file
+    stored: Architecture | None = None  # the rules of a file in another layout: GGUF
 
     @property
     def architecture(self) -> Architecture:
@@ -50,6 +54,10 @@ class Description:
 
 def describe(folder: Path) -> Description:
     """Read config.json; where it does not name a class, as old files do not, the tensors tell."""
+    if is_gguf(folder):
+        theirs, stored = gguf_config.read_config(read_header(folder))
+        architecture = architecture_of(theirs)
+        return Description(theirs, architecture.read(theirs), architecture.model_type, stored=stored)
     if (folder / RECIPE).is_file() and not (folder / "config.json").exists():
         use = f"use {folder / 'last'}, or " if (folder / "last").is_dir() else ""
         raise CheckpointError(
@@ -190,13 +198,19 @@ def open_model(
 
     See `load_model`.
     """
-    entries, theirs = unpacked(open_weights(folder, mapped), description.theirs)
+    if is_gguf(folder):
+        entries, theirs = open_gguf(read_header(folder), mapped), description.theirs
+    elif is_packed(description.theirs):
+        entries, theirs = open_weights(folder, mapped), description.theirs
+    else:
+        entries, theirs = unpacked(open_weights(folder, mapped), description.theirs)
     description, model, sources = _fill(folder, dataclasses.replace(description, theirs=theirs), entries)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     dtype = dtype or common_dtype(description.theirs, [entry for _, entry in sources])
     dtypes = {name: dtype or entry.dtype for rule, entry in sources for name in rule.ours}
     _put(model, {name: torch.empty(shapes[name], dtype=dtypes[name], device="meta") for name in shapes})
     model.tie()
+    place_like(model, dtype or next(iter(dtypes.values()), torch.float32))
     return model.eval(), description, Unread(folder, description.config, shapes, sources)
 
 
@@ -227,12 +241,17 @@ def _fill(
 
     Return the description with what the weights add, an empty model, and the rule for each tensor to read.
     """
-    architecture, prefix = description.architecture, description.architecture.prefix
+    architecture = description.stored or description.architecture
+    prefix = architecture.prefix
     if prefix and not any(name.startswith(prefix) for name in entries):  # saved from the bare base model
         entries = {prefix + name: entry for name, entry in entries.items()}
+    packed = Packed(folder, description.theirs, entries) if is_packed(description.theirs) else None
+    entries = entries if packed is None else packed.others
     config, entries = as_stored(description.config, description.theirs, architecture, entries)
-    check_bounds(folder, config, entries)
+    check_bounds(folder, config, entries if packed is None else packed.bounds())
     model = empty_model(config)
+    if packed is not None:
+        packed.install(model)
     chosen: dict[str, Rule] = {}
     unused = set(entries)
     for rule in matching_rules(model, architecture):
@@ -261,7 +280,7 @@ def _fill(
             "the file is incomplete, or config.json is another model's"
         )
     sources = [(rule, entries[rule.theirs]) for rule in chosen.values()]
-    return dataclasses.replace(description, config=config, carried=carried), model, sources
+    return dataclasses.replace(description, config=config, carried=carried, stored=None), model, sources
 
 
 def rules_of(architecture: Architecture, model: Transformer) -> tuple[Rule, ...]:

@@ -14,6 +14,8 @@ from tokenizers import Tokenizer
 
 from clearhead.errors import CheckpointError, refuse, refusing
 from clearhead.hub.files import read_json_if_any, reading, write_json
+from clearhead.hub.gguf_file import is_gguf, read_header
+from clearhead.hub.gguf_tokenizer import gguf_settings, gguf_tokenizer
 from clearhead.hub.pieces import token_text
 from clearhead.hub.special import ROLES, extra_tokens
 from clearhead.hub.vocabularies import from_folder, from_json, from_piece_file
@@ -34,6 +36,8 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
     special_tokens_map.json counts only where tokenizer_config.json has no `added_tokens_decoder`.
     """
+    if is_gguf(folder):
+        return gguf_settings(read_header(folder))
     settings = read_json_if_any(folder / SETTINGS)
     if "additional_special_tokens" in settings and not settings.get("extra_special_tokens"):
         settings["extra_special_tokens"] = settings.pop("additional_special_tokens")  # its newer name
@@ -58,10 +62,13 @@ def _chat_templates(folder: Path) -> dict[str, str]:
 
 
 def load_tokenizer(folder: Path) -> Tokenizer | None:
-    """Return the tokenizer of a model directory; None where it has none that we can build.
+    """Return the tokenizer of a model directory or GGUF file; None where it has none that we can build.
 
     It neither pads nor truncates by itself: `encode` here does.
     """
+    if is_gguf(folder):
+        tokenizer = gguf_tokenizer(read_header(folder))
+        return tokenizer if tokenizer is None else _tried(tokenizer)
     if (folder / TOKENIZER).exists():
         return _from_json(folder / TOKENIZER)
     with refusing(f"{folder}: its vocabulary makes no tokenizer", CheckpointError):
@@ -72,9 +79,9 @@ def load_tokenizer(folder: Path) -> Tokenizer | None:
 def open_tokenizer(path: Path, folder: Path) -> tuple[Tokenizer, dict[str, Any]]:
     """Return a tokenizer for the model in `folder` that lies elsewhere, and its settings.
 
-    `path` is a directory, a tokenizer.json, a SentencePiece `.model` or llama2.c's tokenizer `.bin`.
+    `path` is a directory, a tokenizer.json, a GGUF file, a SentencePiece `.model` or llama2.c's `.bin`.
     """
-    if path.is_dir():
+    if path.is_dir() or is_gguf(path):
         tokenizer = load_tokenizer(path)
         if tokenizer is None:
             raise CheckpointError(

@@ -87,21 +87,21 @@ def from_folder(folder: Path, settings: Settings) -> Tokenizer | None:
     kind = class_of(folder, settings)
     pieces = next((folder / name for name in PIECES if (folder / name).exists()), None)
     if (folder / "vocab.txt").exists():
-        return _completed(
+        return completed(
             folder,
             _wordpiece(WordPiece.read_file(str(folder / "vocab.txt")), settings),
             "MPNet" if kind == "MPNet" else "Bert",
             settings,
         )
     if (folder / "source.spm").exists() and (folder / "vocab.json").exists():
-        return _completed(folder, _marian(folder, settings), "Marian", settings)
+        return completed(folder, _marian(folder, settings), "Marian", settings)
     if (folder / "vocab.json").exists() and (folder / "merges.txt").exists():
         kind = kind or "GPT2"
         units = BPE.read_file(str(folder / "vocab.json"), str(folder / "merges.txt"))
-        return _completed(folder, _byte_level(*units, kind, settings), kind, settings)
+        return completed(folder, _byte_level(*units, kind, settings), kind, settings)
     if pieces is not None and (kind in FAMILIES or kind in MODELS):
         family = kind if kind in FAMILIES else ""
-        return _completed(folder, from_pieces(pieces, family, settings), family, settings)
+        return completed(folder, from_pieces(pieces, family, settings), family, settings)
     return None
 
 
@@ -115,7 +115,7 @@ def from_piece_file(path: Path, folder: Path, settings: Settings) -> tuple[Token
             **{"add_bos_token": True, **settings},
         }
     tokenizer = from_pieces(path, kind if kind in FAMILIES else "", settings)
-    return _completed(folder, tokenizer, kind, settings), settings
+    return completed(folder, tokenizer, kind, settings), settings
 
 
 def class_of(folder: Path, settings: Settings, beside_json: bool = False) -> str:
@@ -153,7 +153,7 @@ def from_json(folder: Path, stated: Tokenizer, settings: Settings) -> Tokenizer:
         _check_claims(folder, stated, kind, settings)
         add_named(folder, stated, "", settings, stated)
         return stated
-    made = _completed(folder, _surrounded(folder, stated, kind, settings), kind, settings, stated)
+    made = completed(folder, _surrounded(folder, stated, kind, settings), kind, settings, stated)
     if kind in KEEPS_FRAME and frame is not None:
         made.post_processor = frame
     return made
@@ -251,7 +251,7 @@ def _marian(folder: Path, settings: Settings) -> Tokenizer:
 # Special tokens ---------------------------------------------------------------------------------------------
 
 
-def _completed(
+def completed(
     folder: Path, tokenizer: Tokenizer, kind: str, settings: Settings, stated: Tokenizer | None = None
 ) -> Tokenizer:
     """Add the tokens that files name beside the vocabulary, and put special tokens around each text."""

@@ -69,7 +69,7 @@ def allocated(shapes: Mapping[str, Shape], dtypes: Mapping[str, torch.dtype]) ->
     """
     sizes = {name: math.prod(shape) * dtypes[name].itemsize for name, shape in shapes.items()}
     starts = dict(
-        zip(sizes, itertools.accumulate((-(-size // 64) * 64 for size in sizes.values()), initial=0))
+        zip(sizes, itertools.accumulate((math.ceil(size / 64) * 64 for size in sizes.values()), initial=0))
     )
     total = sum(sizes.values()) + 64 * len(sizes) + 1
     try:
@@ -188,10 +188,10 @@ def open_safetensors(path: Path, mapped: bool = True) -> dict[str, Entry]:
         end = stop
     refuse(end != room, f"{path} has {room - end} bytes after its last tensor; the file is damaged")
     if not mapped:
-        return {name: _copied(path, body, *span) for name, span in spans.items()}
+        return {name: copied_entry(path, body, *span) for name, span in spans.items()}
     with path.open("rb") as file:
         pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    return {name: _mapped(pages, body, *span) for name, span in spans.items()}
+    return {name: mapped_entry(pages, body, *span) for name, span in spans.items()}
 
 
 def _span(path: Path, name: str, stated: Any, room: int) -> tuple[torch.dtype, Shape, int, int]:
@@ -223,7 +223,7 @@ def _span(path: Path, name: str, stated: Any, room: int) -> tuple[torch.dtype, S
     return DTYPES[kind], tuple(shape), start, stop
 
 
-def _copied(path: Path, body: int, dtype: torch.dtype, shape: Shape, start: int, stop: int) -> Entry:
+def copied_entry(path: Path, body: int, dtype: torch.dtype, shape: Shape, start: int, stop: int) -> Entry:
     """Return how to read a tensor of a file, whose header ends at `body`, into memory of its own."""
 
     def read() -> Tensor:
@@ -238,7 +238,9 @@ def _copied(path: Path, body: int, dtype: torch.dtype, shape: Shape, start: int,
     return Entry(shape, dtype, read)
 
 
-def _mapped(pages: mmap.mmap, body: int, dtype: torch.dtype, shape: Shape, start: int, stop: int) -> Entry:
+def mapped_entry(
+    pages: mmap.mmap, body: int, dtype: torch.dtype, shape: Shape, start: int, stop: int
+) -> Entry:
     """Return how to read a tensor of a mapped file, whose header ends at `body`, and to free its pages."""
     if start == stop:
         return Entry(shape, dtype, lambda: torch.empty(shape, dtype=dtype))

@@ -1,6 +1,8 @@
 """The HTTP routes: OpenAI's, and those around them. The engines' threads do the work, and this loop waits."""
 
 import base64
+import json
+import logging
 import struct
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -28,6 +30,7 @@ from clearhead.serve.passages import ServedPassages
 from clearhead.tasks import ranking, reading
 
 RETRY_AFTER = "1"
+LOG = logging.getLogger("clearhead.serve")
 
 
 def make_server(
@@ -37,10 +40,12 @@ def make_server(
     drain: float = 30.0,
     passages: ServedPassages | None = None,
     page: bool = False,
+    log_prompts: bool = False,
 ) -> FastAPI:
     """Return the routes for models by name; the first is the one a request without a name gets.
 
-    `page`: show what is done at /, and what was asked and answered in the explorer.
+    `page`: show what is done at /, and what was asked and answered in the explorer. `log_prompts`: write what
+    is asked to the log `clearhead.serve`, a line of JSON for each request; else nothing of it is written.
     """
     metrics = Metrics()
     named = {**engines, **{name: engine for engine in engines.values() for name in engine.adapters}}
@@ -83,6 +88,12 @@ def make_server(
             )
         return found, named[found]
 
+    def note(engine: ServeEngine, inputs: Sequence[Any]) -> None:
+        if log_prompts:
+            ids = (isinstance(one, list) and all(isinstance(token, int) for token in one) for one in inputs)
+            texts = [engine.m.decode(one) if coded else one for one, coded in zip(inputs, ids)]
+            LOG.info("%s", json.dumps({"prompts": texts}))  # escaped: a prompt is never a line of its own
+
     async def cite(engine: ServeEngine, body: Any) -> dict[str, Any]:
         return {} if passages is None else {"passages": await run_in_threadpool(passages.put, engine, body)}
 
@@ -90,6 +101,7 @@ def make_server(
         choices: ServedTexts, body: protocol.Writing, request: Request, cited: dict[str, Any]
     ) -> Response:
         choices.cited = cited
+        note(choices.engine, choices.prompts)
         await choices.begin(metrics, bool(body.stream))
         if body.stream:
             usage = body.stream_options is not None and body.stream_options.include_usage
@@ -113,6 +125,7 @@ def make_server(
 
     async def read(engine: ServeEngine, inputs: Sequence[Any], run: Any, request: Request) -> Sequence[Any]:
         """Let the engine read inputs, as long as the client waits."""
+        note(engine, inputs)
         one = engine.read(inputs, run)
         while not await run_in_threadpool(one.done.wait, LOOK):
             if await request.is_disconnected():

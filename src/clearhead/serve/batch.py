@@ -7,7 +7,7 @@ the file of answers already is not asked again; half a line, the trace of a kill
 
 import fcntl
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -23,31 +23,43 @@ URLS = ("/v1/completions", "/v1/chat/completions")
 
 def run_batch(engine: ServeEngine, name: str, given: Path, out: Path) -> Iterator[str]:
     """Answer each line of a file that has no answer yet; yield the name of each as it is written."""
+    yield from write_answers(given, out, lambda rows: answers_to(engine, name, rows))
+
+
+def write_answers(
+    given: Path, out: Path, answers: Callable[[dict[str, Any]], Iterable[tuple[str, str]]]
+) -> Iterator[str]:
+    """Write what `answers` gives for the rows that have no answer yet: names, and lines of JSON."""
     rows = dict(read_rows(given))
-    flying: dict[str, ServedTexts] = {}
     with out.open("a", encoding="utf-8") as file:
         _lock(file, out)
         for done in finished(out):
             rows.pop(done, None)
-
-        def write(row: str, status: int, body: dict[str, Any]) -> str:
-            answer = {"status_code": status, "body": body}
-            line = {"id": f"batch-{row}", "custom_id": row, "response": answer, "error": None}
-            file.write(json.dumps(line, ensure_ascii=False) + "\n")
+        for row, line in answers(rows):
+            file.write(line + "\n")
             file.flush()
-            return row
+            yield row
 
-        waiting = iter(rows.items())
-        for row, line in _while_any(waiting, flying):
-            if row is not None:
-                try:
-                    flying[row] = _submitted(engine, name, line)
-                except (ClearheadError, ValidationError) as error:
-                    yield write(row, 400, error_body(InputError(str(error).replace("\n", " "))))
-            if row is None or len(flying) >= engine.limits.running:
-                engine.step()
-            for done in [row for row, one in flying.items() if all(job.done for job in one.jobs)]:
-                yield _answered(write, done, flying.pop(done))
+
+def answers_to(engine: ServeEngine, name: str, rows: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Answer rows as they end: yield the name and the line of each."""
+    flying: dict[str, ServedTexts] = {}
+    for row, line in _while_any(iter(rows.items()), flying):
+        if row is not None:
+            try:
+                flying[row] = _submitted(engine, name, line)
+            except (ClearheadError, ValidationError) as error:
+                yield row, _line(row, 400, error_body(InputError(str(error).replace("\n", " "))))
+        if row is None or len(flying) >= engine.limits.running:
+            engine.step()
+        for done in [row for row, one in flying.items() if all(job.done for job in one.jobs)]:
+            yield done, _answered(done, flying.pop(done))
+
+
+def _line(row: str, status: int, body: dict[str, Any]) -> str:
+    answer = {"status_code": status, "body": body}
+    line = {"id": f"batch-{row}", "custom_id": row, "response": answer, "error": None}
+    return json.dumps(line, ensure_ascii=False)
 
 
 def _lock(file: TextIO, out: Path) -> None:
@@ -81,11 +93,11 @@ def _submitted(engine: ServeEngine, name: str, line: Any) -> ServedTexts:
     return choices
 
 
-def _answered(write: Any, row: str, choices: ServedTexts) -> str:
+def _answered(row: str, choices: ServedTexts) -> str:
     try:
-        return str(write(row, 200, choices.answer()))
+        return _line(row, 200, choices.answer())
     except Exception as error:
-        return str(write(row, 500, error_body(error)))
+        return _line(row, 500, error_body(error))
 
 
 def read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:

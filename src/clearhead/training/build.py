@@ -23,8 +23,10 @@ from clearhead.costs import LEARNING, cost
 from clearhead.errors import ConfigError, nearest, refuse
 from clearhead.hub.checkpoint import Description, describe
 from clearhead.hub.export import exported
+from clearhead.hub.gguf_file import is_gguf
 from clearhead.model.transformer import Transformer
 from clearhead.presets import PRESETS, preset
+from clearhead.quant.apply import refuse_quantized
 from clearhead.recipe import BASE, Recipe, TrainPlan
 from clearhead.tasks.spec import DECODER, TaskSpec
 from clearhead.tasks.table import task_named
@@ -46,14 +48,16 @@ def base_of(recipe: Recipe) -> Model | None:
             ConfigError,
         )
         return None
-    return load(_folder(base), dtype=torch.float32)
+    loaded = load(_folder(base), dtype=torch.float32)
+    refuse_quantized(loaded.model, "trained")
+    return loaded
 
 
 def _folder(base: str) -> Path:
     """Return the directory that [model] base names, or refuse it."""
     refuse(
-        not Path(base).is_dir(),
-        f'[model] base "{base}" is no directory and no preset{nearest(base, PRESETS)}: '
+        not Path(base).is_dir() and not is_gguf(Path(base)),
+        f'[model] base "{base}" is no directory, no GGUF file and no preset{nearest(base, PRESETS)}: '
         f"presets are {', '.join(PRESETS)}",
     )
     return Path(base)

@@ -34,6 +34,7 @@ OWN = (  # what a run writes
         PICTURE,
         *ROWS.values(),
         "adapter",
+        "README.md",
         "tensorboard",
         ".*",
     ),

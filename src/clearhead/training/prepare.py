@@ -23,6 +23,7 @@ from clearhead.fast.parts import like
 from clearhead.fast.training import join_projections, recompute, suit_narrow
 from clearhead.hub.checkpoint import Unread
 from clearhead.hub.files import write_text
+from clearhead.hub.gguf_file import is_gguf
 from clearhead.hub.tokenizer import load_tokenizer, read_settings, special_ids
 from clearhead.model.heads import LanguageHead
 from clearhead.parallel.pipeline import check as check_stages
@@ -211,7 +212,7 @@ def find_tokenizer(
     plan = recipe.tokens
     if plan.model is not None:
         folder = Path(plan.model)
-        tokenizer = load_tokenizer(folder) if folder.is_dir() else None
+        tokenizer = load_tokenizer(folder) if folder.is_dir() or is_gguf(folder) else None
         refuse(tokenizer is None, f'[tokens] model "{plan.model}" is no directory with a tokenizer')
         return tokenizer, special_ids(tokenizer, read_settings(folder), {}, {})
     if base is not None:

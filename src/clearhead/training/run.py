@@ -29,7 +29,7 @@ from clearhead.training import faults, loop, prepare, weights
 from clearhead.training import resume as continued
 from clearhead.training.events import Finished, Note, OnEvent, Reason, Started, logged
 from clearhead.training.folder import mark, new_folder, ours, resumed_folder
-from clearhead.training.leaving import leave_adapter
+from clearhead.training.leaving import leave_adapter, leave_card
 from clearhead.training.state import BEST, CHECKPOINTS, LAST, PRETRAIN, TENSORS, newest
 from clearhead.training.tries import command_to_try
 from clearhead.typed import plain
@@ -219,6 +219,8 @@ def _finish(run: loop.TrainingRun, on_event: OnEvent, stop: Callable[[], bool]) 
         chosen, metrics = _chosen(run, reason)
         tell(Finished(run.folder, state.step, state.seconds, metrics, reason))
     use = command_to_try(run.task, run.example, chosen, run.folder) if reason != "stopped" else ""
+    if first and reason != "stopped":
+        leave_card(run, chosen, metrics, use)
     return Trained(chosen, run.folder, state.step, metrics, reason, use)
 
 

@@ -184,7 +184,8 @@ def reference_rows(m: Model | Transformer) -> list[Comparison]:
     @functools.cache
     def opened() -> tuple[Inputs, Any]:
         """Open the directory in both, in float32."""
-        theirs = their_class.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+        where, named = (folder, {}) if folder.is_dir() else (folder.parent, {"gguf_file": folder.name})
+        theirs = their_class.from_pretrained(where, attn_implementation="eager", dtype=torch.float32, **named)
         length = reach(m.config, usual=REFERENCE_LENGTH)
         rows = 1 if length > REFERENCE_LENGTH else None
         return Inputs(load(folder, dtype=torch.float32).model.eval(), rows, length), theirs.eval()
@@ -278,7 +279,7 @@ def _whole_source(inputs: Inputs) -> Tensor | None:
     if source is None or inputs.source_kind != "frames":
         return source
     spec = inputs.model.config.stacks[0]
-    times = -(-spec.max_positions * spec.conv_stride // source.shape[1])
+    times = math.ceil(spec.max_positions * spec.conv_stride / source.shape[1])
     return torch.cat([source] * times, dim=1)[:, : spec.max_positions * spec.conv_stride]
 
 

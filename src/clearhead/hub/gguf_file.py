@@ -1,0 +1,252 @@
+"""GGUF files: metadata and tensors. The header is read here, strictly; the gguf package knows the types.
+
+Everything in a header is checked against the size of the file before anything of that size is made. A tensor
+in a quantized type becomes float32 when it is read.
+"""
+
+import functools
+import math
+import mmap
+import struct
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from clearhead.errors import CheckpointError, MissingExtraError
+from clearhead.hub.files import reading, refuse
+from clearhead.hub.weights import Entry, Shape, copied_entry, mapped_entry
+
+SUFFIX, MAGIC, VERSIONS = ".gguf", b"GGUF", (2, 3)
+SCALARS = {  # the kinds of values, by number
+    **{0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i"},
+    **{6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"},
+}
+TEXT, ARRAY, FLOAT = 8, 9, 6
+MOST_AXES = 4
+PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
+LONGEST_NAME = 65535
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where a tensor lies, counted from the first byte of the data, and in which type."""
+
+    kind: str
+    shape: Shape
+    start: int
+    size: int
+
+
+@dataclass(frozen=True)
+class GgufHeader:
+    """What a GGUF file says before its data begins."""
+
+    path: Path
+    fields: dict[str, Any]
+    tensors: dict[str, StoredTensor]
+    body: int  # where the data begins
+
+    @property
+    def architecture(self) -> str:
+        """The name of the architecture."""
+        found = self.fields.get("general.architecture")
+        refuse(not isinstance(found, str), f"{self.path} has no general.architecture: it holds no model")
+        return str(found)
+
+
+def is_gguf(path: Path) -> bool:
+    """Return whether a path names a GGUF file."""
+    return path.suffix == SUFFIX and path.is_file()
+
+
+def gguf_package() -> Any:
+    """Return the gguf package."""
+    try:
+        import gguf
+    except ImportError:
+        raise MissingExtraError("GGUF files need the gguf package: pip install 'clearhead[gguf]'") from None
+    return gguf
+
+
+def read_header(path: Path) -> GgufHeader:
+    """Return what the header of a file says; the last file's is kept."""
+    with reading(path, "cannot be read"):
+        stated = path.stat()
+    return _kept_header(path, stated.st_mtime_ns, stated.st_size)
+
+
+@functools.lru_cache(maxsize=1)
+def _kept_header(path: Path, changed: int, size: int) -> GgufHeader:
+    refuse(size < 24, f"{path} is no GGUF file: it has {size} bytes")
+    with (
+        reading(path, "is no GGUF file"),
+        path.open("rb") as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as pages,
+    ):
+        return _Header(path, pages).read()
+
+
+class _Header:
+    """A place in a file that moves on as values are read."""
+
+    def __init__(self, path: Path, pages: mmap.mmap) -> None:
+        self.path, self.pages, self.at = path, pages, 0
+
+    def read(self) -> GgufHeader:
+        path, size = self.path, len(self.pages)
+        refuse(self.bytes(4, "magic") != MAGIC, f"{path} is no GGUF file: it does not begin with GGUF")
+        version = self.number("I")
+        refuse(
+            version not in VERSIONS,
+            f"{path} is of GGUF version {version}: "
+            f"supported are {VERSIONS[0]} and {VERSIONS[1]}, little-endian",
+        )
+        tensors, fields = self.number("Q"), self.number("Q")
+        left = size - self.at  # each has a length, a kind and more
+        refuse(
+            tensors * 24 + fields * 13 > left,
+            f"{path} claims {tensors:,} tensors and {fields:,} fields, and has {left:,} bytes: it is damaged",
+        )
+        found: dict[str, Any] = {}
+        for _ in range(fields):
+            name = self.text("the name of a field")
+            refuse(name in found, f"{path} states {name} twice")
+            found[name] = self.value(self.number("I"), name)
+        infos = [self._info() for _ in range(tensors)]
+        refuse(len({info[0] for info in infos}) < len(infos), f"{path} has two tensors of one name")
+        step = found.get("general.alignment", 32)
+        refuse(
+            type(step) is not int or step < 1 or step & (step - 1) or step > 1 << 20,
+            f"{path} has general.alignment {step!r}: it must be a power of two",
+        )
+        body = math.ceil(self.at / step) * step
+        spans = {
+            name: self._stored(name, shape, number, start, step, size - body)
+            for name, shape, number, start in infos
+        }
+        end, before = 0, ""
+        for name, one in sorted(spans.items(), key=lambda item: item[1].start):
+            refuse(one.start < end, f"{path}: tensor {name} overlaps {before}: the file is damaged")
+            end, before = one.start + one.size, name
+        return GgufHeader(path, found, spans, body)
+
+    def bytes(self, count: int, what: str) -> bytes:
+        if count > len(self.pages) - self.at:
+            raise CheckpointError(f"{self.path} is cut short or damaged: it ends within {what}")
+        self.at += count
+        return self.pages[self.at - count : self.at]
+
+    def number(self, form: str) -> Any:
+        return struct.unpack(f"<{form}", self.bytes(struct.calcsize(f"<{form}"), "a number"))[0]
+
+    def text(self, what: str) -> str:
+        length = self.number("Q")
+        refuse(
+            length > len(self.pages) - self.at,
+            f"{self.path}: {what} claims {length:,} bytes, and {len(self.pages) - self.at:,} are left",
+        )
+        raw = self.bytes(length, what)
+        try:
+            return raw.decode("utf-8")
+        except UnicodeDecodeError:
+            raise CheckpointError(f"{self.path}: {what} is not UTF-8: {raw[:24]!r}") from None
+
+    def value(self, kind: int, name: str, deep: bool = False) -> Any:
+        """Return a value of a kind; numbers in float32 as the decimals that people write."""
+        if kind == TEXT:
+            return self.text(name)
+        if kind in SCALARS:
+            found = self.number(SCALARS[kind])
+            return _decimal(found) if kind == FLOAT else found
+        refuse(kind != ARRAY or deep, f"{self.path}: {name} has a value of kind {kind}, which is not known")
+        inner, count = self.number("I"), self.number("Q")
+        least = 8 if inner == TEXT else struct.calcsize(f"<{SCALARS[inner]}") if inner in SCALARS else 1
+        refuse(
+            count * least > len(self.pages) - self.at,
+            f"{self.path}: {name} claims {count:,} values, and {len(self.pages) - self.at:,} bytes are left",
+        )
+        if inner in SCALARS:
+            raw = self.bytes(count * least, name)
+            numbers = list(struct.unpack(f"<{count}{SCALARS[inner]}", raw))
+            return [_decimal(one) for one in numbers] if inner == FLOAT and count < 1024 else numbers
+        return [self.value(inner, name, deep=True) for _ in range(count)]
+
+    def _info(self) -> tuple[str, Shape, int, int]:
+        name = self.text("the name of a tensor")
+        axes = self.number("I")
+        refuse(
+            not 1 <= axes <= MOST_AXES or len(name) > LONGEST_NAME,
+            f"{self.path}: tensor {name[:60]} has {axes:,} axes: 1 to {MOST_AXES} are possible",
+        )
+        sizes = struct.unpack(f"<{axes}Q", self.bytes(8 * axes, "the shape of a tensor"))
+        return name, tuple(reversed(sizes)), self.number("I"), self.number("Q")
+
+    def _stored(self, name: str, shape: Shape, number: int, start: int, step: int, room: int) -> StoredTensor:
+        wrong, package = f"{self.path}: tensor {name}", gguf_package()
+        known = {kind.value: kind for kind in package.GGMLQuantizationType}
+        refuse(number not in known, f"{wrong} is of type {number}, which the gguf package does not know")
+        kind = known[number]
+        block, bytes_of_block = package.GGML_QUANT_SIZES[kind]
+        weights = math.prod(shape)
+        refuse(
+            weights < 1 or weights >= 1 << 62 or shape[-1] % block,
+            f"{wrong} has shape {shape}: {kind.name} holds rows of a multiple of {block}",
+        )
+        size = weights // block * bytes_of_block
+        refuse(
+            start + size > room or start % step,
+            f"{wrong} lies at bytes {start:,} to {start + size:,} of {room:,}: "
+            "the file is cut short or damaged",
+        )
+        return StoredTensor(kind.name, shape, start, size)
+
+
+def _decimal(value: float) -> float:
+    """Return the shortest decimal number that is this one in float32."""
+    if not math.isfinite(value):
+        return value
+    return next(
+        short
+        for digits in range(1, 10)
+        if struct.unpack("f", struct.pack("f", short := float(f"{value:.{digits}g}")))[0] == value
+    )
+
+
+def open_gguf(header: GgufHeader, mapped: bool = True) -> dict[str, Entry]:
+    """Return the tensors of a file by their names there."""
+    pages = None
+    if mapped:
+        with reading(header.path, "cannot be read"), header.path.open("rb") as file:
+            pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+
+    def entry(name: str, one: StoredTensor) -> Entry:
+        place = (one.start, one.start + one.size)
+        dtype, shape = (PLAIN[one.kind], one.shape) if one.kind in PLAIN else (torch.uint8, (one.size,))
+        if pages is not None:
+            raw = mapped_entry(pages, header.body, dtype, shape, *place)
+        else:
+            raw = copied_entry(header.path, header.body, dtype, shape, *place)
+        return raw if one.kind in PLAIN else _dequantized(f"{header.path}: tensor {name}", raw, one)
+
+    return {name: entry(name, one) for name, one in header.tensors.items()}
+
+
+def _dequantized(wrong: str, raw: Entry, stored: StoredTensor) -> Entry:
+    """Return how to read a tensor of a quantized type, as float32."""
+
+    def read() -> Tensor:
+        package = gguf_package()
+        kind = package.GGMLQuantizationType[stored.kind]
+        rows = raw.read().numpy().reshape(*stored.shape[:-1], -1)
+        try:
+            numbers = package.dequantize(rows, kind)
+        except NotImplementedError:
+            raise CheckpointError(
+                f"{wrong} is of type {stored.kind}, which the gguf package does not turn into numbers"
+            ) from None
+        return torch.from_numpy(numbers).reshape(stored.shape)
+
+    return replace(raw, shape=stored.shape, dtype=torch.float32, read=read)
