@@ -20,7 +20,7 @@ from clearhead.model.transformer import Transformer
 from clearhead.quant.calibrate import moments
 from clearhead.quant.grid import Grid
 from clearhead.quant.layers import QuantizedLinear, QuantizedTable, quantized_parts
-from clearhead.quant.methods import CALIBRATED, METHODS, Choice, output_error, rtn
+from clearhead.quant.methods import CALIBRATED, METHODS, Rounding, output_error, rtn
 
 MethodName = Literal["rtn", "hqq", "gptq", "awq"]
 NAMES = {"int8": 8, "int4": 4}
@@ -164,7 +164,7 @@ def quantize_model(
     return Quantization(made.eval(), plan, layers)
 
 
-def _chosen(plan: QuantPlan, name: str, grid: Grid, weight: Tensor, moment: Tensor | None) -> Choice:
+def _chosen(plan: QuantPlan, name: str, grid: Grid, weight: Tensor, moment: Tensor | None) -> Rounding:
     """Choose the codes of one layer; one that no text reached, such as an idle expert, is rounded plainly."""
     if name == OUTPUT and plan.method == "awq":  # its rows are a table too, which has no inputs to divide
         return rtn(grid, weight, None)
@@ -174,7 +174,7 @@ def _chosen(plan: QuantPlan, name: str, grid: Grid, weight: Tensor, moment: Tens
 
 
 def _error(
-    name: str, new: QuantizedLinear, weight: Tensor, choice: Choice, moment: Tensor | None
+    name: str, new: QuantizedLinear, weight: Tensor, choice: Rounding, moment: Tensor | None
 ) -> LayerError:
     difference = weight - choice.weight
     share = float(difference.norm() / weight.norm().clamp(min=1e-12))

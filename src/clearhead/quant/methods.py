@@ -20,7 +20,7 @@ DAMPING = 0.01  # of GPTQ: added to the diagonal of the moment, as a share of it
 POWERS = 20  # of AWQ: exponents that are tried, from 0 to 1
 
 
-class Choice(NamedTuple):
+class Rounding(NamedTuple):
     """A weight on a grid, and what its inputs are multiplied by before it."""
 
     made: Quantized
@@ -33,12 +33,12 @@ class Choice(NamedTuple):
         return weight if self.smooth is None else weight * self.smooth
 
 
-def rtn(grid: Grid, weight: Tensor, moment: Tensor | None) -> Choice:
+def rtn(grid: Grid, weight: Tensor, moment: Tensor | None) -> Rounding:
     """Round to the nearest number."""
-    return Choice(nearest_codes(grid, weight))
+    return Rounding(nearest_codes(grid, weight))
 
 
-def hqq(grid: Grid, weight: Tensor, moment: Tensor | None) -> Choice:
+def hqq(grid: Grid, weight: Tensor, moment: Tensor | None) -> Rounding:
     """Move the grid of each group so that few weights have large errors (half-quadratic quantization).
 
     The error's 0.7-norm is what falls: in turn, codes are rounded, the errors shrunk towards zero, and
@@ -72,10 +72,10 @@ def hqq(grid: Grid, weight: Tensor, moment: Tensor | None) -> Choice:
             offsets = bf16((target - grown).mean(-1))
         beta *= GROWTH
     codes = grid.round(groups, best, best_offsets)
-    return Choice(stored(grid, weight.shape[1], codes.flatten(1), best, best_offsets))
+    return Rounding(stored(grid, weight.shape[1], codes.flatten(1), best, best_offsets))
 
 
-def gptq(grid: Grid, weight: Tensor, moment: Tensor | None) -> Choice:
+def gptq(grid: Grid, weight: Tensor, moment: Tensor | None) -> Rounding:
     """Round column by column, and let the columns to come make up for the error of each."""
     assert moment is not None
     N, D = weight.shape
@@ -98,7 +98,7 @@ def gptq(grid: Grid, weight: Tensor, moment: Tensor | None) -> Choice:
             errors[:, column - start] = error
             left[:, column + 1 : stop] -= error[:, None] * inverse[column, None, column + 1 : stop]
         left[:, stop:] -= errors @ inverse[start:stop, stop:]
-    return Choice(stored(grid, D, codes, torch.cat(scales, 1), torch.cat(offsets, 1) if offsets else None))
+    return Rounding(stored(grid, D, codes, torch.cat(scales, 1), torch.cat(offsets, 1) if offsets else None))
 
 
 def _inverse_root(moment: Tensor) -> Tensor:
@@ -131,7 +131,7 @@ def _searched(grid: Grid, weight: Tensor, importance: Tensor) -> tuple[Tensor, T
     return found
 
 
-def awq(grid: Grid, weight: Tensor, moment: Tensor | None) -> Choice:
+def awq(grid: Grid, weight: Tensor, moment: Tensor | None) -> Rounding:
     """Give columns that read large inputs more of the grid: the weight is multiplied, the inputs divided.
 
     The factor of a column is the size of its inputs to the power that gives the least error.
@@ -143,7 +143,7 @@ def awq(grid: Grid, weight: Tensor, moment: Tensor | None) -> Choice:
     for step in range(POWERS + 1):
         factor = sizes.pow(step / POWERS)
         factor = factor / (factor.max() * factor.min()).sqrt()
-        choice = Choice(nearest_codes(grid, weight * factor), 1 / factor)
+        choice = Rounding(nearest_codes(grid, weight * factor), 1 / factor)
         error = output_error(weight - choice.weight, moment)
         if error < best:
             best, found = error, choice
@@ -155,6 +155,6 @@ def output_error(difference: Tensor, moment: Tensor) -> float:
     return float(((difference @ moment) * difference).sum())
 
 
-Method = Callable[[Grid, Tensor, Tensor | None], Choice]
+Method = Callable[[Grid, Tensor, Tensor | None], Rounding]
 METHODS: dict[str, Method] = {"rtn": rtn, "hqq": hqq, "gptq": gptq, "awq": awq}
 CALIBRATED = ("gptq", "awq")  # methods that need data
