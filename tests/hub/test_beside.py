@@ -220,7 +220,7 @@ def test_what_an_unknown_class_does_is_refused(tmp_path: Path) -> None:
         ("tokenize_chinese_chars", True),
     ):
         for value in (True, False):
-            stated = {"tokenizer_class": "MPNetTokenizer", setting: value}
+            stated = {"tokenizer_class": "LxmertTokenizer", setting: value}
             (tmp_path / "tokenizer_config.json").write_text(json.dumps(stated))
             if value == agrees:
                 assert load_tokenizer(tmp_path) is not None

@@ -216,7 +216,8 @@ def test_commands_to_try_work_as_printed(name, trained, place, capsys, tmp_path)
     assert len(tries) == 2 and all(line.startswith("clearhead ") for line in tries)
     for line in tries[:1]:  # `check` has its own tests, and takes longer than a run
         main(shlex.split(line)[1:])
-        assert capsys.readouterr().out.strip(), line
+        said = capsys.readouterr().out  # two steps teach little: an answer may be blank
+        assert said.strip() or said and line.startswith("clearhead chat"), line
     assert shlex.split(tries[1])[1:] == ["check", str(out)]
 
 
@@ -245,7 +246,8 @@ def test_a_trained_folder_is_the_same_model_everywhere(name, trained, place, dif
     if "source" in inputs:
         names = {"ids": "decoder_input_ids", "source": "input_ids"}
     with torch.no_grad():
-        theirs = reference.eval()(**{names[key]: value for key, value in inputs.items()}).logits
+        said = reference.eval()(**{names[key]: value for key, value in inputs.items()})
+    theirs = said.last_hidden_state.mean(1) if again.config.head == "embedding" else said.logits
     assert differences.see("logits", ours, theirs) < 1e-5
     if again.labels:
         assert tuple(reference.config.id2label.values()) == again.labels
@@ -350,6 +352,7 @@ def test_the_original_transformer_is_the_preset_made_smaller(trained):
         "d_encoder_head",
         "d_value",
         "attention_scale",
+        "max_encoder_positions",
     )
     other = {
         field.name

@@ -103,7 +103,7 @@ def test_the_ends_of_each_range_are_taken():
 def test_text_stays_text():
     assert read_recipe(None, ["model.base=5"]).model["base"] == "5"
     assert read_recipe(None, ["tokens.model=2024", "tokens.pattern=1"]).tokens.model == "2024"
-    with pytest.raises(InputError, match='base "5" is no directory and no preset'):
+    with pytest.raises(InputError, match='base "5" is no directory, no GGUF file and no preset'):
         base_of(read_recipe(None, ["model.base=5"]))
     with pytest.raises(ConfigError, match="base 5 is not allowed: it must be text"):
         Recipe(model={"base": 5})

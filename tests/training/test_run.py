@@ -330,7 +330,7 @@ def test_what_a_folder_holds(text, tmp_path):
         (["model.d_modl=3"], 'unknown [model] key "d_modl" (did you mean "d_model"?)'),
         (["train.steps=many"], "steps 'many' is not allowed"),
         (["train.steps"], "is not understood: write section.key=value"),
-        (["model.base=gtp2"], '"gtp2" is no directory and no preset (did you mean "gpt2"?)'),
+        (["model.base=gtp2"], '"gtp2" is no directory, no GGUF file and no preset (did you mean "gpt2"?)'),
         (
             ["model.base=t5-small"],
             "base t5-small has family encoder-decoder and reads tokens, and task lm needs family decoder",

@@ -79,7 +79,7 @@ def lines(first: str | None) -> Iterator[str]:
     if first is not None:
         yield first
     if not sys.stdin.isatty():
-        yield from (line.rstrip("\n") for line in sys.stdin if first is None)
+        yield from (line.rstrip("\n") for line in (sys.stdin if first is None else ()))
         return
     with suppress(ImportError):
         import readline  # noqa: F401  # arrow keys, and the lines typed before

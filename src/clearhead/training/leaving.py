@@ -24,7 +24,7 @@ def leave_adapter(run: TrainingRun, chosen: Model, checkpoint: Path) -> None:
 
     A head that was trained along is no part of an adapter: a run that has one leaves the merged model alone.
     """
-    if not run.plan.lora or chosen.config.head != "lm":
+    if not run.plan.lora or chosen.config.head != "lm" or not any(checkpoint.glob(f"{TENSORS}*")):
         return
     stored = open_tensors(checkpoint, TENSORS)
     prefix = "ema/" if run.ema is not None else "weights/"

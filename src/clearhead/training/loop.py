@@ -276,7 +276,8 @@ def tidy(run: TrainingRun, state: State) -> None:
     best = [step for step in run.best_steps(len(state.validations), state) if step in steps]
     if best:
         point(run.folder, BEST, best[0])
-    forget(run.folder, steps[-plan.keep_last :], {*averaged_steps(run), *best[: plan.keep_best]})
+    whole = {*steps[-plan.keep_last :], *(best[:1] if plan.lora else ())}  # low-rank updates are left as such
+    forget(run.folder, whole, {*averaged_steps(run), *best[: plan.keep_best]})
 
 
 def averaged_steps(run: TrainingRun) -> list[int]:
