@@ -34,7 +34,7 @@ def chat(
     folder: Folder,
     text: Annotated[
         Positional[str | None],
-        option("what to say first; then lines of the terminal, or of stdin", metavar="TEXT"),
+        option("what to say first, in place of the lines of stdin", metavar="TEXT"),
     ] = None,
     system: Annotated[str | None, option("the system message")] = None,
     request: Annotated[CommandRequest, arg(name="")] = CommandRequest(max_new_tokens=NEW_TOKENS),  # noqa: B008
@@ -79,7 +79,7 @@ def lines(first: str | None) -> Iterator[str]:
     if first is not None:
         yield first
     if not sys.stdin.isatty():
-        yield from (line.rstrip("\n") for line in sys.stdin if first is None)
+        yield from (line.rstrip("\n") for line in (sys.stdin if first is None else ()))
         return
     with suppress(ImportError):
         import readline  # noqa: F401  # arrow keys, and the lines typed before
