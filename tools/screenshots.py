@@ -1,4 +1,4 @@
-"""Take pictures of the explorer for the docs, light and dark, in a real browser: the first screen, every view.
+"""Take pictures of the explorer for the docs, light and dark, in a browser: the first screen, every view.
 
 python tools/screenshots.py --model stories260K/hf --tokenizer stories260K/tok512.bin
 python tools/screenshots.py --model /tmp/example-model --text "Return the name of the"   # trains it first

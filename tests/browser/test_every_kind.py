@@ -1,4 +1,4 @@
-"""Every kind of model, live and as a file without a network: no empty view, numbers of `inside`, the address."""
+"""Every kind of model, live and as a file: no empty view, numbers of `inside`, the address restores it."""
 
 import re
 
