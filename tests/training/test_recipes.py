@@ -198,7 +198,7 @@ SMALL = {
 @pytest.mark.parametrize("name", list(CASES))
 def test_commands_to_try_work_as_printed(name, trained, place, capsys, tmp_path):
     """Train by the command, then run each line that it prints after "try"."""
-    bases = {"{mlm}": "mlm", "{lm}": "char-gpt"}
+    bases = {"{mlm}": "mlm", "{lm}": "char-gpt", "{sft}": "sft"}
     needed = next((bases[key] for key in bases for one in SMALL[name] if key in one), None)
     base = str(trained(needed).folder) if needed else ""
     data = CASES[name][0]
@@ -216,8 +216,8 @@ def test_commands_to_try_work_as_printed(name, trained, place, capsys, tmp_path)
     assert len(tries) == 2 and all(line.startswith("clearhead ") for line in tries)
     for line in tries[:1]:  # `check` has its own tests, and takes longer than a run
         main(shlex.split(line)[1:])
-        said = capsys.readouterr().out  # two steps teach little: an answer may be blank
-        assert said.strip() or said and line.startswith("clearhead chat"), line
+        written = capsys.readouterr().out  # after three steps a chat model may say nothing but spaces
+        assert written if " chat " in line else written.strip(), line
     assert shlex.split(tries[1])[1:] == ["check", str(out)]
 
 
@@ -246,8 +246,8 @@ def test_a_trained_folder_is_the_same_model_everywhere(name, trained, place, dif
     if "source" in inputs:
         names = {"ids": "decoder_input_ids", "source": "input_ids"}
     with torch.no_grad():
-        said = reference.eval()(**{names[key]: value for key, value in inputs.items()})
-    theirs = said.last_hidden_state.mean(1) if again.config.head == "embedding" else said.logits
+        output = reference.eval()(**{names[key]: value for key, value in inputs.items()})
+    theirs = output.pooler_output if kind == "AutoModel" else output.logits
     assert differences.see("logits", ours, theirs) < 1e-5
     if again.labels:
         assert tuple(reference.config.id2label.values()) == again.labels

@@ -34,7 +34,7 @@ def chat(
     folder: Folder,
     text: Annotated[
         Positional[str | None],
-        option("what to say first; then lines of the terminal, or of stdin", metavar="TEXT"),
+        option("what to say first, in place of the lines of stdin", metavar="TEXT"),
     ] = None,
     system: Annotated[str | None, option("the system message")] = None,
     request: Annotated[CommandRequest, arg(name="")] = ASKED,
