@@ -289,12 +289,12 @@ def paged_attend(
     here = torch.arange(len(qkv), device=table.device)
     # The slots of the rows are looked up, and so copied: the new token goes to a place behind them.
     last = torch.full((1,), k.shape[2], device=table.device)
-    buffers = [nnf.pad(x, (0, 0, 0, 1)) for x in (k, v)]
+    k, v = (nnf.pad(x, (0, 0, 0, 1)) for x in (k, v))
     z = step_attend(
-        qkv, *buffers, last, nnf.pad(seen, (0, 1), value=True), cos, sin, layout, n_heads, scale, softcap,
+        qkv, k, v, last, nnf.pad(seen, (0, 1), value=True), cos, sin, layout, n_heads, scale, softcap,
         q_norm, k_norm, eps, unit_offset,
     )  # fmt: skip
     slot = slots[here, place]
-    for pool, buffer in zip((keys, values), buffers):
+    for pool, buffer in zip((keys, values), (k, v)):
         pool[0, :, slot] = buffer[:, :, -1].transpose(0, 1)
-    return cast(Tensor, z)
+    return z
