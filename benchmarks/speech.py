@@ -4,8 +4,8 @@ python benchmarks/speech.py MODEL_DIR SPEECH_DIR [--seconds 240] [--save]
 
 MODEL_DIR is a Whisper in Hugging Face's layout. SPEECH_DIR holds sound files, transcripts.tsv (file, text)
 and a folder fsdd/ of spoken digits. Each clip but the digits is also read with timestamps. What is done is
-kept in the folder that --work names, so that a run which ends after --seconds goes on where it was. Words are
-compared after transformers' own normaliser of English.
+kept in the folder that --work names, so that a run which ends after --seconds goes on where it was; 0
+adds up what is there. Words are compared after transformers' own normaliser of English.
 """
 
 from __future__ import annotations
@@ -65,15 +65,16 @@ def main() -> None:
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     transformers.logging.set_verbosity_error()
-    ours = load(options.folder, dtype="float32")
-    theirs = transformers.WhisperForConditionalGeneration.from_pretrained(
-        options.folder, dtype=torch.float32
-    ).eval()
-    processor = transformers.WhisperProcessor.from_pretrained(options.folder)
     options.work.mkdir(exist_ok=True)
     kept = options.work / "clips.json"
     done: dict[str, dict[str, Any]] = json.loads(kept.read_text()) if kept.exists() else {}
     wanted, end = clips(options.speech), time.monotonic() + options.seconds
+    if options.seconds:
+        ours = load(options.folder, dtype="float32")
+        theirs = transformers.WhisperForConditionalGeneration.from_pretrained(
+            options.folder, dtype=torch.float32
+        ).eval()
+        processor = transformers.WhisperProcessor.from_pretrained(options.folder)
     for name, (path, text) in wanted.items():
         if name in done or time.monotonic() > end:
             continue
@@ -104,8 +105,8 @@ def main() -> None:
                 "word_error_rate_of_transformers": round(rate(rows, f"{kind}_theirs", normal), 4),
             }
             print(f"{part}, {kind}: {figures[f'{part}, {kind}']}")
-    if options.save and len(done) == len(wanted):
-        spoken = [{"clip": name, **done[name]} for name in wanted]
+    if options.save:
+        spoken = [{"clip": name, **done[name]} for name in wanted if name in done]
         save("speech", [{"transformers": transformers.__version__, **figures, "transcripts": spoken}])
 
 

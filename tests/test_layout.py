@@ -22,7 +22,7 @@ LAYERS = [
     {"typed"},
     {"config"},
     {"model", "presets"},
-    {"costs", "fast", "tokens"},
+    {"costs", "fast", "quant", "tokens"},
     {"data"},
     {"batches", "hub", "parallel", "recipe"},
     {"generate", "losses"},

@@ -26,6 +26,8 @@ from clearhead.inside.checks import Check as Check
 from clearhead.inside.checks import check as check
 from clearhead.inside.long import LongReport as LongReport
 from clearhead.inside.long import long as long
+from clearhead.inside.quantize import QuantReport as QuantReport
+from clearhead.inside.quantize import quantize as quantize
 from clearhead.inside.trace import Trace as Trace
 from clearhead.inside.trace import trace as trace
 from clearhead.losses import balance_loss as balance_loss
@@ -44,6 +46,7 @@ from clearhead.parallel.planner import MeshReport as MeshReport
 from clearhead.parallel.planner import plan as plan
 from clearhead.presets import PRESETS as PRESETS
 from clearhead.presets import preset as preset
+from clearhead.quant.apply import QuantPlan as QuantPlan
 from clearhead.recipe import Recipe as Recipe
 from clearhead.recipe import read_recipe as read_recipe
 from clearhead.tasks.results import Answer as Answer

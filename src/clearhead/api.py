@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from clearhead.bundle import Bundle, best_device, class_labels, float_dtype
-from clearhead.errors import CheckpointError, refuse
+from clearhead.errors import refuse
 from clearhead.generate.request import MAX_NEW_TOKENS
 from clearhead.hub import adapters, checkpoint, files, pixels, sentences
-from clearhead.hub.download import download
-from clearhead.hub.gguf_file import is_gguf
+from clearhead.hub.download import here_or_fetched
 from clearhead.hub.tokenizer import load_tokenizer, open_tokenizer, read_settings, special_ids
 from clearhead.model.transformer import Transformer
+from clearhead.quant.apply import QuantPlan, plan_of, refuse_quantized, rounded
 from clearhead.tasks import chat, generation, ranking, reading, results, speech
 from clearhead.tasks.generation import Cancel, GenerateOptions, Hooks, OnText, TranslateOptions, generate
 from clearhead.tasks.one_or_many import as_prompts, best_of_each, unwrapped
@@ -186,7 +186,7 @@ class Model(Bundle):
     def rerank(
         self, query: str, texts: Sequence[str], top: int | None = None, batch_size: int = 32
     ) -> list[results.Ranked]:
-        """Return the texts that answer a query best, `top` of them: by a classifier with one class, or vectors."""
+        """Return the texts, best answers first, `top` at most: by a classifier of one class or by vectors."""
         return ranking.rerank(self, query, texts, top, batch_size)
 
     @overload
@@ -281,30 +281,23 @@ def load(
     tokenizer: str | Path | None = None,
     mapped: bool = False,
     parallel: Mapping[str, int] | None = None,
+    quantize: str | QuantPlan | None = None,
 ) -> Model:
     """Open a model directory, clearhead's, Hugging Face's or PEFT's with its base, or a GGUF file.
 
-    No network unless `allow_download`.
-
-    `dtype` is float32, bfloat16, float16 or float64, by name or as PyTorch's; None: as the weights are.
+    There is no network unless `allow_download`. `dtype` is float32, bfloat16, float16 or float64; None: as
+    the weights are.
     `device` is "cpu", "cuda", "cuda:1", "mps", or "auto" for the best there is. `tokenizer` names one that
     lies elsewhere: a directory, a tokenizer.json, a SentencePiece .model, llama2.c's .bin. `mapped` weights
     are the file's own pages: they are read when first used and shared between processes, and the file must
     not be written to while the model is in use. `parallel`, such as {"tensor": 2}, splits the model by heads
     over the processes that `torchrun` has started; each reads its part, and all call it with the same inputs.
+    `quantize`, "int8", "int4" (both HQQ in groups of 32) or a `QuantPlan`, rounds weights once they are read.
     """
-    cast, place = float_dtype(dtype), best_device(device)
-    path = Path(folder)
-    if not path.is_dir() and not is_gguf(path):
-        refuse(
-            not allow_download,
-            f"{folder} is not a directory: name a model directory; one from the Hub is fetched by "
-            f"`hf download {folder} --local-dir DIR`, or in Python by load with allow_download=True",
-            CheckpointError,
-        )
-        path = download(str(folder))
+    cast, place, rounding = float_dtype(dtype), best_device(device), plan_of(quantize, parallel is not None)
+    path = here_or_fetched(folder, allow_download)
     if adapters.is_adapter(path):
-        refuse(parallel is not None, f"{folder} is an adapter: merge it, clearhead convert {folder} OUT")
+        refuse(bool(parallel or rounding), f"{path} is an adapter: merge it, clearhead convert {path} OUT")
         adapted = load(adapters.base_of(path), dtype, device, False, tokenizer, mapped)
         adapted.adapters.add(path.name, path)
         adapted.adapters.use(path.name)
@@ -313,10 +306,11 @@ def load(
         from clearhead.parallel.inference import split_for_use  # takes seconds to import
 
         empty, unread = open_empty(path, cast, tokenizer)
+        refuse_quantized(empty.model, "split over processes")
         split_for_use(empty.model, unread, parallel, place)
         return empty
     model, description = checkpoint.load_model(path, checkpoint.describe(path), cast, mapped)
-    return _with_settings(path, model.to(place), description, tokenizer)
+    return _with_settings(path, rounded(model.to(place), rounding), description, tokenizer)
 
 
 def open_empty(
@@ -337,11 +331,7 @@ def _with_settings(
     else:
         found, settings = open_tokenizer(Path(tokenizer), path)
     return Model(
-        model,
-        found,
-        generation,
-        description,
-        path,
+        *(model, found, generation, description, path),
         special=special_ids(found, settings, generation, description.theirs),
         settings=settings,
         labels=class_labels(description),

@@ -20,17 +20,20 @@ from clearhead.errors import InputError, refuse
 from clearhead.fast.lora import merged
 from clearhead.generate.engine import Engine
 from clearhead.generate.own import own_options
-from clearhead.hub import checkpoint, export, files
+from clearhead.hub import checkpoint, export, files, quantized
 from clearhead.hub.adapters import Adapters
+from clearhead.hub.architecture import SECTION
 from clearhead.hub.gguf_file import SUFFIX
 from clearhead.hub.gguf_writing import write_gguf
 from clearhead.hub.pixels import PREPROCESSOR
+from clearhead.hub.quantized import code_tensors, outgoing_codes
 from clearhead.hub.sentences import Sentences, write_sentences
 from clearhead.hub.tokenizer import clean, encode, save_tokenizer, stop_ids
 from clearhead.hub.writing import Outgoing, write_tensors
 from clearhead.model.taps import unwrapped
 from clearhead.model.transformer import Transformer
 from clearhead.parallel.shards import is_split
+from clearhead.quant.layers import few_bits, quantized_parts
 from clearhead.tokens.labels import decoded
 
 SHARD_SIZE = 5_000_000_000
@@ -122,7 +125,7 @@ class Bundle:
         tokens = "none" if self.tokenizer is None else f"{self.tokenizer.get_vocab_size():,} tokens"
         return {
             "model": f"{config.family} of {config.input}, head {head}",
-            "weights": f"{count:,} parameters, {dtype} on {weight.device}",
+            "weights": f"{count:,} parameters, {dtype} on {weight.device}{few_bits(self.model)}",
             "size": f"{layers} layers, d_model {config.d_model}, {config.n_heads} heads{shared}",
             "reads": f"{config.max_positions:,} positions ({config.positions}); tokenizer: {tokens}",
             "folder": str(self.folder or "none: it was built here"),
@@ -298,8 +301,8 @@ class Bundle:
                 )
             return
         with merged(self.model), files.whole_folder(Path(folder)) as work:
-            parameters = dict(self.model.named_parameters())
-            tensors = export.outgoing(self.model, described, float_dtype(dtype))
+            parameters = dict[str, Tensor]((*self.model.named_parameters(), *code_tensors(self.model)))
+            tensors = export.outgoing(self.model, described, float_dtype(dtype)) | outgoing_codes(self.model)
             write_tensors(
                 work, files.MODEL, tensors, lambda name, owner: parameters[name].detach().cpu(), shard_size
             )
@@ -313,6 +316,8 @@ class Bundle:
     def described(self) -> checkpoint.Description:
         """Return what the model is saved as: its architecture and config.json."""
         saved = export.exported(self.config, self.description)
+        if quantized_parts(self.model):  # no architecture of others has such tensors
+            saved = checkpoint.Description(quantized.described(self.model, self.config), self.config, SECTION)
         theirs = dict(saved.theirs)
         if len(self.labels) == self.config.n_classes > 0:
             theirs |= {

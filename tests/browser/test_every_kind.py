@@ -1,4 +1,4 @@
-"""Every kind of model, live and as a file without a network: no empty view, numbers of `inside`, the address."""
+"""Every kind of model, live and as a file: no empty view, numbers of `inside`, the address restores it."""
 
 import re
 
@@ -29,9 +29,7 @@ BARE = """() => {
 
 def views_of(seen):
     """Open every view that is offered: none of them is empty or says that it cannot."""
-    names = seen.page.eval_on_selector_all(
-        "nav a:not([hidden])", "all => all.map((one) => one.dataset.view)"
-    )
+    names = seen.page.eval_on_selector_all("nav a:not([hidden])", "all => all.map((one) => one.dataset.view)")
     for name in names:
         seen.page.evaluate("name => clearhead.open(name)", name)
         seen.wait("() => !document.querySelector('#views section:not([hidden]) [aria-busy]')")

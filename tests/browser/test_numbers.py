@@ -53,13 +53,14 @@ def shown(live, family):
     return watched, prepare(toy(family), given, *target), (given, *target)
 
 
-def column_of(family, prepared):
-    """Where the page asks the model unless told otherwise."""
-    if family == "encoder":
-        return prepared.tokens.ids.index(prepared.m.special["mask"])
-    if family == "tagger":
+def column_of(family, prepared, wrote=False):
+    """Where the page asks the model unless told otherwise; `wrote`: the model has written the target itself."""
+    mask = prepared.m.special.get("mask")
+    if family == "encoder" and mask in prepared.tokens.ids:
+        return prepared.tokens.ids.index(mask)
+    if family in ("encoder", "tagger"):
         return prepared.tokens.special.index(False)
-    return 0 if family in ("classifier", "vit") else len(prepared.tokens) - 1
+    return 0 if family in ("classifier", "vit") else len(prepared.tokens) - 1 - wrote
 
 
 def scores_of(prepared):
@@ -346,10 +347,9 @@ def test_compare(live, family):
         watched.page.fill("#compare-text", other)
     watched.page.click("#compare-run")
     second = prepare(prepared.m, other)
+    wrote = family == "encoder-decoder"
     p, q = (
-        scores_of(each)[
-            column_of(family, each) if family != "encoder" or "[MASK]" in each.tokens.text else -1
-        ].double()
+        scores_of(each)[column_of(family, each, wrote and each is second)].double()
         for each in (prepared, second)
     )
     kl = float((p.softmax(-1) * (p.log_softmax(-1) - q.log_softmax(-1))).sum()) / math.log(2)

@@ -54,6 +54,10 @@ class Alike(Example):
         empty = not anchor or not positive or negative == ""
         return None if empty else cls(str(anchor), str(positive), negative, score)
 
+    def asked(self) -> tuple[str, ...]:
+        """Return the anchor."""
+        return (self.anchor,)
+
 
 ALIKE = Shape("similar texts", Alike, ("anchor", "positive"), ("negative", "score"))
 

@@ -20,7 +20,7 @@ from clearhead.commands.requests import CommandRequest
 from clearhead.errors import ClearheadError, InputError, refuse
 from clearhead.generate.request import make_request
 
-NEW_TOKENS = 512  # of an answer at most, where the command does not say
+ASKED = CommandRequest(max_new_tokens=512)  # of an answer at most, where the command does not say
 HELP = """\
 /reset         forget the conversation, but not the system message
 /system TEXT   set the system message, and forget the conversation; without a text: none
@@ -37,7 +37,7 @@ def chat(
         option("what to say first; then lines of the terminal, or of stdin", metavar="TEXT"),
     ] = None,
     system: Annotated[str | None, option("the system message")] = None,
-    request: Annotated[CommandRequest, arg(name="")] = CommandRequest(max_new_tokens=NEW_TOKENS),  # noqa: B008
+    request: Annotated[CommandRequest, arg(name="")] = ASKED,
     port: Annotated[int, option("of the page that /look opens; 0: any that is free")] = 0,
     no_open: Annotated[bool, option("/look prints its address and opens no browser")] = False,
     device: Device = "auto",
@@ -137,10 +137,14 @@ class Talk:
             streamed.append(new)
             print(new, end="", flush=True)
 
-        prompt = chat_ids(self.model, messages, {})
+        prompt, asked = chat_ids(self.model, messages, {}), {"reuse": True, **self.asked}
+        if "overflow" not in asked:
+            room = self.model.max_length - len(prompt)
+            refuse(room < 1, f"the conversation fills the {self.model.max_length:,} tokens: type /reset")
+            asked["max_new_tokens"] = min(asked["max_new_tokens"], room)
         ids: list[int] = []
         try:
-            made = self.model.chat(messages, **{"reuse": True, **self.asked}, on_text=show)
+            made = self.model.chat(messages, **asked, on_text=show)
             ids = made.ids
         except KeyboardInterrupt:
             ids = self.model.text_tokenizer.encode("".join(streamed), add_special_tokens=False).ids

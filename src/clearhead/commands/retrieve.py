@@ -209,8 +209,8 @@ def rerank(
     """Put the texts first that answer a query best, by a cross-encoder or by vectors.
 
     For example:
-      clearhead rerank my-reranker/ "Who lives in Berlin?" "Anna lives in Berlin." "It rains."
-      clearhead rerank my-reranker/ "Who lives in Berlin?" --file passages.txt --top 3 --json
+      clearhead rerank my-reranker/ "Where is Anna?" "Anna is here." "It rains."
+      clearhead rerank my-reranker/ "Where is Anna?" --file notes.txt --top 3
     """
     refuse(bool(texts) == (file is not None), "give the texts to rank, or one --file of them, one on a line")
     refuse(batch_size < 1, f"batch-size {batch_size} must be 1 or more")

@@ -31,6 +31,7 @@ SMALLEST_SIDE = 16  # cells of a pattern, however many there are
 LOGIT_BYTES = 3_000_000
 STOP_NUMBERS = 300_000  # of all heads whose inside is recorded
 EXAMPLE_PARAMETERS = 50_000_000  # of a model whose examples are recorded too
+EXAMPLE_SHARE = 16  # of the bytes of the run itself, all examples together get one in so many
 EXPLAINED = 12  # edges of the path whose reasons are recorded; of an example, a quarter
 BATCH_TOKENS = 100_000  # that interventions of a file may take: longer ones are left out
 STEP_LAYERS = 2  # blocks whose numbers are recorded, step by step
@@ -89,7 +90,9 @@ def record_run(
         )
         for length in sorted(lengths)
     }
-    cells = max((body["aggregated"] for path, body in views.items() if "/attention/" in path), default=1)
+    cells = max(
+        (body["aggregated"] for path, body in views.items() if "recorded/attention/" in path), default=1
+    )
     says = "A recording: what was computed is here, nothing more is run."
     if cells > 1:
         says += f" Attention is shown in cells of {cells} tokens, so that the file stays small."
@@ -127,15 +130,17 @@ def _views_of(run: PageRun, about: dict[str, Any], opened: "Selected", share: in
 def _examples(run: PageRun, found: Examples) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Return examples as the page lists them, each with its run where the model is small; and their views."""
     small = sum(parameter.numel() for parameter in run.m.model.parameters()) <= EXAMPLE_PARAMETERS
-    listed, views = [], {}
+    share = EXAMPLE_SHARE * len(found)
+    listed: list[dict[str, Any]] = []
+    views: dict[str, Any] = {}
     for number, one in enumerate(found):
         shown = {name: value for name, value in one.items() if name != "image"}
         if small:
             given, pair = given_of(run.m, one), one.get("pair")
-            kept = {"cells": run.cells, "roles": run.roles}
-            own = replace(begin(run.m, given, None, pair), **kept)
+            cells = max(SMALLEST_SIDE**2, run.cells // share)
+            own = replace(begin(run.m, given, None, pair), cells=cells, roles=run.roles)
             about = own.about(f"example{number}")
-            views |= _views_of(own, about, Selected.of(about, ""), 2 * len(found))
+            views |= _views_of(own, about, Selected.of(about, ""), share)
             shown["run"] = about
         listed.append(finite(shown))
     return listed, views

@@ -289,12 +289,12 @@ def paged_attend(
     here = torch.arange(len(qkv), device=table.device)
     # The slots of the rows are looked up, and so copied: the new token goes to a place behind them.
     last = torch.full((1,), k.shape[2], device=table.device)
-    k, v = (nnf.pad(x, (0, 0, 0, 1)) for x in (k, v))
+    k, v = nnf.pad(k, (0, 0, 0, 1)), nnf.pad(v, (0, 0, 0, 1))
     z = step_attend(
         qkv, k, v, last, nnf.pad(seen, (0, 1), value=True), cos, sin, layout, n_heads, scale, softcap,
         q_norm, k_norm, eps, unit_offset,
     )  # fmt: skip
     slot = slots[here, place]
-    for pool, buffer in zip((keys, values), (k, v)):
+    for pool, buffer in ((keys, k), (values, v)):
         pool[0, :, slot] = buffer[:, :, -1].transpose(0, 1)
     return z

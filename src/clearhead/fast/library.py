@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 SOURCE = Path(__file__).with_name("step.c")
+INCLUDED = SOURCE.with_name("quantized.h")
 FLAGS = ("-O3", "-march=native", "-shared", "-fPIC")
 OFF = "CLEARHEAD_NATIVE"  # in the environment: 0 leaves the library out
 
@@ -39,7 +40,6 @@ def library() -> ctypes.CDLL | None:
         return None
     found.clearhead_block.argtypes = (c_void_p, c_void_p)
     found.clearhead_linear.argtypes = (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64)
-    found.clearhead_linear.restype = None
     return found if _agrees(found) else None
 
 
@@ -69,7 +69,7 @@ def _built(compiler: str) -> Path:
     """Return the path of the library, compiled now if it is not in the cache."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "clearhead"
     about = os.stat(compiler)
-    made_of = (compiler, about.st_size, about.st_mtime_ns, *FLAGS, _processor(), SOURCE.read_text("utf-8"))
+    made_of = (compiler, about.st_size, about.st_mtime_ns, *FLAGS, _processor(), *_sources())
     name = f"step-{hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]}.so"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if folder.stat().st_uid != os.getuid():
@@ -80,6 +80,11 @@ def _built(compiler: str) -> Path:
             subprocess.run(command, capture_output=True, check=True, timeout=60)
             os.replace(f"{apart}/{name}", folder / name)
     return folder / name
+
+
+def _sources() -> list[str]:
+    """Return the text of what is compiled."""
+    return [path.read_text("utf-8") for path in (SOURCE, INCLUDED)]
 
 
 def _processor() -> str:
@@ -100,7 +105,13 @@ def _structure(name: str, **fields: Any) -> Any:
 
 P, N, F = c_void_p, c_int64, c_double
 NORM = _structure("Norm", weight=P, bias=P, kind=N, unit_offset=N, eps=F)
-LINEAR = _structure("Linear", weight=P, bias=P, rows=N, columns=N)
+LINEAR = _structure(
+    "Linear",
+    **dict.fromkeys(("weight", "bias"), P),
+    **dict.fromkeys(("rows", "columns"), N),
+    **dict.fromkeys(("codes", "scales", "offsets", "smooth"), P),
+    **dict.fromkeys(("bits", "group"), N),
+)
 RESIDUAL = _structure("Residual", before=NORM, inside=NORM, after=NORM, scale=F)
 ATTENTION = _structure(
     "Attention",

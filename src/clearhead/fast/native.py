@@ -19,6 +19,7 @@ from clearhead.model.cache import CrossKeys, GrowingKeys, LayerKeys, RingKeys
 from clearhead.model.feedforward import ACTIVATIONS, FeedForward
 from clearhead.model.stack import Block, Residual
 from clearhead.model.taps import SILENT, Tap
+from clearhead.quant.layers import QuantizedLinear
 
 MOST_ROWS = 48  # up to so many rows our product is quicker than the plain one
 
@@ -37,6 +38,8 @@ KNOWN: dict[type[nn.Module], set[str]] = {
     | {"d_head", "d_value", "scale", "softcap", "layout", "norm_over", "dropout", "kernel"},
     FeedForward: {"gate", "up", "down", "activation", "dropout"},
     nn.Linear: {"weight", "bias", "in_features", "out_features"},
+    QuantizedLinear: {"codes", "scales", "offsets", "smooth", "bias", "place", "grid"}
+    | {"in_features", "out_features"},
 }
 
 
@@ -74,7 +77,11 @@ class Pointers:
         """Describe a linear layer, or that there is none."""
         if layer is None:
             return LINEAR()
-        return LINEAR(self.at(layer.weight), self.at(layer.bias), layer.out_features, layer.in_features)
+        sizes = layer.out_features, layer.in_features
+        if not isinstance(layer, QuantizedLinear):
+            return LINEAR(self.at(layer.weight), self.at(layer.bias), *sizes)
+        parts = map(self.at, (layer.codes, layer.scales, layer.offsets, layer.smooth))
+        return LINEAR(None, self.at(layer.bias), *sizes, *parts, layer.grid.bits, layer.grid.group)
 
     def residual(self, residual: Residual | None) -> Any:
         """Describe a residual, or that there is none."""
@@ -136,12 +143,38 @@ class NativeLinear(Direct):
         rows = x.numel() // self.in_features
         if not (rows > 0 and (self.alike or rows <= MOST_ROWS)) or not _plain(x):
             return nnf.linear(x, self.weight, self.bias)
-        x, found = x.contiguous(), library()
-        assert found is not None
-        out = x.new_empty(*x.shape[:-1], self.out_features)
-        places = (ctypes.addressof(self.fields), x.data_ptr(), out.data_ptr())
-        found.clearhead_linear(*places, rows, torch.get_num_threads(), self.alike)
-        return out
+        return native_linear(self.fields, x, self.out_features, self.alike)
+
+
+class NativeQuantized(Direct, QuantizedLinear):
+    """A linear layer of few bits whose product is that of `quantized.h`, for any number of rows.
+
+    It rounds its inputs, which the layer itself does not. That each row has the same arithmetic in whatever
+    batch it comes is why many rows take this way too.
+    """
+
+    described: tuple[Pointers, Any] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., D] -> [..., N]."""
+        if not x.numel() or not _plain(x):
+            return super().forward(x)
+        if self.described is None:
+            pointers = Pointers()
+            self.described = pointers, pointers.linear(self)
+        return native_linear(self.described[1], x, self.out_features)
+
+
+def native_linear(fields: Any, x: Tensor, width: int, alike: bool = False) -> Tensor:
+    """Return the product of `step.c` with the layer that `fields` describes: [..., D] -> [..., N]."""
+    x, found = x.contiguous(), library()
+    assert found is not None
+    out = x.new_empty(*x.shape[:-1], width)
+    rows, threads = x.numel() // x.shape[-1], torch.get_num_threads()
+    places = (ctypes.addressof(fields), x.data_ptr(), out.data_ptr())
+    if found.clearhead_linear(*places, rows, threads, alike):
+        raise MemoryError(f"no memory for {rows} rows")
+    return out
 
 
 def _plain(x: Tensor) -> bool:

@@ -36,6 +36,7 @@ from clearhead.model.feedforward import ACTIVATIONS, FeedForward
 from clearhead.model.stack import Block, Residual, Stack
 from clearhead.model.taps import SILENT, Tap
 from clearhead.model.transformer import Transformer
+from clearhead.quant.layers import QuantizedLinear
 
 
 def prepared(
@@ -85,6 +86,8 @@ def _replacement(part: nn.Module, way: Way) -> nn.Module:
     kind: Any = original(part)
     if way.native and kind is nn.Linear:
         return in_c.NativeLinear(cast(nn.Linear, part))
+    if way.native and kind is QuantizedLinear:
+        return like(part, in_c.NativeQuantized)
     if way.packs and isinstance(part, nn.Linear):
         return PackedLinear(part)
     if way.kernels and isinstance(part, Stack):
@@ -101,20 +104,27 @@ def _replacement(part: nn.Module, way: Way) -> nn.Module:
 def _fused(block: Block, kind: type[Block]) -> Block:
     """Build a block of class `kind` in which self-attention and a gated feed-forward are fused."""
     attention, feedforward, new = block.attention, block.feedforward, like(block, kind)
-    if isinstance(attention, Attention) and original(attention) is Attention:
+    plain = isinstance(attention, Attention) and original(attention) is Attention
+    if isinstance(attention, Attention) and plain and _join(attention.q, attention.k, attention.v):
         layers = (attention.q, attention.k, attention.v)
         qkv, widths = JoinedLinear(*layers), [layer.out_features for layer in layers]
         new.attention = like(attention, FusedAttention, q=None, k=None, v=None, qkv=qkv, widths=widths)
-    if isinstance(feedforward, FeedForward) and feedforward.gate is not None:
+    gate = getattr(feedforward, "gate", None)
+    if isinstance(feedforward, FeedForward) and gate is not None and _join(gate, feedforward.up):
         new.feedforward = like(
             feedforward,
             FusedFeedForward,
             gate=None,
             up=None,
-            both=JoinedLinear(feedforward.gate, feedforward.up),
+            both=JoinedLinear(gate, feedforward.up),
             activation_name=ACTIVATION_NAMES.get(feedforward.activation),
         )
     return new
+
+
+def _join(*layers: nn.Module) -> bool:
+    """Return True if these layers can become one: those of few bits stay as they are."""
+    return all(isinstance(layer, nn.Linear) for layer in layers)
 
 
 # All that the kernels compute, by class and attribute. A block with anything more, such as an option added

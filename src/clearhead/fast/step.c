@@ -20,7 +20,14 @@ extern int omp_get_num_threads(void);
 /* Filled in by `native.py`, whose structures have the same fields in the same order. */
 enum { NO_NORM, LAYER_NORM, RMS_NORM };
 typedef struct { const float *weight, *bias; int64_t kind, unit_offset; double eps; } Norm;
-typedef struct { const float *weight, *bias; int64_t rows, columns; } Linear;
+typedef struct {
+    const float *weight, *bias; /* no weight: codes of 8 or 4 bits, see `quantized.h` */
+    int64_t rows, columns;      /* no rows: there is no such layer */
+    const uint8_t *codes;
+    const uint16_t *scales, *offsets;
+    const float *smooth;
+    int64_t bits, group;
+} Linear;
 typedef struct { Norm before, inside, after; double scale; } Residual;
 typedef struct {
     Linear q, k, v, out;
@@ -143,9 +150,22 @@ static int64_t until(int64_t count, Thread thread) {
     return from(count, (Thread){thread.number + 1, thread.count});
 }
 
+#include "quantized.h"
+
+/* Where a thread rounds the inputs of layers of few bits, and what it rounded last. */
+typedef struct { float *memory; const float *x, *smooth; } Room;
+
 /* y [B, stride] = x [B, D] Wᵀ + bias, for the thread's share of the rows of W. */
 static void product(const Linear *linear, const float *x, int64_t batch, float *y, int64_t stride,
-                    int64_t alike, Thread thread) {
+                    int64_t alike, Thread thread, Room *room) {
+    if (linear->codes) {
+        Rounded rounded = rounded_in(room->memory, linear, batch);
+        if (room->x != x || room->smooth != linear->smooth) round_rows(linear, x, 0, batch, &rounded);
+        room->x = x, room->smooth = linear->smooth;
+        rounded_product(linear, &rounded, batch, y, stride, from(linear->rows, thread),
+                        until(linear->rows, thread));
+        return;
+    }
     static Tile *const single[] = {one_row_1, one_row_2, one_row_3, one_row_4};
     static Tile *const several[] = {four_rows_1, four_rows_2, four_rows_3, four_rows_4};
     int64_t D = linear->columns, stop = until(linear->rows, thread), rows = batch <= 2 && !alike ? 1 : 4;
@@ -264,19 +284,20 @@ typedef struct {
     const Call *call;
     float *q, *k, *v, *z, *y, *gate, *up;
     float *own; /* `each` numbers for every thread by itself */
-    int64_t each;
+    int64_t each, slots;
 } Shared;
 
 /* `normed` [B, D] through attention, into shared y; `own`: its keys are those of the text, not the source. */
 static void attention_part(const Attention *a, const Shared *s, const float *normed, int64_t own,
-                           float *scores, Thread thread) {
+                           float *scores, Thread thread, Room *room) {
     const Call *call = s->call;
+    room->x = NULL; /* the same place has other numbers now */
     const View *view = own ? &call->own : &call->source;
     int64_t B = call->batch, H = a->heads, K = a->kv_heads, E = a->width, V = a->value_width;
-    product(&a->q, normed, B, s->q, H * E, call->alike, thread);
+    product(&a->q, normed, B, s->q, H * E, call->alike, thread, room);
     if (own) {
-        product(&a->k, normed, B, s->k, K * E, call->alike, thread);
-        product(&a->v, normed, B, s->v, K * V, call->alike, thread);
+        product(&a->k, normed, B, s->k, K * E, call->alike, thread, room);
+        product(&a->v, normed, B, s->v, K * V, call->alike, thread, room);
     }
     GOMP_barrier();
     for (int64_t b = thread.number; b < B; b += thread.count) {
@@ -304,23 +325,25 @@ static void attention_part(const Attention *a, const Shared *s, const float *nor
     for (int64_t item = thread.number; item < B * H; item += thread.count)
         attend(a, view, item / H, item % H, s->q + item * E, scores, s->z + item * V);
     GOMP_barrier();
-    product(&a->out, s->z, B, s->y, a->out.rows, call->alike, thread);
+    product(&a->out, s->z, B, s->y, a->out.rows, call->alike, thread, room);
     GOMP_barrier();
 }
 
 /* `normed` [B, D] through the feed-forward, into shared y. */
-static void feedforward_part(const FeedForward *f, const Shared *s, const float *normed, Thread thread) {
+static void feedforward_part(const FeedForward *f, const Shared *s, const float *normed, Thread thread,
+                             Room *room) {
+    room->x = NULL;
     int64_t B = s->call->batch, F = f->up.rows, alike = s->call->alike;
-    float *pre = f->gate.weight ? s->gate : s->up;
-    product(&f->up, normed, B, s->up, F, alike, thread);
-    if (f->gate.weight) product(&f->gate, normed, B, s->gate, F, alike, thread);
+    float *pre = f->gate.rows ? s->gate : s->up;
+    product(&f->up, normed, B, s->up, F, alike, thread, room);
+    if (f->gate.rows) product(&f->gate, normed, B, s->gate, F, alike, thread, room);
     for (int64_t b = 0; b < B; b++)
         for (int64_t i = b * F + from(F, thread); i < b * F + until(F, thread); i++) {
             float post = activated(pre[i], f->activation);
-            s->up[i] = f->gate.weight ? post * s->up[i] : post;
+            s->up[i] = f->gate.rows ? post * s->up[i] : post;
         }
     GOMP_barrier();
-    product(&f->down, s->up, B, s->y, f->down.rows, alike, thread);
+    product(&f->down, s->up, B, s->y, f->down.rows, alike, thread, room);
     GOMP_barrier();
 }
 
@@ -332,29 +355,30 @@ static void block_work(void *data) {
     int64_t B = call->batch, D = block->width, size = B * D;
     float *x = s->own + thread.number * s->each; /* the stream, as this thread has it */
     float *normed = x + size, *y = normed + size, *other = y + size, *scores = other + size;
+    Room room = {scores + s->slots, NULL, NULL};
     memcpy(x, call->x, size * sizeof(float));
 
     const Residual *first = &block->attention_residual, *last = &block->feedforward_residual;
     const float *read = x;
     if (first->before.kind) norm(&first->before, x, normed, B, D), read = normed;
-    attention_part(&block->attention, s, read, 1, scores, thread);
+    attention_part(&block->attention, s, read, 1, scores, thread, &room);
     memcpy(y, s->y, size * sizeof(float));
     if (block->parallel) {
         if (last->before.kind) norm(&last->before, x, other, B, D), read = other;
     } else {
         add(first, x, y, B, D);
-        if (block->cross.q.weight) {
+        if (block->cross.q.rows) {
             const Residual *between = &block->cross_residual;
             read = x;
             if (between->before.kind) norm(&between->before, x, normed, B, D), read = normed;
-            attention_part(&block->cross, s, read, 0, scores, thread);
+            attention_part(&block->cross, s, read, 0, scores, thread, &room);
             memcpy(y, s->y, size * sizeof(float));
             add(between, x, y, B, D);
         }
         read = x;
         if (last->before.kind) norm(&last->before, x, normed, B, D), read = normed;
     }
-    feedforward_part(&block->feedforward, s, read, thread);
+    feedforward_part(&block->feedforward, s, read, thread, &room);
     if (block->parallel) add(first, x, y, B, D);
     memcpy(y, s->y, size * sizeof(float));
     add(last, x, y, B, D);
@@ -366,15 +390,17 @@ static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 /* Take one token of each row through a block; 0, or 1 where memory ran out. */
 int clearhead_block(const Block *block, const Call *call) {
     const Attention *own = &block->attention, *cross = &block->cross;
-    int64_t q = larger(own->q.rows, cross->q.weight ? cross->q.rows : 0);
-    int64_t z = larger(own->out.columns, cross->q.weight ? cross->out.columns : 0);
+    int64_t q = larger(own->q.rows, cross->q.rows ? cross->q.rows : 0);
+    int64_t z = larger(own->out.columns, cross->q.rows ? cross->out.columns : 0);
     int64_t sizes[] = {q, own->k.rows, own->v.rows, z, block->width, block->feedforward.up.rows,
                        block->feedforward.up.rows};
-    int64_t each = 4 * call->batch * block->width + larger(call->own.slots, call->source.slots), all = 0;
+    int64_t slots = larger(call->own.slots, call->source.slots), all = 0;
+    int64_t widest = larger(larger(z, block->width), block->feedforward.down.columns);
+    int64_t each = 4 * call->batch * block->width + slots + rounded_room(widest, call->batch);
     for (int i = 0; i < 7; i++) all += sizes[i] * call->batch;
     float *memory = malloc((all + call->threads * each) * sizeof(float)), *next = memory;
     if (!memory) return 1;
-    Shared shared = {.block = block, .call = call, .own = memory + all, .each = each};
+    Shared shared = {.block = block, .call = call, .own = memory + all, .each = each, .slots = slots};
     float **places[] = {&shared.q, &shared.k, &shared.v, &shared.z, &shared.y, &shared.gate, &shared.up};
     for (int i = 0; i < 7; next += sizes[i++] * call->batch) *places[i] = next;
     GOMP_parallel(block_work, &shared, call->threads, 0);
@@ -382,17 +408,38 @@ int clearhead_block(const Block *block, const Call *call) {
     return 0;
 }
 
-typedef struct { const Linear *linear; const float *x; float *y; int64_t batch, alike; } Product;
+typedef struct {
+    const Linear *linear;
+    const float *x;
+    float *y;
+    int64_t batch, alike;
+    float *memory;
+} Product;
 
 static void linear_work(void *data) {
     Product *p = data;
     Thread thread = {omp_get_thread_num(), omp_get_num_threads()};
-    product(p->linear, p->x, p->batch, p->y, p->linear->rows, p->alike, thread);
+    int64_t rows = p->linear->rows;
+    if (!p->linear->codes) {
+        product(p->linear, p->x, p->batch, p->y, rows, p->alike, thread, NULL);
+        return;
+    }
+    Rounded rounded = rounded_in(p->memory, p->linear, p->batch);
+    int64_t first = p->batch * thread.number / thread.count, stop = p->batch * (thread.number + 1) / thread.count;
+    round_rows(p->linear, p->x, first, stop, &rounded);
+    GOMP_barrier();
+    rounded_product(p->linear, &rounded, p->batch, p->y, rows, from(rows, thread), until(rows, thread));
 }
 
-/* y [B, N] = x [B, D] Wᵀ + bias. */
-void clearhead_linear(const Linear *linear, const float *x, float *y, int64_t batch, int64_t threads,
-                      int64_t alike) {
-    Product job = {linear, x, y, batch, alike};
+/* y [B, N] = x [B, D] Wᵀ + bias; 0, or 1 where memory ran out. */
+int clearhead_linear(const Linear *linear, const float *x, float *y, int64_t batch, int64_t threads,
+                     int64_t alike) {
+    Product job = {linear, x, y, batch, alike, NULL};
+    if (linear->codes) {
+        job.memory = malloc(rounded_room(linear->columns, batch) * sizeof(float));
+        if (!job.memory) return 1;
+    }
     GOMP_parallel(linear_work, &job, threads, 0);
+    free(job.memory);
+    return 0;
 }

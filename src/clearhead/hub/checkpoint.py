@@ -25,6 +25,7 @@ from clearhead.hub.architecture import SECTION, Architecture, check_sizes, is_am
 from clearhead.hub.files import read_json, refuse
 from clearhead.hub.gguf_file import is_gguf, open_gguf, read_header
 from clearhead.hub.mxfp4 import unpacked
+from clearhead.hub.quantized import Packed, is_packed, place_like
 from clearhead.hub.registry import ARCHITECTURES, architecture_of
 from clearhead.hub.rules import Rule, Shape, matches
 from clearhead.hub.stored import as_stored, check_bounds, common_dtype, equal
@@ -199,6 +200,8 @@ def open_model(
     """
     if is_gguf(folder):
         entries, theirs = open_gguf(read_header(folder), mapped), description.theirs
+    elif is_packed(description.theirs):
+        entries, theirs = open_weights(folder, mapped), description.theirs
     else:
         entries, theirs = unpacked(open_weights(folder, mapped), description.theirs)
     description, model, sources = _fill(folder, dataclasses.replace(description, theirs=theirs), entries)
@@ -207,6 +210,7 @@ def open_model(
     dtypes = {name: dtype or entry.dtype for rule, entry in sources for name in rule.ours}
     _put(model, {name: torch.empty(shapes[name], dtype=dtypes[name], device="meta") for name in shapes})
     model.tie()
+    place_like(model, dtype or next(iter(dtypes.values()), torch.float32))
     return model.eval(), description, Unread(folder, description.config, shapes, sources)
 
 
@@ -241,9 +245,13 @@ def _fill(
     prefix = architecture.prefix
     if prefix and not any(name.startswith(prefix) for name in entries):  # saved from the bare base model
         entries = {prefix + name: entry for name, entry in entries.items()}
+    packed = Packed(folder, description.theirs, entries) if is_packed(description.theirs) else None
+    entries = entries if packed is None else packed.others
     config, entries = as_stored(description.config, description.theirs, architecture, entries)
-    check_bounds(folder, config, entries)
+    check_bounds(folder, config, entries if packed is None else packed.bounds())
     model = empty_model(config)
+    if packed is not None:
+        packed.install(model)
     chosen: dict[str, Rule] = {}
     unused = set(entries)
     for rule in matching_rules(model, architecture):

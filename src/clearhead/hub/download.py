@@ -3,6 +3,8 @@
 from pathlib import Path
 
 from clearhead.errors import CheckpointError, MissingExtraError
+from clearhead.hub.files import refuse
+from clearhead.hub.gguf_file import is_gguf
 
 
 def download(name: str) -> Path:
@@ -16,3 +18,16 @@ def download(name: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=patterns))
     except Exception as error:
         raise CheckpointError(f"{name} could not be downloaded: {str(error).splitlines()[0]}") from None
+
+
+def here_or_fetched(name: str | Path, allow_download: bool) -> Path:
+    """Return a directory or GGUF file that is here; any other name is fetched, where that is allowed."""
+    path = Path(name)
+    if path.is_dir() or is_gguf(path):
+        return path
+    refuse(
+        not allow_download,
+        f"{name} is not a directory: name a model directory or a GGUF file; one from the Hub is fetched by "
+        f"`hf download {name} --local-dir DIR`, or in Python by load with allow_download=True",
+    )
+    return download(str(name))

@@ -88,7 +88,7 @@ def outgoing(
 
 def write_config(folder: Path, description: Description, tensors: Mapping[str, Outgoing]) -> None:
     """Write config.json of a model that is written as these tensors."""
-    first = str(next(iter(tensors.values())).dtype)
+    first = str(next((one.dtype for one in tensors.values() if one.dtype.is_floating_point), torch.float32))
     write_json(folder / "config.json", {**description.theirs, "dtype": first.removeprefix("torch.")})
 
 

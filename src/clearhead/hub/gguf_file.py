@@ -122,7 +122,7 @@ class _Header:
             type(step) is not int or step < 1 or step & (step - 1) or step > 1 << 20,
             f"{path} has general.alignment {step!r}: it must be a power of two",
         )
-        body = -(-self.at // step) * step
+        body = math.ceil(self.at / step) * step
         spans = {
             name: self._stored(name, shape, number, start, step, size - body)
             for name, shape, number, start in infos

@@ -31,6 +31,7 @@ from clearhead.hub.gguf_tokenizer import tokenizer_fields
 from clearhead.hub.weights import cast
 from clearhead.hub.writing import Outgoing
 from clearhead.model.transformer import Transformer
+from clearhead.quant.apply import refuse_quantized
 
 TYPES = {"F32": 0, "F16": 1, "Q8_0": 7, "Q4_0": 2}  # with the number of general.file_type
 TABLES = ("token_embd.weight", "output.weight", "position_embd.weight")
@@ -52,6 +53,7 @@ def write_gguf(
     `kind` is the type of the matrices, one of `TYPES`. Norms and biases are F32 in any case, and with Q4_0
     the token table and the output layer are Q8_0.
     """
+    refuse_quantized(model, "written as GGUF")
     refuse(kind not in TYPES, f"GGUF type {kind!r} cannot be written: choose from {', '.join(TYPES)}")
     config = model.config
     name, dialect = dialect_for(config, described.kind)

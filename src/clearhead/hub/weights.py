@@ -69,7 +69,7 @@ def allocated(shapes: Mapping[str, Shape], dtypes: Mapping[str, torch.dtype]) ->
     """
     sizes = {name: math.prod(shape) * dtypes[name].itemsize for name, shape in shapes.items()}
     starts = dict(
-        zip(sizes, itertools.accumulate((-(-size // 64) * 64 for size in sizes.values()), initial=0))
+        zip(sizes, itertools.accumulate((math.ceil(size / 64) * 64 for size in sizes.values()), initial=0))
     )
     total = sum(sizes.values()) + 64 * len(sizes) + 1
     try:

@@ -132,7 +132,7 @@ def in_cells(pattern: Tensor, queries: int, keys: int) -> Tensor:
 def _summed(x: Tensor, axis: int, size: int) -> Tensor:
     """Return sums over cells of so many places of an axis; the last cell may be smaller."""
     whole = x.shape[axis] // size * size
-    cells = x.narrow(axis, 0, whole).unflatten(axis, (-1, size)).sum(axis + 1)
+    cells = torch.unflatten(x.narrow(axis, 0, whole), axis, (-1, size)).sum(axis + 1)
     if whole == x.shape[axis]:
         return cells
     return torch.cat([cells, x.narrow(axis, whole, x.shape[axis] - whole).sum(axis, keepdim=True)], axis)

@@ -20,6 +20,7 @@ from clearhead.inside import inputs, results
 from clearhead.inside.direct import AskedLogit, parts_of
 from clearhead.inside.frozen import exact
 from clearhead.model.taps import tap_names
+from clearhead.quant.layers import weight_of
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ def firing(
         tap = f"blocks.{term.layer}.feedforward.post"
         if term.kind == "feedforward" and term.layer is not None and tap in taps:
             posts[term.layer] = exact(asked.seen[tap][0][read.rows])  # R F
-            down = exact(blocks[term.layer].get_parameter("feedforward.down.weight"))  # D F
+            down = exact(weight_of(blocks[term.layer], "feedforward.down"))  # D F
             values[term.layer] = (posts[term.layer] * (part.slope @ down)).sum(0)
     best = sorted(
         (

@@ -127,8 +127,8 @@ def fused(
         # What comes back is laid out as the kernel likes it: on some GPUs it has no view of this shape.
         out = F.scaled_dot_product_attention(grouped, k, v, mask, dropout, scale=scale).reshape(B, H, 1, -1)
     else:
-        planned = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
-        if mask is not None and K < H and q.is_cuda and not planned:
+        masked = mask is not None and K < H and q.is_cuda and not torch.compiler.is_compiling()
+        if masked and not torch.backends.cuda.cudnn_sdp_enabled():  # type: ignore[no-untyped-call]
             k, v = (x.repeat_interleave(H // K, 1) for x in (k, v))  # else a slow kernel takes it
         out = F.scaled_dot_product_attention(
             q, k, v, mask, dropout, is_causal=causal, scale=scale, enable_gqa=k.shape[1] < H

@@ -172,7 +172,7 @@ def attention_steps(
     asking, asked = H // K * T, S
     if blocks is not None:  # gathered keys and values, queries and answers by blocks, log-sums, masks
         size, count, whole = blocks  # of queries, so many see all keys
-        queries, met = -(-T // size) * size, size * count
+        queries, met = (T + size - 1) // size * size, size * count
         asking, asked = H // K, queries * met + whole * S  # pairs of the two
         gathered = queries // size * met * K * (E + Ev) * run.size
         mask = (B * queries * met + whole * S) * (run.size if not eager else 1)

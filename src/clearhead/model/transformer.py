@@ -59,8 +59,9 @@ class Transformer(nn.Module):
 
     def tie(self) -> None:
         """Make shared weights one tensor: the output layer and the token table of the stack that feeds it."""
-        if isinstance(self.head, heads.LanguageHead) and self.config.tie_embeddings:
-            self.head.out.weight = cast(nn.Embedding, self.main.embedding.front.tokens).weight
+        out = self.head.out if isinstance(self.head, heads.LanguageHead) else None
+        if isinstance(out, nn.Linear) and self.config.tie_embeddings:  # one of few bits has no parameter
+            out.weight = cast(nn.Embedding, self.main.embedding.front.tokens).weight
 
     @property
     def main(self) -> Stack:

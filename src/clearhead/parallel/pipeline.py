@@ -9,6 +9,7 @@ Shapes: B rows, T length, D model, X experts.
 """
 
 import itertools
+import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
@@ -97,7 +98,7 @@ class PartStack(Stack):
 
 def layers_of(stage: int, stages: int, layers: int) -> range:
     """Return the layers of a stage; those of an encoder come first. Early stages have one more, if any."""
-    return range(-(-layers * stage // stages), -(-layers * (stage + 1) // stages))
+    return range(math.ceil(layers * stage / stages), math.ceil(layers * (stage + 1) / stages))
 
 
 def stage_of(model: Transformer, stage: int, stages: int) -> "StageTransformer":

@@ -7,6 +7,7 @@ other lengths are padded at their end, with tokens that nobody sees and nothing 
 Shapes: B batch (1 where all rows are alike), T tokens of a row, N processes, t tokens of each of them.
 """
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -28,12 +29,12 @@ class RowShares:
     @property
     def tile(self) -> int:
         """Number of tokens that are sent, or skipped, together: a power of two."""
-        return 1 << (-(-self.length // TILES) - 1).bit_length()
+        return 1 << (math.ceil(self.length / TILES) - 1).bit_length()
 
     @property
     def chunk(self) -> int:
         """Number of tokens that follow each other: whole tiles."""
-        return -(-self.length // (self.processes * self.chunks * self.tile)) * self.tile
+        return math.ceil(self.length / (self.processes * self.chunks * self.tile)) * self.tile
 
     @property
     def chunks(self) -> int:

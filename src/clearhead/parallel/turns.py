@@ -6,6 +6,7 @@ docs/decisions/pipeline.md says why the schedule is our own.
 """
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -40,7 +41,7 @@ def portion(whole: Sequence[Batch], world: World, device: torch.device) -> Porti
 def pieces(batch: Batch, world: World, batches: int) -> list[Batch]:
     """Cut this process's share of one of the batches of a step; every share has as many pieces."""
     own, stages = world.rows(batch), world.extent("pipeline")
-    wanted = -(-PIECES * stages // batches) if stages > 1 else 1
+    wanted = math.ceil(PIECES * stages / batches) if stages > 1 else 1
     count = max(1, min(wanted, len(batch) // world.shares))
     if count == 1:
         return [own]

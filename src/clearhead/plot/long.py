@@ -1,6 +1,7 @@
 """One picture of how a model does on long contexts: a panel for each part of the report."""
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 from clearhead.inside.long import LongReport
@@ -29,7 +30,7 @@ def draw_long(found: LongReport, title: str) -> Figure:
             lambda axes: _growth(axes, growth, "seconds", "flops", "time and FLOPs"),
             lambda axes: _growth(axes, growth, "peak", "activations", "peak memory and activations"),
         ]
-    lines = -(-len(panels) // COLUMNS)
+    lines = math.ceil(len(panels) / COLUMNS)
     figure = new(5.2 * min(COLUMNS, len(panels)), 3.1 * lines + 0.4)
     figure.suptitle(plain(title), fontsize=11)
     grid = list(figure.subplots(lines, min(COLUMNS, len(panels)), squeeze=False).flat)

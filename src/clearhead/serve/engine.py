@@ -163,8 +163,7 @@ class ServeEngine:
     def step(self) -> None:
         """Take every request one step further."""
         for job in [*self.running, *self.waiting]:
-            reason = job.ends.reason()
-            if reason is not None:
+            if (reason := job.ends.reason()) is not None:
                 self._end(job, reason)
         plan: list[tuple[Job, int, int]] = []
         self._plan(plan)

@@ -8,6 +8,7 @@ Shapes: K key/value heads, T new tokens, S slots of the pool, E head width.
 """
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -88,7 +89,7 @@ class Table:
 
     def missing(self, tokens: int) -> int:
         """Return how many blocks `tokens` tokens need beyond those there are."""
-        return max(0, -(-tokens // self.pool.size) - len(self.ids))
+        return max(0, math.ceil(tokens / self.pool.size) - len(self.ids))
 
     def extend(self, tokens: int) -> None:
         """Take the blocks that are missing; there must be as many."""
@@ -102,7 +103,7 @@ class Table:
 
     def _passed(self, position: int) -> range:
         """Return the numbers of the blocks that queries from `position` on do not see."""
-        return range(-(-self.first // self.pool.size), self.start(position) // self.pool.size)
+        return range(math.ceil(self.first / self.pool.size), self.start(position) // self.pool.size)
 
     def trim(self, position: int) -> None:
         """Free the blocks that queries from `position` on do not see."""
@@ -136,7 +137,7 @@ class Table:
     def slots(self, start: int, stop: int) -> Slots:
         """Return the slots of positions `start` to `stop`; a slice where they are neighbours."""
         size, first = self.pool.size, start // self.pool.size
-        ids = [block for block in self.ids[first : -(-stop // size)] if block is not None]
+        ids = [block for block in self.ids[first : math.ceil(stop / size)] if block is not None]
         within = slice(start - first * size, stop - first * size)
         if all(b == a + 1 for a, b in itertools.pairwise(ids)):
             return slice(ids[0] * size + within.start, ids[0] * size + within.stop)
@@ -146,7 +147,7 @@ class Table:
     def visible(self, start: int, stop: int) -> tuple[Tokens, Slots]:
         """Return the tokens that queries from `start` to `stop` read, and where their keys are."""
         size, first = self.pool.size, self.start(start)
-        sinks = min(-(-self.first // size) * size, first)
+        sinks = min(math.ceil(self.first / size) * size, first)
         count = torch.arange(first, stop, device=self.pool.device)
         slots = self.slots(first, stop)
         if sinks:

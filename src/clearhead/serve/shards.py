@@ -5,6 +5,7 @@ as one without Ray does.
 """
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ def run_on_ray(
         if not rows:
             return
         items = [{"name": name, "row": json.dumps(row)} for name, row in rows.items()]
-        shards = ray.data.from_items(items, override_num_blocks=-(-len(items) // ROWS)).map_batches(
+        shards = ray.data.from_items(items, override_num_blocks=math.ceil(len(items) / ROWS)).map_batches(
             RayAnswers,
             fn_constructor_args=(str(folder.resolve()), limits, dict(options)),
             batch_size=ROWS,

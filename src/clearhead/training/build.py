@@ -26,6 +26,7 @@ from clearhead.hub.export import exported
 from clearhead.hub.gguf_file import is_gguf
 from clearhead.model.transformer import Transformer
 from clearhead.presets import PRESETS, preset
+from clearhead.quant.apply import refuse_quantized
 from clearhead.recipe import BASE, Recipe, TrainPlan
 from clearhead.tasks.spec import DECODER, TaskSpec
 from clearhead.tasks.table import task_named
@@ -47,7 +48,9 @@ def base_of(recipe: Recipe) -> Model | None:
             ConfigError,
         )
         return None
-    return load(_folder(base), dtype=torch.float32)
+    loaded = load(_folder(base), dtype=torch.float32)
+    refuse_quantized(loaded.model, "trained")
+    return loaded
 
 
 def _folder(base: str) -> Path:

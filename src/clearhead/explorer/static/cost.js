@@ -39,7 +39,7 @@ function costCurve(points, chosen) {
   const levels = [low, (low + high) / 2, high].map((level) => svg("text", { x: left - 8, y: y(10 ** level) + 4, "text-anchor": "end" }, figure(10 ** level, 2)));
   return el(
     "figure",
-    { class: "wide" },
+    { class: "wide", tabindex: "0", role: "group", "aria-label": "By length" },
     svg("svg", { viewBox: `0 0 ${width} ${height}`, class: "chart", role: "img", "aria-label": "FLOPs of a pass and bytes of the cache by length" }, rules, ticks, svg("text", { x: width - 16, y: height - 2, "text-anchor": "end" }, "tokens"), levels, lines),
     el("figcaption", { class: "legend" }, Object.entries(names).map(([name, words]) => el("span", {}, el("span", { class: `swatch swatch-${name}` }), words))),
   );

@@ -52,7 +52,7 @@ async function showMap(app, run, body) {
   };
   const [x, y] = [scale(0, width), scale(1, height)];
   const drawing = svg("svg", { viewBox: `0 0 ${width} ${height}`, class: "chart map", role: "img", "aria-label": "Token vectors on the plane in which they differ most" }, found.labels.map((label, place) => svg("g", { class: `map-${found.kinds[place]}`, "data-label": label }, svg("circle", { cx: x(found.points[place][0]), cy: height - y(found.points[place][1]), r: found.kinds[place] === "chosen" ? 6 : 3.5 }), svg("text", { x: x(found.points[place][0]) + 7, y: height - y(found.points[place][1]) + 4, class: "mono" }, label))));
-  replace(body, el("figure", { class: "wide" }, drawing), el("p", {}, "Nearest by cosine: ", found.near.slice(0, 8).map((one, number) => [number ? ", " : "", el("span", { class: "mono" }, one.label), " ", el("span", { class: "number", "data-value": one.cosine }, one.cosine.toFixed(2))])), el("p", { class: "soft" }, `The plane has ${percent(found.explained[0] + found.explained[1])} of the variance.`), saveButtons(() => drawing, "map"));
+  replace(body, el("figure", { class: "wide", tabindex: "0", role: "group", "aria-label": "The map" }, drawing), el("p", {}, "Nearest by cosine: ", found.near.slice(0, 8).map((one, number) => [number ? ", " : "", el("span", { class: "mono" }, one.label), " ", el("span", { class: "number", "data-value": one.cosine }, one.cosine.toFixed(2))])), el("p", { class: "soft" }, `The plane has ${percent(found.explained[0] + found.explained[1])} of the variance.`), saveButtons(() => drawing, "map"));
 }
 
 /** Steering: two texts, a layer, a strength. */
@@ -94,7 +94,7 @@ export const drawersSection = {
   id: "drawers",
   title: "Drawers",
   hint: "More to look into: neurons, steering, the map of token vectors. Each opens on its own.",
-  applies: (model) => model.family !== "encoder-decoder" && model.input !== "patches" && model.task !== "embed",
+  applies: (model, live, source, run) => model.family !== "encoder-decoder" && model.input !== "patches" && model.task !== "embed" && (live || ["neurons", "map"].some((id) => source.list(`run/${run?.run || "recorded"}/${id}?`).length)),
 
   mount(root, app) {
     replace(

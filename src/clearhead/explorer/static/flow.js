@@ -206,7 +206,7 @@ export const flowSection = {
       const others = body.symbols.split(" ").slice(0, -2);
       const first = body.shape.length > 2 && others.length ? `, for the first of ${others.join(", ")}` : "";
       const corner = body.shape.slice(-2).some((count, axis) => count > shape.slice(-2)[axis]) ? `; the corner of ${rows} × ${columns}` : "";
-      replace(node, el("p", { class: "soft" }, `${axes.filter(Boolean).join(" × ")}${first}: ${figure(low)} to ${figure(high)}${corner}`), map.root, legend, el("div", { class: "wide" }, el("table", { class: "corner-numbers" }, el("tbody", {}, cells))));
+      replace(node, el("p", { class: "soft" }, `${axes.filter(Boolean).join(" × ")}${first}: ${figure(low)} to ${figure(high)}${corner}`), map.root, legend, el("div", { class: "wide", tabindex: "0", role: "group", "aria-label": "The first numbers" }, el("table", { class: "corner-numbers" }, el("tbody", {}, cells))));
     }
 
     /** Open a step by its name, with the groups around it: the tour asks for it. */

@@ -9,6 +9,7 @@ import { askedOf } from "./selection.js";
 import { LensTables } from "./source.js";
 
 const PATH_COLUMN = 46; // pixels of a column at least; where not all fit, those that matter get one
+const PATH_NARROW = 500; // pixels of a picture on a phone
 const PATH_EDGES = 60; // at most, however low the threshold
 const PATH_LISTED = 12;
 const PATH_NAMED = 10; // arcs with the name of their head, the strongest ones
@@ -20,10 +21,13 @@ function pathPlace(part) {
   return layer === undefined ? null : { kind: kind || "self", layer: Number(layer) };
 }
 
+/** Pixels before the first column: for the names of layers, which a phone has numbers for. */
+const pathLeft = (room) => (room < PATH_NARROW ? 34 : 84);
+
 /** Which tokens get a column: [{side, place, label}], the encoder's before the decoder's. */
 function pathColumns(run, edges, reader, room) {
   const all = [...(run.source ? run.source.labels.map((label, place) => ({ side: "source", place, label })) : []), ...run.tokens.labels.map((label, place) => ({ side: "main", place, label }))];
-  const fit = Math.max(8, Math.floor((room - 100) / PATH_COLUMN));
+  const fit = Math.max(5, Math.floor((room - pathLeft(room) - 24) / PATH_COLUMN));
   if (all.length <= fit) return all;
   const wanted = new Set([`main ${reader}`]);
   for (const edge of edges) {
@@ -65,7 +69,7 @@ function pathNames(edges, bend) {
 
 /** The picture: lens cells as the grid, arcs for heads, circles for feed-forwards and embeddings; the stream that is read runs up to the answer. */
 function pathPicture({ columns, layers, cell, edges, pulses, most, chosen, answer, reader, room, tall, gave, choose }) {
-  const [left, top, foot] = [84, 52, 46];
+  const [left, top, foot] = [pathLeft(room), 52, 46];
   const wide = Math.max(PATH_COLUMN, Math.min(120, (room - left - 24) / columns.length));
   const high = Math.max(26, Math.min(104, (tall - top - foot) / layers.length));
   const width = left + wide * columns.length + 24;
@@ -88,7 +92,7 @@ function pathPicture({ columns, layers, cell, edges, pulses, most, chosen, answe
   return svg(
     "svg",
     { viewBox: `0 0 ${width} ${height}`, class: "path-picture", role: "img", width, height, "aria-label": `Arcs from the tokens that ${answer} came from, through heads; the table lists them` },
-    layers.map((name, layer) => svg("text", { x: left - 14, y: y(layer) + 4, "text-anchor": "end", class: "path-layer" }, name)),
+    layers.map((name, layer) => svg("text", { x: left - 14, y: y(layer) + 4, "text-anchor": "end", class: "path-layer" }, room < PATH_NARROW ? name.replace("block ", "").replace("embedding", "in") : name)),
     columns.map((_, place) => svg("line", { class: "path-stream", x1: x(place), x2: x(place), y1: y(0) + 8, y2: y(layers.length - 1) - 8 })),
     svg("path", { class: "path-spine", d: `M${x(column)},${height - foot + 12} L${x(column)},${top - 8} L${middle},${top - 18}` }),
     drawn.map((edge) => svg("path", { d: arc(edge), class: `path-edge${edge.why ? " path-why" : ""}${edge.number === chosen ? " path-chosen" : ""}`, "data-part": edge.part, stroke: edge.why ? null : css(signedColour(edge.value < 0 ? -0.9 : 0.9)), "stroke-width": 1.2 + 10 * (edge.why ? 0.05 : share(edge.value)), "stroke-opacity": edge.number === chosen ? 1 : 0.35 + 0.5 * share(edge.value), onclick: edge.why ? null : () => choose(edge.number) }, svg("title", {}, edge.words))),

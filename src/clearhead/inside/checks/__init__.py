@@ -4,6 +4,7 @@ Each row computes one thing in two ways that must agree, and says what was compa
 and what is allowed. Inputs are random but seeded, and short. A model in half precision is held to what its
 dtype can tell apart.
 
+    quantized    a model of few bits, which has rows of its own: against its weights in floating point
     independent  the model against `plainly`, which shares no code with it, and against transformers
     forward      kernels, batches, padding, caches, copies on disk; pruning, the lens, devices, the compiler
     training     accumulated gradients, resumed runs
@@ -18,10 +19,12 @@ from clearhead.api import Model
 from clearhead.errors import refuse
 from clearhead.inside.checks.forward import forward_rows, inside_rows
 from clearhead.inside.checks.independent import formula_rows, reference_rows
+from clearhead.inside.checks.quantized import quantized_rows
 from clearhead.inside.checks.rows import LARGE, TOLERANCE, Check, Comparison, Inputs
 from clearhead.inside.checks.training import training_rows
 from clearhead.model.taps import unwrapped
 from clearhead.model.transformer import Transformer, evaluating
+from clearhead.quant.layers import quantized_parts
 
 __all__ = ["Check", "check", "checks_for"]
 
@@ -67,6 +70,8 @@ def check(
 def checks_for(model: Transformer, compile: bool = False) -> list[Comparison]:
     """Return every row of the suite; `fits` says which make sense for this model."""
     inputs = Inputs(model)
+    if quantized_parts(model):
+        return quantized_rows(inputs)
     return [
         *formula_rows(inputs),
         *forward_rows(inputs),

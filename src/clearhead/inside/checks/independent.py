@@ -279,7 +279,7 @@ def _whole_source(inputs: Inputs) -> Tensor | None:
     if source is None or inputs.source_kind != "frames":
         return source
     spec = inputs.model.config.stacks[0]
-    times = -(-spec.max_positions * spec.conv_stride // source.shape[1])
+    times = math.ceil(spec.max_positions * spec.conv_stride / source.shape[1])
     return torch.cat([source] * times, dim=1)[:, : spec.max_positions * spec.conv_stride]
 
 

@@ -37,6 +37,7 @@ from clearhead.inside.names import layer_names
 from clearhead.model.feedforward import Experts
 from clearhead.model.heads import ClassifierHead, LanguageHead, TokenHead
 from clearhead.model.stack import Stack
+from clearhead.quant.layers import weight_of
 
 Given = str | Sequence[int] | tuple[str, str] | pixels.Image
 LONGEST = 512  # tokens of a passage, though the model may take more
@@ -307,7 +308,7 @@ def directions(m: Model, shelf: Shelf) -> Tensor:
     """Return what each neuron writes, as it arrives at the last layer of the head: [N, D]."""
     stack, head = stack_of(m, shelf.stack), m.model.head
     block, *later = stack.layers()[shelf.layer :]
-    written = results.on_cpu(block.get_parameter(f"{shelf.part}.down.weight")).T[shelf.units]  # N D
+    written = results.on_cpu(weight_of(block, f"{shelf.part}.down")).T[shelf.units]  # N D
     residual = block.feedforward_residual
     written = _through(residual.after, _through(residual.inside, written) * residual.scale)
     for block in later:

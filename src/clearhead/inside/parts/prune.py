@@ -39,6 +39,7 @@ from clearhead.inside.parts.examples import Data, judge
 from clearhead.inside.parts.importance import HeadTable, ablate_each, importance
 from clearhead.model.attention import Attention
 from clearhead.model.transformer import Transformer
+from clearhead.quant.apply import refuse_quantized
 
 By = Literal["importance", "ablation", "random"]
 Unit = tuple[names.AttentionHead, ...]  # heads that can only go together
@@ -58,6 +59,7 @@ def prune(m: inputs.AnyModel, heads: Heads, whole_groups: bool = False) -> Model
             are.
     """
     whole = inputs.as_model(m)
+    refuse_quantized(whole.model, "pruned")
     gone = _together(whole.config, as_heads(whole.config, heads), whole_groups)
     refuse(
         whole.config.qk_norm == "full",

@@ -149,7 +149,7 @@ def plain_blocks(kind: Kind, length: int, causal: bool) -> tuple[int, int, int] 
 
 def _column(kind: Kind, length: int) -> int:
     """Return how many tokens stand in the longest column of a row without padding; 0: there are none."""
-    return -(-length // kind.step) if isinstance(kind, Strided) else 0
+    return (length + kind.step - 1) // kind.step if isinstance(kind, Strided) else 0
 
 
 def _padded(tokens: masks.Tokens, size: int, rows: int) -> masks.Tokens:

@@ -95,9 +95,8 @@ class DisentangledAttention(Attention):
     def by_distance(self, q: Tensor, k: Tensor, relative: Relative) -> Tensor:
         """Return what the distance of each pair adds to its score: [B, H, T, S]."""
         vectors, H, K = relative.vectors.to(q.dtype)[None], self.n_heads, self.n_kv_heads
-        asked, offered, _ = self.project(vectors, vectors)
-        by_query = self.split("q", asked, H, self.q_norm, SILENT)  # 1 H R E
-        by_key = self.split("k", offered, K, self.k_norm, SILENT)  # 1 K R E
+        by_query = self.split("q", self.q(vectors), H, self.q_norm, SILENT)  # 1 H R E
+        by_key = self.split("k", self.k(vectors), K, self.k_norm, SILENT)  # 1 K R E
         by_key, k = (x.repeat_interleave(H // K, 1) for x in (by_key, k))
         found: list[Tensor] = []
         which = relative.which[:, None].expand(q.shape[0], H, -1, -1)  # B H T S
@@ -115,9 +114,8 @@ def disentangled_steps(spec: StackSpec, run: Pass, name: str, T: int, sees: Kind
     R, D, both = spec.relative_buckets, spec.d_model, 2 if spec.relative_terms == "both" else 1
     for step in attention_steps(spec, run, name, T, T, sees, "attention"):
         if step.name == f"{name}.scores":
-            for kind, heads in (("q", H), ("k", K), ("v", K)):
-                width = heads * (spec.d_value if kind == "v" else E)
-                yield Step(f"{name}.{kind}_distance", "attention", m=R, n=width, k=D)
+            for kind, heads in (("q", H), ("k", K)):
+                yield Step(f"{name}.{kind}_distance", "attention", m=R, n=heads * E, k=D)
             kept = B * H * T * T * (both * INDEX + run.size) + B * T * (H + K) * E * run.size
             yield Step(f"{name}.by_distance", "attention", m=T, n=R, k=E, count=both * B * H, kept=kept)
         yield step

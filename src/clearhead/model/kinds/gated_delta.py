@@ -62,7 +62,7 @@ def _by_chunks(
 ) -> tuple[Tensor, Tensor]:
     """Solve for the writes of all chunks at once, then carry the state from chunk to chunk."""
     (B, H, T, V), (K, E), C = v.shape, (k.shape[1], k.shape[3]), min(chunk, max(v.shape[2], 1))
-    N, more = -(-T // C), -T % C
+    N, more = (T + C - 1) // C, -T % C
     q = F.pad(q * E**-0.5, (0, 0, 0, more)).reshape(B, K, N, C, E).repeat_interleave(H // K, dim=1)
     k = F.pad(k, (0, 0, 0, more)).reshape(B, K, N, C, E).repeat_interleave(H // K, dim=1)
     v = F.pad(v, (0, 0, 0, more)).reshape(B, H, N, C, V)
@@ -294,7 +294,7 @@ def gated_delta_steps(
     """Yield the steps of one layer of the gated delta rule on rows of T tokens without padding."""
     D, K, H, E, V, rows = d_model, n_key_heads, n_value_heads, d_key, d_value, run.batch * T
     C, size, keys, values = min(CHUNK, T), run.wide, n_key_heads * d_key, n_value_heads * d_value
-    N, width = -(-T // C), 2 * keys + values
+    N, width = (T + C - 1) // C, 2 * keys + values
     slots, half = run.batch * N * C, run.size < run.wide  # rows, filled up to whole chunks
     for part, d_out in (("q", keys), ("k", keys), ("v", values)):
         yield linear_step(f"{name}.{part}", "attention", rows, D, d_out, bias=False)

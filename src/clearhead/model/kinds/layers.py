@@ -202,7 +202,7 @@ def linear_products(spec: StackSpec, run: Pass, name: str, T: int, kind: LinearK
         each = run.batch * (H + K)  # their rows have no gradient
         yield Step(f"{name}.features", "attention", m=T, n=F, k=spec.d_head, count=each, gradients=1)
     C = min(CHUNK, T) if spec.causal else T
-    N = -(-T // C)
+    N = (T + C - 1) // C
     features, values = run.batch * N * C * (H + K) * F, run.batch * N * C * (H + K) * V
     states = run.batch * K * (N + spec.causal) * F * V
     square = run.batch * N * H * C * C if spec.causal else 0

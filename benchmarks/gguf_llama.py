@@ -1,6 +1,6 @@
 """Greedy tokens of one GGUF file here and in llama.cpp (the xllamacpp wheel), both ways.
 
-    python -m benchmarks.gguf SmolLM2-135M-Instruct.Q4_1.gguf --tokens 24
+    python -m benchmarks.gguf_llama SmolLM2-135M-Instruct.Q4_1.gguf --tokens 24
 
 The file is opened here and written again in F32, which llama.cpp opens: the same numbers in float. Both
 continue the same texts, each by its own tokenizer, and the tokens are compared.

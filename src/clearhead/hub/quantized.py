@@ -1,0 +1,166 @@
+"""Models of few bits on disk: tensors under our own names, and config.json says which layers have few bits.
+
+    "quantization_config": {"quant_method": "clearhead", "layers": {"head.out": [8, 32, true], ...}}
+
+A layer is named with its bits, its group and whether it is symmetric. Its weight is the tensors
+`NAME.codes`, `NAME.scales` and, where it has them, `NAME.offsets` and `NAME.smooth` (see `quant/grid.py`).
+"""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from clearhead.config import ModelConfig
+from clearhead.errors import CheckpointError, ClearheadError
+from clearhead.hub.architecture import QUANTIZATION, SECTION
+from clearhead.hub.files import refuse
+from clearhead.hub.weights import Entry
+from clearhead.hub.writing import Outgoing
+from clearhead.model.transformer import Transformer
+from clearhead.quant.grid import Grid
+from clearhead.quant.layers import PARTS, QuantizedLinear, QuantizedTable, empty_layer, quantized_parts
+
+METHOD = "clearhead"  # the quant_method that config.json names
+
+
+def described(model: Transformer, config: ModelConfig) -> dict[str, Any]:
+    """Return config.json of a model of few bits: our own section, and its layers."""
+    layers = {
+        name: [part.grid.bits, part.grid.group, part.grid.symmetric] for name, part in _written(model).items()
+    }
+    return {
+        "architectures": ["ClearheadModel"],
+        "model_type": SECTION,
+        SECTION: {"config": config.to_dict()},
+        QUANTIZATION: {"quant_method": METHOD, "layers": layers},
+    }
+
+
+def outgoing_codes(model: Transformer) -> dict[str, Outgoing]:
+    """Return the tensors of layers of few bits, by name; their sources are the same names."""
+    return {
+        name: Outgoing(tuple(tensor.shape), tensor.dtype, (name,)) for name, tensor in code_tensors(model)
+    }
+
+
+def code_tensors(model: Transformer) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of layers of few bits, by name."""
+    for name, part in _written(model).items():
+        for kind in PARTS:
+            tensor = getattr(part, kind)
+            if tensor is not None:
+                yield f"{name}.{kind}", tensor
+
+
+def _written(model: Transformer) -> dict[str, Any]:
+    """Return the parts whose codes are written: a table that is tied to the output layer is not."""
+    parts = quantized_parts(model)
+    out = parts.get("head.out") if model.config.tie_embeddings else None
+
+    def tied(part: Any) -> bool:
+        alike = out is not None and isinstance(part, QuantizedTable) and part.codes.shape == out.codes.shape
+        return alike and out is not None and torch.equal(part.codes, out.codes)
+
+    return {name: part for name, part in parts.items() if not tied(part)}
+
+
+def is_packed(theirs: Mapping[str, Any]) -> bool:
+    """Return True if config.json says that some layers have few bits, in our format."""
+    stated = theirs.get(QUANTIZATION)
+    mine = isinstance(stated, dict) and stated.get("quant_method") == METHOD
+    refuse(
+        bool(stated) and not mine and theirs.get("model_type") == SECTION,
+        f"config.json has {QUANTIZATION} {str(stated)[:40]}: the quant_method of our own files is {METHOD}",
+    )
+    return mine
+
+
+class Packed:
+    """The layers of few bits of a file, and its other tensors."""
+
+    def __init__(self, folder: Path, theirs: Mapping[str, Any], entries: dict[str, Entry]) -> None:
+        self.folder, self.grids = folder, _grids(folder, theirs)
+        mine = {f"{name}.{kind}" for name in self.grids for kind in PARTS}
+        self.codes = {name: entry for name, entry in entries.items() if name in mine}
+        self.others = {name: entry for name, entry in entries.items() if name not in mine}
+
+    def bounds(self) -> dict[str, Entry]:
+        """Return every tensor as if codes were weights, to be counted."""
+        counted = dict(self.others)
+        for name, grid in self.grids.items():
+            codes = self.codes.get(f"{name}.codes")
+            if codes is not None:
+                per_byte = 2 if grid.bits == 4 else 1
+                counted[f"{name}.weight"] = Entry((*codes.shape, per_byte), torch.float32, codes.read)
+        return counted
+
+    def install(self, model: Transformer) -> None:
+        """Put layers of few bits, read from the file, in the place of a model's empty ones."""
+        for name, grid in self.grids.items():
+            try:
+                old = model.get_submodule(name)
+            except AttributeError:
+                raise CheckpointError(
+                    f"{self.folder / 'config.json'}: {QUANTIZATION} names {name}, which this model has not"
+                ) from None
+            refuse(
+                not isinstance(old, nn.Linear | nn.Embedding),
+                f"{self.folder / 'config.json'}: {QUANTIZATION} names {name}, which has no weight of rows",
+            )
+            model.set_submodule(name, self._layer(name, grid, old))
+        out = getattr(model.head, "out", None)
+        if isinstance(out, QuantizedLinear) and model.config.tie_embeddings:
+            table = QuantizedTable(out)
+            for name, part in list(model.named_modules(remove_duplicate=False)):
+                if isinstance(part, nn.Embedding) and name.endswith(".tokens"):
+                    model.set_submodule(name, table)
+
+    def _layer(self, name: str, grid: Grid, old: Any) -> QuantizedLinear | QuantizedTable:
+        rows, columns = old.weight.shape
+        bias = getattr(old, "bias", None) is not None
+        layer = empty_layer(grid, rows, columns, f"{name}.smooth" in self.codes, bias, device="meta")
+        for kind in PARTS:
+            wanted, entry = getattr(layer, kind), self.codes.get(f"{name}.{kind}")
+            if wanted is None:
+                refuse(
+                    entry is not None, f"{self.folder}: {name}.{kind} has no place: config.json does not fit"
+                )
+                continue
+            if entry is None:
+                raise CheckpointError(f"{self.folder}: no tensor fills {name}.{kind}: the file is incomplete")
+            refuse(
+                entry.shape != wanted.shape or entry.dtype != wanted.dtype,
+                f"{self.folder}: tensor {name}.{kind} has {entry.dtype} {entry.shape} and must have "
+                f"{wanted.dtype} {tuple(wanted.shape)}: config.json does not fit",
+            )
+            setattr(layer, kind, entry.read().clone())
+            entry.release()
+        layer.place = torch.empty(0)
+        if isinstance(old, nn.Embedding):
+            return QuantizedTable(layer)
+        return layer
+
+
+def _grids(folder: Path, theirs: Mapping[str, Any]) -> dict[str, Grid]:
+    """Return the grid of each layer of few bits, as config.json says."""
+    layers = theirs[QUANTIZATION].get("layers")
+    wrong = f"{folder / 'config.json'}: {QUANTIZATION} must have layers, each as [bits, group, symmetric]"
+    refuse(not isinstance(layers, dict) or not layers, wrong)
+    try:
+        return {
+            str(name): Grid(int(bits), int(group), bool(symmetric))
+            for name, (bits, group, symmetric) in layers.items()
+        }
+    except ClearheadError as error:
+        raise CheckpointError(f"{folder / 'config.json'}: {error}") from None
+    except (TypeError, ValueError):
+        raise CheckpointError(wrong) from None
+
+
+def place_like(model: Transformer, dtype: torch.dtype) -> None:
+    """Tell layers of few bits the dtype of the rest of the model."""
+    for part in quantized_parts(model).values():
+        part.place = torch.empty(0, dtype=dtype)

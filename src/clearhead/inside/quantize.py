@@ -1,0 +1,269 @@
+"""A model of few bits, and what rounding cost: errors by layer, perplexity and divergence on a text.
+
+    found = quantize(m, bits=4, text="book.txt", method="gptq")
+    found.model.save("small")
+    found.after.perplexity / found.before.perplexity
+
+One half of the text is for calibration and for finding sensitive parts. What is reported is measured on the
+other half.
+
+Shapes: T tokens of a row, V vocabulary.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from clearhead.api import Model
+from clearhead.errors import refuse
+from clearhead.evaluation.metrics import perplexity
+from clearhead.inside.inputs import device_of
+from clearhead.inside.long.text import LongText, read_text
+from clearhead.inside.results import Result
+from clearhead.model.transformer import Transformer, evaluating
+from clearhead.quant.apply import (
+    LayerError,
+    MethodName,
+    QuantPlan,
+    linear_names,
+    quantize_model,
+    shared_copy,
+)
+from clearhead.quant.calibrate import moments
+from clearhead.quant.layers import quantized_parts
+from clearhead.quant.methods import CALIBRATED
+
+OnProgress = Callable[[str, int, int], None]
+LENGTH = 512  # tokens of a row, at most
+
+
+@dataclass(frozen=True)
+class TextFigures(Result):
+    """What a model says of a text."""
+
+    json_names = ("tokens", "loss", "perplexity", "divergence", "agreement")
+
+    tokens: int
+    loss: float  # nats a token
+    divergence: float  # KL from the model before, nats a token
+    agreement: float  # share of tokens after which both models hold the same token most probable
+
+    @property
+    def perplexity(self) -> float:
+        """The exponential of the loss."""
+        return perplexity(self.loss)
+
+
+@dataclass(frozen=True)
+class Sensitivity(Result):
+    """The KL divergence from the model, in nats a token, when one part alone is rounded."""
+
+    part: str
+    divergence: float
+
+
+@dataclass(frozen=True, eq=False)
+class QuantReport(Result):
+    """A model of few bits, and what rounding cost; None without a text."""
+
+    json_names = (
+        *("bits", "group", "symmetric", "method", "wide", "bytes_before", "bytes_after", "before", "after"),
+        *("sensitivity", "layers"),
+    )
+
+    model: Model
+    plan: QuantPlan
+    layers: tuple[LayerError, ...]
+    bytes_before: int  # of all weights
+    bytes_after: int
+    before: TextFigures | None
+    after: TextFigures | None
+    sensitivity: tuple[Sensitivity, ...] = ()  # most sensitive first; only where parts were to be chosen
+
+    @property
+    def bits(self) -> int:
+        """Bits of a weight."""
+        return self.plan.bits
+
+    @property
+    def group(self) -> int:
+        """Weights that share a scale."""
+        return self.plan.group
+
+    @property
+    def symmetric(self) -> bool:
+        """Whether scales have no offset."""
+        return self.plan.symmetric
+
+    @property
+    def method(self) -> str:
+        """How codes were chosen."""
+        return self.plan.method
+
+    @property
+    def wide(self) -> tuple[str, ...]:
+        """The layers that keep more bits."""
+        return self.plan.wide
+
+
+def quantize(
+    m: Model,
+    bits: int = 4,
+    group: int = 32,
+    *,
+    method: MethodName | None = None,
+    symmetric: bool = True,
+    text: str | Path | Sequence[str | Path] | Sequence[int] = (),
+    wide: int | Sequence[str] = (),
+    calibration: int = 8192,
+    evaluation: int = 4096,
+    on_progress: OnProgress = lambda stage, done, total: None,
+) -> QuantReport:
+    """Return a copy of a model whose weights have 8 or 4 bits, and what rounding cost. The model stays.
+
+    Args:
+        m: what `load` gave, in floating point.
+        bits: 8 or 4; the output layer and token tables keep 8.
+        group: weights of a row that share a scale: 32, 64, 128 or 256.
+        method: rtn (to the nearest), hqq (no data), gptq or awq, which need a text; None: gptq with a text,
+            else hqq.
+        symmetric: scales alone; False: each group has an offset too.
+        text: files, an embedded corpus or token ids, for a decoder language model: one half calibrates, and
+            the other is what perplexity and divergence are measured on.
+        wide: names of layers, with `*` for anything, that keep 8 bits (of 8: floating point); or how many
+            attentions and feed-forwards to choose for that, by what rounding each alone costs on the text.
+        calibration: tokens of the text to calibrate on, at most.
+        evaluation: tokens of the text to measure on, at most.
+        on_progress: told what is being done, and how much of how much is.
+    """
+    given = isinstance(text, str | Path) or len(text) > 0
+    plan = QuantPlan(bits, group, symmetric, method or ("gptq" if given else "hqq"), _names(wide))
+    refuse(
+        not given and (plan.method in CALIBRATED or isinstance(wide, int)),
+        f"{'wide ' + str(wide) if isinstance(wide, int) else 'method ' + plan.method} needs a text: "
+        "give text (on the command line --data FILE), or choose rtn or hqq, and wide layers by name",
+    )
+    for name, value in (("calibration", calibration), ("evaluation", evaluation)):
+        refuse(value < 2, f"{name} {value} must be 2 tokens or more")
+    read = _Rows(m, text, calibration, evaluation) if given else None
+    names = [name for name in linear_names(m.model) if plan.grid(name) is not None]
+    seen = None if read is None else moments(m.model, read.rows(0, on_progress, "calibrating"), names)
+    tried: tuple[Sensitivity, ...] = ()
+    if isinstance(wide, int) and read is not None:
+        refuse(wide < 1, f"wide {wide} must be 1 part or more, or names of layers")
+        tried = _sensitivity(m.model, plan, read, on_progress)
+        chosen = tuple(f"{one.part}.*" for one in tried[:wide])
+        plan = dataclasses.replace(plan, wide=chosen)
+    done = quantize_model(m.model, plan, None, lambda n, i, total: on_progress("rounding", i, total), seen)
+    made = dataclasses.replace(m, model=done.model, description=None)
+    before = after = None
+    if read is not None:
+        before, after = read.compare(m.model, done.model, on_progress)
+    return QuantReport(
+        made, plan, tuple(done.layers), weight_bytes(m.model), weight_bytes(done.model), before, after, tried
+    )
+
+
+def _names(wide: int | Sequence[str]) -> tuple[str, ...]:
+    return () if isinstance(wide, int) else (wide,) if isinstance(wide, str) else tuple(wide)
+
+
+def weight_bytes(model: Transformer) -> int:
+    """Return the bytes of all weights of a model, shared ones once."""
+    tensors: list[Tensor] = [*model.parameters()]
+    for part in quantized_parts(model).values():
+        tensors += [one for one in part.buffers() if one.numel()]
+    sizes = {one.data_ptr(): one.numel() * one.element_size() for one in tensors}
+    return sum(sizes.values())
+
+
+class _Rows:
+    """The two halves of a text, as rows of ids."""
+
+    def __init__(self, m: Model, text: object, calibration: int, evaluation: int) -> None:
+        config = m.config
+        refuse(
+            config.family != "decoder" or config.head != "lm",
+            f"a text calibrates a decoder language model, and this is a model of family {config.family} with "
+            f"head {config.head}: leave the text out, and choose rtn or hqq",
+        )
+        read, self.device = read_text(m, text), device_of(m.model)
+        half = len(read.ids) // 2
+        halves = [dataclasses.replace(read, ids=part) for part in (read.ids[:half], read.ids[half:])]
+        self.length = min(LENGTH, config.max_positions, calibration, evaluation, halves[0].room)
+        refuse(self.length < 2, f"{read.name} has {read.room} tokens: give a longer text")
+        self.halves = halves
+        self.counts = [max(1, most // self.length) for most in (calibration, evaluation)]
+
+    def rows(self, half: int, on_progress: OnProgress, stage: str) -> Iterator[Tensor]:
+        """Yield rows of one half: ids [1, T]."""
+        text: LongText = self.halves[half]
+        rows = list(text.rows(self.length, self.counts[half]))
+        for number, row in enumerate(rows):
+            on_progress(stage, number, len(rows))
+            yield torch.tensor([row], device=self.device)
+        on_progress(stage, len(rows), len(rows))
+
+    @torch.no_grad()
+    def compare(
+        self, before: Transformer, after: Transformer, on_progress: OnProgress
+    ) -> tuple[TextFigures, TextFigures]:
+        """Return what two models say of the second half."""
+        sums = [torch.zeros(4, dtype=torch.float64) for _ in range(2)]
+        with evaluating(before), evaluating(after):
+            for ids in self.rows(1, on_progress, "measuring"):
+                logs = [log_probabilities(model, ids) for model in (before, after)]
+                for total, log in zip(sums, logs):
+                    total += text_sums(logs[0], log, ids)
+        return text_figures(sums[0]), text_figures(sums[1])
+
+
+def log_probabilities(model: Transformer, ids: Tensor) -> Tensor:
+    """Return the log-probabilities of the next token after each: [1, T] -> [T, V]."""
+    logits: Tensor = model(ids).required_logits
+    return logits[0].float().log_softmax(-1)
+
+
+def text_sums(reference: Tensor, log: Tensor, ids: Tensor) -> Tensor:
+    """Return tokens, and sums over them of loss, divergence and agreement: [T, V] twice, [1, T] -> [4]."""
+    reference, log, targets = reference[:-1], log[:-1], ids[0, 1:]
+    loss = -log.gather(1, targets[:, None]).sum()
+    divergence = (reference.exp() * (reference - log)).sum()
+    agreement = (reference.argmax(-1) == log.argmax(-1)).sum()
+    return torch.tensor([len(targets), float(loss), float(divergence), float(agreement)], dtype=torch.float64)
+
+
+def text_figures(sums: Tensor) -> TextFigures:
+    """Return means from sums [4]."""
+    tokens, loss, divergence, agreement = sums.tolist()
+    return TextFigures(int(tokens), loss / tokens, divergence / tokens, agreement / tokens)
+
+
+@torch.no_grad()
+def _sensitivity(
+    model: Transformer, plan: QuantPlan, read: _Rows, on_progress: OnProgress
+) -> tuple[Sensitivity, ...]:
+    """Round each attention and feed-forward alone, to the nearest; return divergences, largest first."""
+    plain = dataclasses.replace(plan, method="rtn", wide=())
+    rounded, model = quantize_model(model, plain).model, shared_copy(model)
+    ids = next(read.rows(0, lambda *told: None, ""))
+    names = list(dict.fromkeys(name.rpartition(".")[0] for name in linear_names(model) if "." in name))
+    parts = [name for name in names if name != "head"]
+    found = []
+    with evaluating(model):
+        reference = log_probabilities(model, ids)
+        for number, part in enumerate(parts):
+            on_progress("finding sensitive parts", number, len(parts))
+            before = model.get_submodule(part)
+            try:
+                model.set_submodule(part, rounded.get_submodule(part))
+                log = log_probabilities(model, ids)
+            finally:
+                model.set_submodule(part, before)
+            divergence = (reference.exp() * (reference - log)).sum() / len(log)
+            found.append(Sensitivity(part, float(divergence)))
+    return tuple(sorted(found, key=lambda one: -one.divergence))

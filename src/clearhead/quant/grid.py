@@ -1,0 +1,181 @@
+"""The numbers that a weight of 8 or 4 bits can be: w = scale · code + offset, each group with its own.
+
+A group is a run of columns of one row, that is, inputs of one output. Codes are whole numbers, from -127 to
+127 or from -8 to 7. Scales and offsets are bfloat16, and codes are chosen after these were rounded. Without
+an offset a grid is symmetric.
+
+Weights lie as products read them, four rows of four columns to a tile, so that 16 numbers meet four inputs:
+rows are filled up to a multiple of 4 and columns to one of 32, with code 0. Four bits are kept two in a byte:
+of 32 columns, tile j of the first 16 is in the lower halves and tile j of the last 16 in the upper halves,
+each 8 more than the code. The scales of four rows lie side by side too.
+
+Shapes: N width out, D width in, G groups of a row, R = N/4 and K = D/32, rounded up.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as nnf
+from torch import Tensor
+
+from clearhead.errors import refuse
+
+BLOCK = 32  # columns that kernels take at a time: groups are multiples of it
+TILE = 4  # rows, and columns, of a tile
+BITS = (4, 8)
+GROUPS = (32, 64, 128, 256)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """How weights are kept: `bits` for each, `group` columns to a scale, `symmetric` without an offset."""
+
+    bits: int = 4
+    group: int = 32
+    symmetric: bool = True
+
+    def __post_init__(self) -> None:
+        refuse(self.bits not in BITS, f"bits {self.bits!r} is not known: choose from {_listed(BITS)}")
+        refuse(self.group not in GROUPS, f"group {self.group!r} is not known: choose from {_listed(GROUPS)}")
+
+    @property
+    def least(self) -> int:
+        """The smallest code."""
+        return -127 if self.bits == 8 else -8
+
+    @property
+    def most(self) -> int:
+        """The largest code."""
+        return 127 if self.bits == 8 else 7
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Bits of a weight, with its share of scale and offset."""
+        return self.bits + 16 * (1 if self.symmetric else 2) / self.group
+
+    def groups(self, columns: int) -> int:
+        """Return the number of groups of a row."""
+        return math.ceil(columns / self.group)
+
+    def split(self, weight: Tensor) -> Tensor:
+        """Cut rows into groups, the last filled up with its own last number: [N, D] -> [N, G, group]."""
+        more = self.groups(weight.shape[1]) * self.group - weight.shape[1]
+        filled = torch.cat([weight, weight[:, -1:].expand(-1, more)], dim=1) if more else weight
+        return filled.reshape(weight.shape[0], -1, self.group)
+
+    def round(self, groups: Tensor, scales: Tensor, offsets: Tensor | None) -> Tensor:
+        """Return the nearest codes: [N, G, group] with scales and offsets [N, G] -> [N, G, group]."""
+        shifted = groups if offsets is None else groups - offsets.to(groups.dtype)[..., None]
+        divisor = scales.to(groups.dtype)[..., None]
+        codes = shifted / torch.where(divisor == 0, 1.0, divisor)
+        return codes.round().clamp(self.least, self.most)
+
+    def fit(self, groups: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return scales and offsets that span the numbers of each group: [N, G, group] -> [N, G] twice."""
+        if not self.symmetric:
+            low, high = groups.amin(-1), groups.amax(-1)
+            scales = bf16((high - low) / (self.most - self.least), up=True)
+            middle = scales.to(groups.dtype) * (self.most + self.least) / 2
+            return scales, bf16((high + low) / 2 - middle)
+        largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True)).squeeze(-1)
+        # Four bits have one code more below zero: the largest number takes it, by a scale of either sign.
+        divisor = self.least if self.bits == 4 else self.most
+        return bf16(largest / divisor if self.bits == 4 else largest.abs() / divisor, up=True), None
+
+
+class Quantized(NamedTuple):
+    """A weight [N, D] on a grid."""
+
+    grid: Grid
+    rows: int  # N
+    columns: int  # D
+    codes: Tensor  # R K·128 of int8, or R K·64 of uint8 with two in each
+    scales: Tensor  # R G 4, bfloat16
+    offsets: Tensor | None  # R G 4, bfloat16
+
+    def weight(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return the numbers that the codes stand for: [N, D]."""
+        codes = unpack(self.codes) if self.grid.bits == 4 else _unlaid(self.codes)
+        scales, offsets = _flat(self.scales), None if self.offsets is None else _flat(self.offsets)
+        return self._numbers(codes, scales, offsets, dtype)[: self.rows]
+
+    def of_rows(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return some rows of the weight: [n] -> [n, D]."""
+        codes = self.codes[rows // TILE]
+        wide = unpack(codes) if self.grid.bits == 4 else _unlaid(codes)  # 4n C
+        chosen = torch.arange(len(rows), device=rows.device) * TILE + rows % TILE
+        scales = self.scales[rows // TILE, :, rows % TILE]
+        offsets = None if self.offsets is None else self.offsets[rows // TILE, :, rows % TILE]
+        return self._numbers(wide[chosen], scales, offsets, dtype)
+
+    def _numbers(self, codes: Tensor, scales: Tensor, offsets: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Return the numbers that codes [n, C] with scales [n, G] stand for: [n, D]."""
+        wide = torch.promote_types(dtype, torch.float32)
+        groups = self.grid.split(codes[:, : self.columns].to(wide)) * scales.to(wide)[..., None]
+        if offsets is not None:
+            groups = groups + offsets.to(wide)[..., None]
+        return groups.flatten(1)[:, : self.columns].to(dtype).contiguous()
+
+
+def stored(grid: Grid, columns: int, codes: Tensor, scales: Tensor, offsets: Tensor | None) -> Quantized:
+    """Return codes [N, D or more] with their scales and offsets [N, G] as they are kept."""
+    rows = len(codes)
+    room, more = math.ceil(columns / BLOCK) * BLOCK, -rows % TILE
+    whole = nnf.pad(codes[:, :columns], (0, room - columns, 0, more)).to(torch.int8)
+    kept = pack(whole) if grid.bits == 4 else _laid(whole)
+    laid = [
+        nnf.pad(one, (0, 0, 0, more)).view(-1, TILE, one.shape[1]).transpose(1, 2).contiguous()
+        for one in (scales, offsets)
+        if one is not None
+    ]
+    return Quantized(grid, rows, columns, kept, laid[0], None if offsets is None else laid[1])
+
+
+def nearest_codes(grid: Grid, weight: Tensor) -> Quantized:
+    """Round each weight to the nearest number of its group's grid: [N, D]."""
+    groups = grid.split(weight)
+    scales, offsets = grid.fit(groups)
+    return stored(grid, weight.shape[1], grid.round(groups, scales, offsets).flatten(1), scales, offsets)
+
+
+def _laid(codes: Tensor) -> Tensor:
+    """Lay rows out in tiles: [4R, C] -> [R, 4C]."""
+    tiles = codes.view(len(codes) // TILE, TILE, -1, TILE)  # R 4 C/4 4
+    return tiles.transpose(1, 2).flatten(1).contiguous()
+
+
+def _unlaid(laid: Tensor) -> Tensor:
+    """Take rows out of their tiles: [R, 4C] -> [4R, C]."""
+    return laid.view(len(laid), -1, TILE, TILE).transpose(1, 2).flatten(2).flatten(0, 1)
+
+
+def _flat(scales: Tensor) -> Tensor:
+    """Take scales out of their tiles: [R, G, 4] -> [4R, G]."""
+    return scales.transpose(1, 2).flatten(0, 1)
+
+
+def pack(codes: Tensor) -> Tensor:
+    """Lay rows of codes from -8 to 7 out in tiles, two in each byte: int8 [4R, C] -> uint8 [R, 2C]."""
+    halves = (_laid(codes) + 8).to(torch.uint8).view(len(codes) // TILE, -1, 2, BLOCK * TILE // 2)
+    return (halves[:, :, 0] | (halves[:, :, 1] << 4)).flatten(1)
+
+
+def unpack(packed: Tensor) -> Tensor:
+    """Take codes out of bytes and tiles: uint8 [R, 2C] -> int8 [4R, C]."""
+    pairs = packed.view(len(packed), -1, 1, BLOCK * TILE // 2)
+    return _unlaid(torch.cat([pairs & 15, pairs >> 4], dim=2).flatten(1).to(torch.int8) - 8)
+
+
+def bf16(x: Tensor, up: bool = False) -> Tensor:
+    """Round to bfloat16; `up`: away from zero, so that a grid reaches as far as it should."""
+    rounded = x.to(torch.bfloat16)
+    if not up:
+        return rounded
+    short = rounded.to(x.dtype).abs() < x.abs()
+    return torch.where(short, (x * (1 + 2**-8)).to(torch.bfloat16), rounded)
+
+
+def _listed(values: tuple[int, ...]) -> str:
+    return ", ".join(map(str, values))

@@ -1,0 +1,217 @@
+"""Weights of few bits: grids, methods, products in C, directories, and what still works on such a model."""
+
+import json
+
+import pytest
+import torch
+
+import clearhead as ch
+from clearhead.errors import ClearheadError
+from clearhead.fast import library
+from clearhead.fast.native import NativeBlock, NativeQuantized
+from clearhead.fast.parts import like
+from clearhead.fast.prepare import prepared
+from clearhead.generate.decode import greedy
+from clearhead.model.cache import Cache
+from clearhead.quant.apply import dequantized, quantize_model
+from clearhead.quant.grid import Grid, nearest_codes, pack, unpack
+from clearhead.quant.layers import QuantizedLinear, QuantizedTable, quantized_parts, rounding_bound
+from clearhead.quant.methods import METHODS, output_error
+
+DECODER = ch.preset("micro-decoder").replace(d_model=48, n_heads=4, n_layers=2, vocab_size=61, d_ff=84)
+LLAMA = {"norm": "rmsnorm", "gated": True, "positions": "rope", "bias": False, "activation": "silu"}
+CONFIGS = {
+    "GPT-2": DECODER,
+    "Llama, grouped, untied": DECODER.replace(**LLAMA, n_kv_heads=2, tie_embeddings=False),
+    "encoder": ch.preset("micro-encoder").replace(d_model=48, n_heads=4, n_layers=1, vocab_size=61),
+    "encoder-decoder": ch.preset("micro-encoder-decoder").replace(
+        d_model=48, n_heads=4, n_layers=1, vocab_size=61
+    ),
+    "experts": DECODER.replace(n_experts=3, n_active_experts=2),
+}
+PLANS = (ch.QuantPlan(8, method="rtn"), ch.QuantPlan(4, 64, symmetric=False), ch.QuantPlan(4, method="rtn"))
+
+
+def drawn(config):
+    torch.manual_seed(3)
+    return ch.Transformer(config).eval()
+
+
+def inputs(config):
+    torch.manual_seed(1)
+    ids = torch.randint(61, (3, 9))
+    return {"ids": ids, "source": ids.flip(1)} if config.family == "encoder-decoder" else {"ids": ids}
+
+
+@pytest.mark.parametrize(("bits", "group", "symmetric"), [(4, 32, True), (4, 64, False), (8, 128, False)])
+def test_codes_are_the_nearest_numbers_of_each_group_and_are_kept_as_the_format_says(bits, group, symmetric):
+    torch.manual_seed(0)
+    weight = torch.randn(7, 100) * torch.rand(7, 1)
+    made = nearest_codes(Grid(bits, group, symmetric), weight)
+    numbers = made.weight()
+    codes = range(-127, 128) if bits == 8 else range(-8, 8)
+    for n in range(7):  # a plain loop: tile n // 4, and in it row n % 4
+        for d in range(100):
+            g = d // group
+            scale = float(made.scales[n // 4, g, n % 4])
+            offset = 0.0 if symmetric else float(made.offsets[n // 4, g, n % 4])
+            options = torch.tensor([scale * code + offset for code in codes])
+            best = (options - weight[n, d]).abs().min()
+            assert abs(float(numbers[n, d] - weight[n, d])) <= float(best) + 1e-6
+    tile = made.codes.view(2, 4, -1, 4, 4)[1, 2]  # of rows 4 to 7, columns 64 to 95
+    byte = int(tile[1, 2, 3])  # tile 1 of 32 columns, row 6, column 3
+    low = byte if bits == 8 else (byte & 15) - 8
+    scale, offset = made.scales[1, 64 // group, 2], 0 if symmetric else made.offsets[1, 64 // group, 2]
+    assert low * float(scale) + float(offset) == pytest.approx(float(numbers[6, 71]), abs=1e-6)
+    whole = torch.randint(-8, 8, (8, 64), dtype=torch.int8)
+    assert torch.equal(unpack(pack(whole)), whole)
+    rows = torch.tensor([6, 0, 3, 6])
+    assert torch.equal(made.of_rows(rows, torch.float32), numbers[rows])
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_each_method_lowers_the_error_that_it_is_for(symmetric):
+    torch.manual_seed(0)
+    weight = torch.randn(64, 160) * 0.05
+    weight[:, ::17] *= 4
+    mixing = torch.randn(160, 160) * torch.linspace(0.05, 1, 160)
+    mixing[:, 9] *= 12  # one input is large
+    x = torch.randn(2000, 160) @ mixing
+    moment, grid = x.t() @ x / len(x), Grid(4, 32, symmetric)
+    made = {name: method(grid, weight, moment).weight for name, method in METHODS.items()}
+    errors = {name: output_error(weight - found, moment) for name, found in made.items()}
+    measured = {
+        name: float((x @ (weight - found).t()).square().sum()) / len(x) for name, found in made.items()
+    }
+    assert errors == pytest.approx(measured, rel=1e-3)
+    assert errors["gptq"] < 0.8 * errors["rtn"] and errors["awq"] < errors["rtn"]
+    sizes = {name: float((weight - found).abs().pow(0.7).sum()) for name, found in made.items()}
+    assert sizes["hqq"] < sizes["rtn"]
+
+
+@pytest.mark.skipif(library.library() is None, reason="no C compiler, or other threads than GNU's")
+@pytest.mark.parametrize("width", [(5, 33), (64, 172), (9, 64)])
+def test_products_in_c_keep_to_the_error_they_state_and_each_row_is_as_if_alone(width):
+    torch.manual_seed(0)
+    for grid in (Grid(8, 32), Grid(4, 32), Grid(4, 64, False), Grid(8, 128, False)):
+        weight, x = torch.randn(width), torch.randn(6, width[1]) * torch.logspace(-3, 3, 6)[:, None]
+        layer = QuantizedLinear(
+            nearest_codes(grid, weight), torch.randn(width[0]), torch.rand(width[1]) + 0.5
+        )
+        fast = like(layer, NativeQuantized)
+        exact = (x.double() @ layer.weight.double().t() + layer.bias.double()).float()
+        assert ((fast(x) - exact).abs() <= rounding_bound(layer, x) + 1e-5 * (1 + exact.abs())).all()
+        assert (fast(x) - exact).abs().max() > 0  # it rounds, and the bound is about that
+        assert torch.equal(fast(x), torch.cat([fast(row[None]) for row in x]))
+        x[2, 1] = torch.nan
+        assert fast(x)[2].isnan().all() and not fast(x)[1].isnan().any()
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_directory_gives_the_same_model_back(name, tmp_path):
+    model, given = drawn(CONFIGS[name]), inputs(CONFIGS[name])
+    ch.Model(model).save(tmp_path / "wide")
+    for plan in PLANS[:2]:
+        m = ch.load(tmp_path / "wide", quantize=plan)
+        logits = m.model(**given).logits
+        assert torch.equal(logits, dequantized(m.model)(**given).logits)
+        assert 0 < (logits - model(**given).logits).abs().max() < (0.05 if plan.bits == 8 else 1)
+        m.save(tmp_path / "small")
+        again = ch.load(tmp_path / "small")
+        assert torch.equal(again.model(**given).logits, logits)
+        assert len(quantized_parts(again.model)) == len(quantized_parts(m.model))
+        again.save(tmp_path / "twice")
+        first, second = (tmp_path / folder / "model.safetensors" for folder in ("small", "twice"))
+        assert first.read_bytes() == second.read_bytes()
+        if plan.bits == 4:
+            assert first.stat().st_size < (tmp_path / "wide/model.safetensors").stat().st_size / 2
+    if name == "Llama, grouped, untied":
+        rows = ch.check(again)
+        assert len(rows) > 15 and not [row for row in rows if row.verdict != "equal"]
+
+
+@pytest.mark.skipif(library.library() is None, reason="no C compiler, or other threads than GNU's")
+def test_generation_goes_through_c_and_stays_near_the_model():
+    config = CONFIGS["Llama, grouped, untied"]
+    plan = ch.QuantPlan(4, method="rtn", wide=("decoder.blocks.1.attention.*",))
+    made = quantize_model(drawn(config), plan)
+    assert {layer.bits for layer in made.layers if "1.attention" in layer.name} == {8}
+    model, fast = made.model, prepared(made.model)
+    assert {type(part) for part in fast.decoder.blocks} == {NativeBlock}
+    ids, cache, ours = torch.randint(61, (3, 12)), Cache(), []
+    with torch.inference_mode():
+        for token in range(12):
+            ours.append(fast(ids[:, token : token + 1], cache=cache).logits)
+        exact, alone = model(ids).logits, fast(ids[1:2]).logits
+    assert (torch.cat(ours, 1) - exact).abs().max() < 0.05 * exact.abs().max()
+    assert (torch.cat(ours, 1)[1] - alone[0]).abs().max() < 0.05 * exact.abs().max()
+    rows = [greedy(fast, ids[row : row + 1], 8) for row in range(3)]
+    assert torch.equal(torch.cat(rows), greedy(fast, ids, 8))
+
+
+def test_looking_inside_works_and_training_and_pruning_are_refused_by_name(tmp_path):
+    m = ch.Model(quantize_model(drawn(DECODER), PLANS[2]).model)
+    assert isinstance(m.model.decoder.embedding.front.tokens, QuantizedTable)
+    plain = ch.Model(dequantized(m.model))
+    ids = [5, 3, 8, 1]
+    with ch.record(m.model, "blocks.*.feedforward.post") as seen, ch.record(plain.model, "*.post") as wanted:
+        m.model(torch.tensor([ids])), plain.model(torch.tensor([ids]))
+    assert all(torch.equal(seen[name], wanted[name]) for name in seen)
+    with ch.edit(m.model, {"blocks.0.attention.z": torch.zeros_like}):
+        assert not torch.equal(m.model(torch.tensor([ids])).logits, plain.model(torch.tensor([ids])).logits)
+    assert len(ch.trace(m, ids).steps) == len(ch.trace(plain, ids).steps)
+    m.to("float64")
+    assert m.model(torch.tensor([ids])).logits.dtype == torch.float64
+    m.to("float32").save(tmp_path / "small")
+    (tmp_path / "text.txt").write_text("a b c d\n" * 50)
+    base = {"model.base": str(tmp_path / "small")}
+    with pytest.raises(ClearheadError, match="cannot be trained: use the model that it was made from"):
+        ch.train(tmp_path / "text.txt", out=tmp_path / "run", settings=base)
+    with pytest.raises(ClearheadError, match="cannot be quantized again"):
+        ch.load(tmp_path / "small", quantize="int8")
+    from clearhead.inside.parts.prune import prune
+
+    with pytest.raises(ClearheadError, match="cannot be pruned"):
+        prune(m, ["0.1"])
+
+
+@pytest.mark.parametrize(
+    ("change", "wrong"),
+    [
+        (lambda body: body["layers"].update({"head.out": [3, 32, True]}), "bits 3 is not known"),
+        (lambda body: body["layers"].update({"head.out": "int4"}), "must have layers"),
+        (
+            lambda body: body["layers"].update({"decoder.blocks.9.x": [4, 32, True]}),
+            "which this model has not",
+        ),
+        (lambda body: body["layers"].update({"head.out": [8, 64, True]}), "head.out.scales"),
+        (lambda body: body["layers"].pop("head.out"), "head.out.codes"),
+        (lambda body: body.update(quant_method="other"), "other"),
+    ],
+)
+def test_a_config_that_does_not_fit_the_codes_is_refused(tmp_path, change, wrong):
+    ch.Model(quantize_model(drawn(DECODER), PLANS[0]).model).save(tmp_path)
+    theirs = json.loads((tmp_path / "config.json").read_text())
+    change(theirs["quantization_config"])
+    (tmp_path / "config.json").write_text(json.dumps(theirs))
+    with pytest.raises(ClearheadError, match=wrong):
+        ch.load(tmp_path)
+
+
+def test_a_report_measures_on_text_that_was_not_calibrated_on(tmp_path):
+    m = ch.Model(drawn(DECODER.replace(max_positions=32)))
+    torch.manual_seed(0)
+    ids = torch.randint(61, (600,)).tolist()
+    found = ch.quantize(m, text=ids, wide=1, calibration=128, evaluation=96)
+    assert found.method == "gptq" and len(found.wide) == 1 and len(found.sensitivity) == 4
+    assert found.wide[0] == f"{found.sensitivity[0].part}.*" and found.before.divergence == 0
+    with torch.no_grad():
+        log = found.model.model(torch.tensor([ids[300:332]])).logits[0].log_softmax(-1)
+    assert found.after.tokens == 3 * 31 and found.after.divergence > 0
+    first = float(-log[:-1].gather(1, torch.tensor(ids[301:332])[:, None]).mean())
+    assert abs(first - found.after.loss) < 0.5
+    assert all(layer.output_error is not None for layer in found.layers)
+    with pytest.raises(ClearheadError, match="method awq needs a text"):
+        ch.quantize(m, method="awq")
+    with pytest.raises(ClearheadError, match='quantize "int3" is not known'):
+        ch.load(tmp_path, quantize="int3")
