@@ -21,13 +21,12 @@ from clearhead.errors import BusyError, InputError, refuse
 from clearhead.serve.adapters import Updates
 from clearhead.serve.inside import InsideView
 from clearhead.serve.jobs import Asked, Job, Told, check_served, plain_greedy
-from clearhead.serve.limits import Limits, ServeFigures, check_fits, pool_for, window_blocks
+from clearhead.serve.limits import Limits, ServeFigures, check_fits, piece_of, pool_for, window_blocks
 from clearhead.serve.paged import ALL
 from clearhead.serve.passes import Passes
 from clearhead.serve.readings import Reading, ReadingLine, with_model
 from clearhead.tasks.generation import Prompt
 
-PIECE = 16  # blocks of a prompt that a GPU reads together
 KEPT = 64  # requests that are remembered once they have ended
 STALLED = 30.0  # seconds without a step, with work to do, after which the engine counts as ill
 
@@ -53,10 +52,7 @@ class ServeEngine:
         self._wake = threading.Condition()
         self._thread: threading.Thread | None = None
         weight, spec = next(m.model.parameters()), m.model.main.spec
-        self.piece = self.limits.piece or self.limits.block * (PIECE if weight.is_cuda else 1)
-        refuse(
-            self.piece % self.limits.block, f"piece {self.piece} is no multiple of block {self.limits.block}"
-        )
+        self.piece = piece_of(self.limits, weight.is_cuda)
         self.writes = spec.causal and m.config.head == "lm"
         # A layer that keeps a state has nothing that a later prompt could take up.
         self.shares = self.writes and all(kind.chooses for kind in spec.kinds)

@@ -10,6 +10,7 @@ from clearhead.errors import refuse
 from clearhead.serve.jobs import blocks_for
 from clearhead.serve.paged import Group, Pool, groups_of, token_bytes
 
+PIECE = 16  # blocks of a prompt that a GPU reads together
 CACHE_BYTES = 1 << 30  # of the pool, where nothing else is said
 
 
@@ -59,6 +60,17 @@ def pool_for(
             each = window_blocks(group, limits)
             counts[group] = max(each, min(count, limits.running * each))
     return Pool(spec, limits.block, counts, dtype, device)
+
+
+def piece_of(limits: Limits, gpu: bool) -> int:
+    """Return how many tokens of a prompt are read together; a step takes one such piece at least."""
+    blocks = min(PIECE, max(1, limits.tokens // limits.block)) if gpu else 1
+    piece, most = limits.piece or blocks * limits.block, max(limits.tokens, limits.block)
+    refuse(
+        piece % limits.block or piece > most,
+        f"piece {piece} must be a multiple of block {limits.block}, and {most} at most",
+    )
+    return piece
 
 
 def check_fits(pool: Pool, tokens: int, group: Group) -> None:
