@@ -54,7 +54,7 @@ def shown(live, family):
 
 
 def column_of(family, prepared, wrote=False):
-    """Where the page asks the model unless told otherwise; `wrote`: the model has written the target itself."""
+    """Where the page asks the model unless told otherwise; `wrote`: the target is what the model said."""
     mask = prepared.m.special.get("mask")
     if family == "encoder" and mask in prepared.tokens.ids:
         return prepared.tokens.ids.index(mask)
