@@ -4,6 +4,7 @@ Shapes: B batch, T length, C classes, D model.
 """
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, TypedDict
 
@@ -23,6 +24,7 @@ from clearhead.tasks.spec import USES
 from clearhead.tokens.labels import decoded
 
 WINDOW, STRIDE = 384, 128  # tokens of a window over a long context, and of the overlap of two
+TOGETHER = 256  # tokens that a CPU reads together: of more, what is between two products leaves its cache
 
 
 def check_head(m: Bundle, task: str) -> None:
@@ -57,7 +59,9 @@ def outputs_of(
     """Run the model on rows of like length: yield the places of a batch, the output and the mask [B, T]."""
     refuse(batch_size < 1, f"batch_size {batch_size} must be 1 or more")
     device, typed = next(m.model.parameters()).device, types and m.config.n_types > 1
-    for places in by_length(list(map(len, rows)), lambda count, _: count <= batch_size):
+    most = TOGETHER if device.type == "cpu" else math.inf
+    lengths = [len(row) for row in rows]
+    for places in by_length(lengths, lambda count, longest: count <= batch_size and count * longest <= most):
         some = [rows[place] for place in places]
         ids, mask = padded(some, m.special.get("pad", 0)).to(device), real_tokens(some).to(device)
         more = {"types": padded([types[place] for place in places]).to(device)} if typed else {}
