@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -35,10 +36,16 @@ def wait(number: int) -> int:
 
 def begin(data: Path, folder: Path, *settings: str) -> int:
     """Start a run that does not end by itself in another process, and wait for its first checkpoint."""
-    number = child(lambda: run(data, folder, "train.steps=1000000", "train.validate_every=50", *settings))
-    while newest(folder) is None:
-        assert os.waitpid(number, os.WNOHANG) == (0, 0)
-        time.sleep(0.01)
+    for _ in range(3):  # threads of a library that a fork leaves behind may abort it
+        number = child(lambda: run(data, folder, "train.steps=1000000", "train.validate_every=50", *settings))
+        ended = (0, 0)
+        while newest(folder) is None and ended == (0, 0):
+            ended = os.waitpid(number, os.WNOHANG)
+            time.sleep(0.01)
+        if ended != (number, signal.SIGABRT):
+            break
+        shutil.rmtree(folder, ignore_errors=True)
+    assert ended == (0, 0)
     return number
 
 
