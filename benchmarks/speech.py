@@ -60,7 +60,7 @@ def main() -> None:
     )
     parser.add_argument("folder", type=Path)
     parser.add_argument("speech", type=Path)
-    parser.add_argument("--work", type=Path, default=Path("/tmp/speech"))
+    parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "speech")
     parser.add_argument("--seconds", type=float, default=240)
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
