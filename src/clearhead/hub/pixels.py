@@ -66,6 +66,8 @@ def pixels_for(image: Image, channels: int, size: tuple[int, int], settings: Map
     """
     if isinstance(image, str | Path):
         image = read_image(Path(image), channels, str(image))
+    if isinstance(image, np.ndarray) and not image.flags.writeable:  # as Pillow gives it
+        image = image.copy()
     # Arrays have their channels last, tensors first.
     pixels = _channels_first(torch.as_tensor(image), channels, last=not isinstance(image, Tensor))
     if pixels.is_floating_point():
@@ -117,7 +119,7 @@ def _framed(image: Tensor, size: tuple[int, int], settings: Mapping[str, Any], s
     made = _sides(settings.get("crop_size", size), image, False) if crop else frame
     fixed = crop or frame == _sides(stated, image.transpose(1, 2), shorter)  # whatever image is given
     refuse(
-        settings.get("do_pad") or (fixed and made != size),
+        settings.get("do_pad") or (crop and "crop_size" not in settings) or (fixed and made != size),
         f"{PREPROCESSOR} makes images of size {stated}, not by a resize to {list(size)}: give pixels",
         CheckpointError,
     )

@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
-from clearhead.batches.padding import padded, real_tokens
 from clearhead.bundle import Bundle
 from clearhead.errors import InputError, refuse
 from clearhead.hub import pixels
@@ -36,13 +35,17 @@ def towers_of(m: Bundle, task: str) -> JoinedTowers:
 def text_inputs(m: Bundle, texts: Sequence[str]) -> tuple[Tensor, Tensor | None]:
     """Return ids and mask of texts, two tensors [N, T], as the model takes them.
 
-    Some models read padding: then every text is as long as the longest they take, and there is no mask.
+    Some models take texts of one length, the longest. They read the padding too where the tokenizer's
+    settings name no attention_mask, and there is no mask then.
     """
     towers = towers_of(m, "embed")
     rows, pad = m.encode(list(texts), m.max_length), m.special.get("pad", 0)
-    if not towers.description.table.pads:
-        return padded(rows, pad), real_tokens(rows)
-    return torch.tensor([row + [pad] * (m.max_length - len(row)) for row in rows]), None
+    length = m.max_length if towers.description.table.pads else max(map(len, rows))
+    ids = torch.tensor([row + [pad] * (length - len(row)) for row in rows])
+    named = m.settings.get("model_input_names")
+    if isinstance(named, list) and "attention_mask" not in named:
+        return ids, None
+    return ids, torch.arange(length) < torch.tensor([[len(row)] for row in rows])
 
 
 def image_pixels(m: Bundle, images: Iterable[Any]) -> Tensor:
@@ -50,7 +53,9 @@ def image_pixels(m: Bundle, images: Iterable[Any]) -> Tensor:
     config = towers_of(m, "embed").config
     made = []
     for image in images:
-        floating = isinstance(image, np.ndarray | Tensor) and torch.as_tensor(image).is_floating_point()
+        floating = (isinstance(image, Tensor) and image.is_floating_point()) or (
+            isinstance(image, np.ndarray) and image.dtype.kind == "f"
+        )
         refuse(
             not m.images and not floating,
             f"{m.folder or 'this model'} has no {PREPROCESSOR}, which says how an image becomes pixels: "
