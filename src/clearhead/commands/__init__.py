@@ -19,6 +19,7 @@ GROUPS: dict[str, dict[str, Command]] = {
     "train": {
         "demo": Command("models:demo", "take the tour: train, generate, look inside, check"),
         "train": Command("train:train", "train a model from your own files"),
+        "align": Command("towers:align", "train CLIP or SigLIP from captioned pictures"),
         "eval": Command("train:evaluate", "measure a model on data it has not seen"),
         "long": Command("long:long", "measure a language model on long contexts"),
         "lab": Command("lab:lab", "run an experiment: train, measure, draw, conclude"),

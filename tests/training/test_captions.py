@@ -1,0 +1,154 @@
+"""Two towers trained from captioned pictures: they learn, and a resumed run ends as a whole one does."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import zipfile
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from PIL import Image
+
+import clearhead as ch
+from clearhead.cli import main
+from clearhead.tasks.towers import image_pixels, text_inputs
+from clearhead.training.captions import CaptionPlan, read_captions, train_towers
+from clearhead.training.new_towers import new_towers
+
+pytestmark = pytest.mark.ledger("L11")
+COLOURS = {"red": (220, 20, 20), "green": (20, 220, 20), "blue": (20, 20, 220)}
+
+
+@pytest.fixture(scope="module")
+def captions(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """Thirty noisy pictures of three colours, each with its caption, as TSV."""
+    folder, generator = tmp_path_factory.mktemp("captions"), np.random.default_rng(0)
+    lines = ["image\tcaption"]
+    for number in range(30):
+        name, colour = list(COLOURS.items())[number % 3]
+        noisy = np.clip(np.array(colour) + generator.normal(0, 20, (9, 12, 3)), 0, 255).astype(np.uint8)
+        Image.fromarray(noisy).save(folder / f"{number}.png")
+        lines.append(f"{number}.png\tsomething {name} number {number % 2}")
+    (folder / "captions.tsv").write_text("\n".join(lines) + "\n")
+    return folder / "captions.tsv"
+
+
+def small(kind: str, captions: pathlib.Path) -> ch.Model:
+    rows = read_captions(captions)
+    return new_towers(kind, [row.caption for row in rows], rows[0].image, d_model=16, n_layers=1)
+
+
+class Stopped(Exception):
+    """The machine went away."""
+
+
+@pytest.mark.parametrize("kind", ["clip", "siglip"])
+def test_a_resumed_run_ends_as_an_uninterrupted_one(
+    kind: str, captions: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    plan = CaptionPlan(steps=8, batch_size=6, lr=1e-3, validate_every=3)
+    whole, begun = small(kind, captions), small(kind, captions)
+    lines = train_towers(whole, captions, tmp_path / "whole", plan)
+
+    def stop(figures: dict[str, float]) -> None:
+        raise Stopped
+
+    with pytest.raises(Stopped):
+        train_towers(begun, captions, tmp_path / "run", plan, on_validation=stop)
+    other = CaptionPlan(steps=8, batch_size=6, lr=2e-3, validate_every=3)
+    with pytest.raises(ch.InputError, match="another lr"):
+        train_towers(begun, captions, tmp_path / "run", other, resume=True)
+    with pytest.raises(ch.InputError, match="holds a run already"):
+        train_towers(begun, captions, tmp_path / "run", plan)
+    again = small(kind, captions)
+    assert train_towers(again, captions, tmp_path / "run", plan, resume=True) == lines
+    assert whole.towers is not None and again.towers is not None
+    for (name, one), other in zip(whole.towers.named_parameters(), again.towers.parameters(), strict=True):
+        assert torch.equal(one, other), name
+    assert [line["step"] for line in lines] == [3, 6, 8]
+    # transformers opens the result, and finds the same loss in the same pairs.
+    rows = read_captions(captions)[:5]
+    (ids, mask), pixels = (
+        text_inputs(whole, [row.caption for row in rows]),
+        image_pixels(whole, (row.image for row in rows)),
+    )
+    assert (mask is None) == (kind == "siglip")
+    theirs = transformers.AutoModel.from_pretrained(tmp_path / "run").eval()
+    with torch.no_grad():
+        said = theirs(input_ids=ids, pixel_values=pixels, attention_mask=mask, return_loss=True)
+        assert torch.allclose(whole.towers(ids, pixels, mask).logits, said.logits_per_image, atol=1e-5)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "run")
+    padding = "max_length" if kind == "siglip" else True
+    texts = tokenizer([row.caption for row in rows], padding=padding, return_tensors="pt")
+    assert texts["input_ids"].tolist() == ids.tolist()
+    assert ("attention_mask" in texts) == (mask is not None)
+
+
+@pytest.mark.parametrize("kind", ["clip", "siglip"])
+def test_real_pictures_find_their_captions(
+    kind: str, shared: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    archive = shared / "data" / "cifar10_sample" / "images.zip"
+    if not archive.exists():
+        pytest.skip(f"no file {archive}")
+    words = {"airplane": "a plane in the sky", "frog": "a frog on the ground"}
+    with zipfile.ZipFile(archive) as pictures:
+        for part in ("train", "test"):
+            names = [
+                name for name in pictures.namelist() if name.split("/")[:2] in [[part, w] for w in words]
+            ]
+            pictures.extractall(tmp_path, names)
+            rows = [{"image": name, "caption": words[name.split("/")[1]]} for name in sorted(names)]
+            (tmp_path / f"{part}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    main(
+        [
+            "align",
+            kind,
+            str(tmp_path / "train.jsonl"),
+            "--out",
+            str(tmp_path / "run"),
+            "--json",
+            "--device",
+            "cpu",
+        ]
+        + ["--validation", str(tmp_path / "test.jsonl"), "--d-model", "32", "--n-layers", "1"]
+        + ["--steps", "40", "--validate-every", "40", "--batch-size", "8", "--lr", "2e-3"]
+    )
+    said = json.loads(capsys.readouterr().out)["validations"][-1]
+    assert said["chance"] == 0.5
+    assert said["image_to_text"] >= 0.65, said  # 100 pictures: chance gives that once in 500 runs
+    found = ch.load(tmp_path / "run").classify(tmp_path / rows[0]["image"], labels=[*words.values()])
+    assert set(found.scores) == set(words.values())
+
+
+def test_bad_rows_are_one_line(
+    captions: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    picture = captions.parent / "0.png"
+    for text, complaint in {
+        "image\tcaption\nnowhere.png\ta\n": "line 2: the image .*nowhere.png is not there",
+        f"image\tcaption\n{picture}\t \n": "line 2: the caption is empty",
+        f"image\tlabel\n{picture}\ta\n": "has no field 'caption'",
+        f"image\tcaption\n{picture}\n": "has 1 column",
+        "image\tcaption\n": "holds no row",
+    }.items():
+        (tmp_path / "rows.tsv").write_text(text)
+        with pytest.raises(ch.InputError, match=complaint) as raised:
+            read_captions(tmp_path / "rows.tsv")
+        assert "\n" not in str(raised.value)
+    for given, complaint in {
+        ("clip", str(tmp_path / "none.tsv")): "is no file",
+        ("nothing", str(captions)): "is no directory",
+        ("clip", str(captions), "--batch-size", "1"): "set batch_size to 2 or more",
+        ("clip", str(captions), "--batch-size", "40"): "needs more",
+        ("clip", str(captions), "--batch-size", "4", "--resume"): "no run to go on with",
+        (str(tmp_path), str(captions), "--d-model", "8"): "sizes of a new model",
+    }.items():
+        with pytest.raises(SystemExit) as stopped:
+            main(["align", *given, "--out", str(tmp_path / "run"), "--device", "cpu"])
+        assert stopped.value.code == 2
+        assert complaint in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
