@@ -149,8 +149,8 @@ def section(device: str) -> str:
     ending = (
         "The roofline is the longer of two times: the FLOPs at the rate of a large product in float32, "
         f"{best['flops'] / 1e12:.2g} TFLOP/s, and writing and reading once what is kept for the backward "
-        f"pass, at the rate of a copy, {best['bytes'] / 1e9:,.0f} GB/s. `full` passes it, since its kernel leaves "
-        "out the half of the square behind the causal mask, which `ch.cost` counts."
+        f"pass, at the rate of a copy, {best['bytes'] / 1e9:,.0f} GB/s. `full` passes it, since its kernel "
+        "leaves out the half of the square behind the causal mask, which `ch.cost` counts."
     )
     numbered = [
         {**row, "points": {int(length): point for length, point in row["points"].items()}} for row in rows
