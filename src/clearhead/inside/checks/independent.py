@@ -177,7 +177,7 @@ def reference_rows(m: Model | Transformer) -> list[Comparison]:
         raise InputError(
             "a comparison with transformers needs the directory: pass what ch.load gave, not a bare model"
         )
-    their_class, folder = _their_class(m), m.folder
+    named_class, folder = their_class(m), m.folder
     kind = "hidden state" if m.config.head in ("none", "embedding") else "logit"
     largest, tokens = f"largest difference of a {kind}", f"of {NEW_TOKENS} greedy tokens, how many differ"
 
@@ -185,7 +185,7 @@ def reference_rows(m: Model | Transformer) -> list[Comparison]:
     def opened() -> tuple[Inputs, Any]:
         """Open the directory in both, in float32."""
         where, named = (folder, {}) if folder.is_dir() else (folder.parent, {"gguf_file": folder.name})
-        theirs = their_class.from_pretrained(where, attn_implementation="eager", dtype=torch.float32, **named)
+        theirs = named_class.from_pretrained(where, attn_implementation="eager", dtype=torch.float32, **named)
         length = reach(m.config, usual=REFERENCE_LENGTH)
         rows = 1 if length > REFERENCE_LENGTH else None
         return Inputs(load(folder, dtype=torch.float32).model.eval(), rows, length), theirs.eval()
@@ -202,7 +202,7 @@ def reference_rows(m: Model | Transformer) -> list[Comparison]:
     ]
 
 
-def _their_class(m: Model) -> Any:
+def their_class(m: Model) -> Any:
     """Return the class of transformers that a directory names."""
     try:
         import transformers
