@@ -1,8 +1,10 @@
 """OPT, GPT-Neo, GPT-J and BLOOM: decoders after GPT-2, each with positions or a layout of its own."""
 
+import math
+
 from clearhead.config import ModelConfig
 from clearhead.hub.architecture import Architecture
-from clearhead.hub.fields import ACTIVATIONS, LABELS, ConfigPart, Json, field, fixed
+from clearhead.hub.fields import ACTIVATIONS, LABELS, ConfigPart, Json, cases, field, fixed
 from clearhead.hub.files import refuse
 from clearhead.hub.llama import BLOCK, QKV, TOKENS, classes, heads
 from clearhead.hub.rules import HEAD_GROUPS, Rule, joined, same
@@ -14,17 +16,23 @@ MASKS = ("*.attn.bias", "*.attn.masked_bias", "*.attention.bias", "*.attention.m
 
 # OPT: GPT-2's layers with ReLU, and a position table that starts at its third row.
 
-OPT_LAYER = "model.decoder.layers.{i}"
+OPT_LAYER, LM = "model.decoder.layers.{i}", "OPTForCausalLM"
 
 
-def _same_width(theirs: Json) -> Json:
-    width, narrow = theirs.get("hidden_size"), theirs.get("word_embed_proj_dim")
+def _read_table(theirs: Json) -> Json:
+    width, narrow = theirs.get("hidden_size", 768), theirs.get("word_embed_proj_dim")
+    if narrow in (None, width):
+        return {}
+    named = (theirs.get("architectures") or [LM])[0]
     refuse(
-        narrow not in (None, width),
-        f"config.json has word_embed_proj_dim {narrow}: a narrower token table (opt-350m) is not supported",
+        named != LM,
+        f"config.json has word_embed_proj_dim {narrow} for hidden_size {width}, and names the class {named}, "
+        f"whose states are narrowed: supported is {LM}",
     )
-    return {}
+    return {"d_embedding": narrow, "project_tokens": True, "pooler_bias": False}
 
+
+BEFORE, WITHOUT = "do_layer_norm_before", "_remove_final_layer_norm"
 
 OPT = Architecture(
     model_type="opt",
@@ -32,14 +40,14 @@ OPT = Architecture(
     prefix="model.",
     config=(
         fixed({**PRE, "positions": "learned", "position_offset": 2}),
-        fixed(
-            only={
-                "do_layer_norm_before": True,
-                "_remove_final_layer_norm": False,
-                "layer_norm_elementwise_affine": True,
-            }
+        cases(
+            {BEFORE: True, WITHOUT: False},
+            ({BEFORE: True, WITHOUT: False}, {"norm_position": "pre", "final_norm": True}),
+            ({BEFORE: True, WITHOUT: True}, {"norm_position": "pre", "final_norm": False}),
+            ({BEFORE: False}, {"norm_position": "post", "final_norm": False}),
         ),
-        ConfigPart(_same_width, lambda config: {"word_embed_proj_dim": config.d_model}),
+        fixed(only={"layer_norm_elementwise_affine": True}),
+        ConfigPart(_read_table, lambda config: {"word_embed_proj_dim": config.d_embedding}),
         field("vocab_size", "vocab_size", 50272),
         field("hidden_size", "d_model", 768),
         field("num_hidden_layers", "n_layers", 12),
@@ -66,12 +74,23 @@ OPT = Architecture(
                     f"{OPT_LAYER}.self_attn.{x}_proj": f"{BLOCK}.attention.{x}"
                     for x in ("q", "k", "v", "out")
                 },
-                f"{OPT_LAYER}.self_attn_layer_norm": f"{BLOCK}.attention_residual.before",
                 f"{OPT_LAYER}.fc1": f"{BLOCK}.feedforward.up",
                 f"{OPT_LAYER}.fc2": f"{BLOCK}.feedforward.down",
-                f"{OPT_LAYER}.final_layer_norm": f"{BLOCK}.feedforward_residual.before",
                 "model.decoder.final_layer_norm": "decoder.norm",
+                "model.decoder.project_in": "decoder.embedding.front.project",
+                "model.decoder.project_out": "head.transform",
             }
+        ),
+        *(
+            rule
+            for place, norm in (("pre", "before"), ("post", "after"))
+            for rule in same(
+                {
+                    f"{OPT_LAYER}.self_attn_layer_norm": f"{BLOCK}.attention_residual.{norm}",
+                    f"{OPT_LAYER}.final_layer_norm": f"{BLOCK}.feedforward_residual.{norm}",
+                },
+                when={"norm_position": place},
+            )
         ),
     ),
     heads=heads(),
@@ -86,6 +105,7 @@ def _read_kinds(theirs: Json) -> Json:
     unknown = sorted({*kinds} - {"global", "local"})
     refuse(unknown, f"config.json has attention_types {unknown[:1]}: only global and local are supported")
     width = theirs.get("window_size", 256)
+    refuse(width < 1, f"config.json has window_size {width}: it must be 1 at least")
     windows = tuple(width if kind == "local" else None for kind in kinds)
     return {"window": windows if any(windows) else None}
 
@@ -145,12 +165,10 @@ GPT_NEO = Architecture(
 
 def _read_rotation(theirs: Json) -> Json:
     width = theirs.get("n_embd", 4096) // theirs.get("n_head", 16)
-    rotated = theirs.get("rotary_dim", 64) or width
-    refuse(
-        int(width * (rotated / width)) != rotated,
-        f"config.json has rotary_dim {rotated} of heads {width} wide: not supported together",
-    )
-    return {"rope_fraction": rotated / width}
+    rotated = theirs.get("rotary_dim", 64)
+    rotated = width if rotated is None else rotated
+    fraction = rotated / width
+    return {"rope_fraction": fraction if int(width * fraction) == rotated else math.nextafter(fraction, 1)}
 
 
 GPT_J = Architecture(
