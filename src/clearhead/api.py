@@ -335,6 +335,6 @@ def _with_settings(
         special=special_ids(found, settings, generation, description.theirs),
         settings=settings,
         labels=class_labels(description),
-        sentences=sentences.read_sentences(path),
+        sentences=sentences.read_sentences(path, model.config.d_model),
         images=pixels.read_preprocessor(path),
     )

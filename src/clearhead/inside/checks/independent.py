@@ -236,7 +236,7 @@ def _difference(inputs: Inputs, their_model: Any) -> float:
         out = inputs.model(main, global_mask=marked)
         theirs = their_model(**{"pixel_values" if inputs.kind == "patches" else "input_ids": main}, **named)
     if "logits" in theirs:
-        return _largest(out.logits, theirs.logits)
+        return _largest(out.logits, theirs.logits.reshape(out.logits.shape))  # one class may have no axis
     if "prediction_logits" in theirs:
         return _largest(out.logits, theirs.prediction_logits)
     if "start_logits" in theirs:
