@@ -27,7 +27,7 @@ LAYERS = [
     {"batches", "hub", "parallel", "recipe"},
     {"generate", "losses"},
     {"bundle"},
-    {"api", "tasks", "evaluation"},
+    {"api", "tasks", "evaluation", "graph"},
     {"training"},
     {"inside", "retrieval"},
     {"speed"},
