@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
-from numpy.typing import NDArray
+import torch
 from safetensors.numpy import save
 
 from clearhead.api import Model
@@ -30,6 +30,7 @@ from clearhead.errors import CheckpointError, InputError, refuse
 from clearhead.hub.files import read_json, write_bytes, write_text
 from clearhead.hub.locks import locked_folder
 from clearhead.retrieval.graph import library, make_graph, near, read_graph
+from clearhead.retrieval.order import best, fuse
 from clearhead.retrieval.parts import PARTS, IndexPart, Vectors, read_entry, read_part
 from clearhead.retrieval.passages import WORDS, IndexedFile, IndexedPassage, find_files, read_passages
 from clearhead.retrieval.words import Postings, bm25, join, post
@@ -38,7 +39,8 @@ MANIFEST, VERSION = "index.json", 1
 BLOCK = 1024  # passages of a part
 PROBES = ("A quiet town by the river.", "Do 17 proteins fold within 3.5 seconds?")
 AGREE = 1e-3  # between vectors of length one that the same embedder made on different machines
-DEPTH, FUSED = 100, 60  # of fusing two rankings: passages of each, and the constant added to a rank
+TINY = 1e-30  # below every score of BM25 that is not 0
+DEPTH = 100  # of fusing two rankings: passages of each
 By = Literal["meaning", "words", "both"]
 Nearest = Literal["exact", "hnsw"]
 OnPassages = Callable[[str, int, int], None]
@@ -152,7 +154,7 @@ class Index:
         return list(accumulate((len(part.ends) for _, part in self.parts), initial=0))
 
     def _by_words(self, queries: Sequence[str], k: int) -> list[dict[int, float]]:
-        return [_best(bm25(self.postings, query), k, above=0.0) for query in queries]
+        return [best(bm25(self.postings, query), k, TINY) for query in queries]
 
     def _by_meaning(self, queries: Sequence[str], k: int) -> list[dict[int, float]]:
         asked = embedded(self.model, queries, "query")  # Q D
@@ -160,32 +162,15 @@ class Index:
             return [self._exactly(row, found, k) for row, found in zip(asked, near(self.graph, asked, k))]
         scores = [asked @ part.vectors.T for _, part in self.parts]  # Q N of each
         whole = np.concatenate([*scores, np.zeros((len(queries), 0), np.float32)], axis=1)
-        return [_best(row, k) for row in whole]
+        kept = torch.from_numpy(whole).topk(min(k, whole.shape[1]), sorted=False).values  # on all threads
+        return [best(row, k, low) for row, low in zip(whole, kept.amin(1).tolist() if kept.numel() else [])]
 
     def _exactly(self, asked: Vectors, found: list[int], k: int) -> dict[int, float]:
         """Return the k best of some passages by their vectors [D]."""
         starts = self._starts
         places = np.searchsorted(starts, found, "right") - 1
         rows = [self.parts[place][1].vectors[number - starts[place]] for place, number in zip(places, found)]
-        return {found[at]: score for at, score in _best(np.stack(rows) @ asked, k).items()}
-
-
-def _best(scores: NDArray[Any], k: int, above: float = -np.inf) -> dict[int, float]:
-    """Return the k best passages with their scores, best first, the earlier first of equal ones."""
-    if len(scores) > k:  # all that score as well as the k-th
-        above = max(above, np.nextafter(np.partition(scores, -k)[-k], scores.dtype.type(-np.inf)))
-    kept = np.flatnonzero(scores > above)
-    order = kept[np.argsort(-scores[kept], kind="stable")][:k]
-    return dict(zip(order.tolist(), scores[order].tolist()))
-
-
-def fuse(rankings: Sequence[dict[int, float]]) -> dict[int, float]:
-    """Return the sum of 1 / (60 + rank) of each passage over several rankings, best first."""
-    total: dict[int, float] = {}
-    for ranking in rankings:
-        for rank, number in enumerate(ranking, start=1):
-            total[number] = total.get(number, 0.0) + 1 / (FUSED + rank)
-    return dict(sorted(total.items(), key=lambda one: (-one[1], one[0])))
+        return {found[at]: score for at, score in best(np.stack(rows) @ asked, k).items()}
 
 
 def embedded(model: Model, texts: Sequence[str], side: Literal["query", "passage"]) -> Vectors:

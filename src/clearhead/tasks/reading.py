@@ -24,7 +24,7 @@ from clearhead.tasks.spec import USES
 from clearhead.tokens.labels import decoded
 
 WINDOW, STRIDE = 384, 128  # tokens of a window over a long context, and of the overlap of two
-TOGETHER = 256  # tokens that a CPU reads together: of more, what is between two products leaves its cache
+TOGETHER = 256  # tokens for each thread of a CPU: of more, what is between two products leaves its cache
 
 
 def check_head(m: Bundle, task: str) -> None:
@@ -59,7 +59,7 @@ def outputs_of(
     """Run the model on rows of like length: yield the places of a batch, the output and the mask [B, T]."""
     refuse(batch_size < 1, f"batch_size {batch_size} must be 1 or more")
     device, typed = next(m.model.parameters()).device, types and m.config.n_types > 1
-    most = TOGETHER if device.type == "cpu" else math.inf
+    most = TOGETHER * torch.get_num_threads() if device.type == "cpu" else math.inf
     lengths = [len(row) for row in rows]
     for places in by_length(lengths, lambda count, longest: count <= batch_size and count * longest <= most):
         some = [rows[place] for place in places]
@@ -92,10 +92,14 @@ def embed(m: Bundle, texts: Sequence[str], batch_size: int = 32, prompt: str | N
     )
     read = texts if m.sentences is None else [how.read(text, prompt) for text in texts]
     rows = m.encode(list(read), m.max_length)
-    vectors = torch.empty(len(rows), m.config.d_model)
+    order, found = list[int](), list[Tensor]()
     for places, output, mask in outputs_of(m, rows, (), batch_size, "none"):
-        pooled = pool(output.hidden, mask, how.pooling).float()  # B D
-        vectors[places] = (nnf.normalize(pooled, dim=-1) if how.normalise else pooled).cpu()
+        order += places
+        found.append(pool(output.hidden, mask, how.pooling).float())  # B D
+    vectors = torch.empty(len(rows), m.config.d_model)
+    if found:  # brought from the device once, since each time waits for it
+        pooled = torch.cat(found)
+        vectors[order] = (nnf.normalize(pooled, dim=-1) if how.normalise else pooled).cpu()
     return vectors
 
 
