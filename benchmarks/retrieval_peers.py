@@ -8,7 +8,8 @@ lie apart is in the record. --timed N documents are embedded in each round. Rati
 that below 1 ours takes less: medians over rounds, of the wall's seconds and of this process's. "search" is
 `Index.rank` beside the flat index of FAISS: both return numbers and scores; "search_and_read" reads the
 passages too. sentence-transformers and faiss-cpu are in no extra. Without FAISS, one product of matrices
-stands for its flat index. --out writes the record, --save writes it under results/.
+stands for its flat index. Without --model random vectors of words stand for the embedder's, and search alone
+is compared. --out writes the record, --save writes it under results/.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from sentence_transformers import SentenceTransformer
 import clearhead as ch
 from clearhead.retrieval.index import Index, build_index, embedded
 from common import device_name, processor_name, save
-from retrieval import Clock, cranfield, judge, quality, scifact
+from retrieval import Clock, WordVectors, cranfield, judge, quality, scifact
 
 try:
     import faiss
@@ -157,6 +158,25 @@ def compare(
     return row
 
 
+def compare_search(name: str, index: Index, asked: list[str], rounds: int) -> dict[str, object]:
+    """Return the times of searching alone, on vectors that cost nothing."""
+    vectors, known = np.concatenate([part.vectors for _, part in index.parts]), Known(index.model)
+    flat = FLAT(vectors.shape[1])
+    flat.add(vectors)
+    ours = Index(index.folder, known)  # type: ignore[arg-type]
+    found = ours.rank(asked, 100, "meaning")
+    queries = embedded(known, asked, "query")  # type: ignore[arg-type]
+    theirs = flat.search(queries, 100)[1]
+    same = [len({*list(one)[:10]} & {*row[:10].tolist()}) for one, row in zip(found, theirs)]
+    row: dict[str, object] = {"collection": name, "by": "random vectors of words", "documents": len(vectors)}
+    row |= {"queries": len(asked), "same_of_10": round(sum(same) / len(same) / 10, 4)}
+    row["search"] = ratios(
+        lambda: ours.rank(asked, 100, "meaning"), lambda: flat.search(queries, 100), rounds
+    )
+    print(row, flush=True)
+    return row
+
+
 def told(stage: str, done: int, total: int) -> None:
     """Print how far an index is."""
     print(f"{stage}: {done} of {total} passages", flush=True)
@@ -168,7 +188,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("data", type=Path)
-    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--model", type=Path)
     parser.add_argument("--collections", nargs="+", default=["scifact", "cranfield"])
     parser.add_argument("--work", type=Path)
     parser.add_argument("--sample", type=int)
@@ -180,8 +200,10 @@ def main() -> None:
     given = parser.parse_args()
     if faiss is not None:
         faiss.omp_set_num_threads(torch.get_num_threads())
-    model = ch.load(given.model, dtype="float32", device=given.device)
-    peer = SentenceTransformer(str(given.model), device=given.device).float()
+    model: Any = WordVectors()
+    if given.model:
+        model = ch.load(given.model, dtype="float32", device=given.device)
+        peer = SentenceTransformer(str(given.model), device=given.device).float()
     rows: list[dict[str, object]] = []
     with tempfile.TemporaryDirectory() as folder:
         work = given.work or Path(folder)
@@ -189,12 +211,16 @@ def main() -> None:
             read = {"scifact": scifact, "cranfield": cranfield}[name]
             path, queries, judged = read(given.data / name, work)
             index = build_index(work / f"{name}.index", model, [path], on_passages=told)
+            if not given.model:
+                rows.append(compare_search(name, index, list(queries.values()), given.rounds))
+                continue
             rows += judge(name, index, queries, judged, ["words", "meaning", "both"])
             rows.append(compare(name, index, peer, queries, judged, given))
     on_gpu = given.device != "cpu"
     facts = {"device": device_name() if on_gpu else processor_name(), "torch": torch.__version__}
-    facts |= {"embedder": f"{given.model.parent.name}/{given.model.name}"}
-    name, results = "retrieval_peers_gpu" if on_gpu else "retrieval_peers", [{**facts, "rows": rows}]
+    facts["embedder"] = f"{given.model.parent.name}/{given.model.name}" if given.model else "none"
+    name = "retrieval_peers_gpu" if on_gpu else "retrieval_peers" if given.model else "retrieval_search"
+    results = [{**facts, "rows": rows}]
     if given.save:
         save(name, results)
     if given.out:
