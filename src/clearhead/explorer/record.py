@@ -138,7 +138,7 @@ def _examples(run: PageRun, found: Examples) -> tuple[list[dict[str, Any]], dict
         if small:
             given, pair = given_of(run.m, one), one.get("pair")
             cells = max(SMALLEST_SIDE**2, run.cells // share)
-            own = replace(begin(run.m, given, None, pair), cells=cells, roles=run.roles)
+            own = replace(begin(run.m, given, None, pair), cells=cells, roles=run.roles, corpus=run.corpus)
             about = own.about(f"example{number}")
             views |= _views_of(own, about, Selected.of(about, ""), share)
             shown["run"] = about

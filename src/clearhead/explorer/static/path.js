@@ -14,6 +14,7 @@ const PATH_EDGES = 60; // at most, however low the threshold
 const PATH_LISTED = 12;
 const PATH_NAMED = 10; // arcs with the name of their head, the strongest ones
 const PATH_WHY = 3; // edges that are followed one step further back by themselves
+const PATH_AHEAD = 1e9; // parameters times tokens below which the reasons of all edges that are listed are asked for ahead
 
 /** Of an edge's head: {kind, layer}. */
 function pathPlace(part) {
@@ -166,7 +167,7 @@ export const pathSection = {
       const run = app.store.get("run");
       if (!run) return; // the model that was looked at has given way to another
       const direct = visible();
-      const steps = direct.slice(0, PATH_LISTED).flatMap((edge) => (reasons.get(keyOf(edge)) || []).filter((one) => one.value > 0 && pathPlace(one.part) && one.reader !== one.source).slice(0, 2).map((one) => ({ ...pathSides(one), why: true })));
+      const steps = direct.slice(0, PATH_LISTED).flatMap((edge, number) => ((number < PATH_WHY || number === chosen) && reasons.get(keyOf(edge)) || []).filter((one) => one.value > 0 && pathPlace(one.part) && one.reader !== one.source).slice(0, 2).map((one) => ({ ...pathSides(one), why: true })));
       const edges = [...direct, ...steps].map((edge) => ({ ...edge, words: words(edge) }));
       const reader = run.columns.length === run.tokens.labels.length ? body.column : body.rows[0];
       const layers = lens ? lens.layers : ["embedding", ...Array.from({ length: app.store.get("model").layers }, (_, layer) => `block ${layer}`)];
@@ -271,10 +272,11 @@ export const pathSection = {
 
     /** When there is nothing else to do: what made the strongest heads look there, as dashed arcs. */
     async function followBack(run, stale) {
-      for (const edge of body.edges.slice(0, PATH_WHY)) {
+      const cheap = app.store.get("model").parameters * run.tokens.labels.length < PATH_AHEAD;
+      for (const [number, edge] of body.edges.slice(0, cheap ? PATH_LISTED : PATH_WHY).entries()) {
         if (stale() || !root.offsetParent) return;
         await reasonsOf(run, edge, true).catch(() => null);
-        if (!stale()) draw();
+        if (!stale() && number < PATH_WHY) draw();
       }
     }
 
