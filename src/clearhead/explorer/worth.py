@@ -68,7 +68,7 @@ def neurons_view(run: PageRun, position: int, token: int | None, against: int | 
 def fired(m: Model) -> ReadCorpus | None:
     """Return what fires every neuron of a model in some English sentences; None where it reads no text."""
     readable = m.tokenizer is not None and m.config.input == "tokens" and len(m.config.stacks) == 1
-    return read_corpus(m, list(library_sentences())[:CORPUS], top=FIRED) if readable else None
+    return read_corpus(m, library_sentences()[:CORPUS], top=FIRED) if readable else None
 
 
 def steered_view(
