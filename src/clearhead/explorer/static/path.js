@@ -136,7 +136,7 @@ export const pathSection = {
     let said = new Map(); // by column: what the model would say there, layer by layer
     let reasons = new Map(); // by edge: what made its head look there
     let chosen = -1;
-    let shownRun = null;
+    let [shownRun, shownAsked] = [null, null];
     replace(root, problem, finding, picture, el("div", { class: "row path-below" }, key, el("div", { class: "slider" }, el("label", { for: "path-least" }, "from ", shown, " of the strongest"), least)), left, sum, table, why, saveButtons(() => drawing, "path"));
     showKey();
 
@@ -289,7 +289,7 @@ export const pathSection = {
         const [found, grid] = await Promise.all([app.source.get(`run/${run.run}/paths?${asked}`), app.source.live ? null : app.source.get(`run/${run.run}/lens`).then((all) => new LensTables(run.columns).add(0, all), () => null)]);
         if (stale()) return;
         if (shownRun !== run) said = new Map();
-        [body, lens, reasons, chosen, shownRun] = [{ ...found, edges: found.edges.map(pathSides) }, grid, new Map(), -1, run];
+        [body, lens, reasons, chosen, shownRun, shownAsked] = [{ ...found, edges: found.edges.map(pathSides) }, grid, new Map(), -1, run, asked];
         const carried = found.total - found.rest;
         replace(sum, "The logit of ", el("strong", { class: "mono", dir: "auto" }, found.choice), found.against === null ? null : [" less that of ", el("strong", { class: "mono", dir: "auto" }, found.against)], " is ", el("strong", { class: "mono", id: "path-logit", "data-value": found.logit }, figure(found.logit, 5)), ": heads carried ", el("span", { class: "mono", "data-value": carried }, figure(carried, 5)), ", everything else added ", el("span", { class: "mono", "data-value": found.rest }, figure(found.rest, 5)), "; together ", el("span", { class: "mono", id: "path-total", "data-value": found.total }, figure(found.total, 5)), ".");
         replace(why);
@@ -307,7 +307,12 @@ export const pathSection = {
 
     whenNear(root, app, load);
     for (const key of ["position", "target", "foil"]) app.store.listen(key, () => { if (root.offsetParent) whileWorking(root, load(app.store.get("run"))); });
-    app.store.listen("view", () => { if (body && root.offsetParent && app.store.get("run")) whileWorking(root, load(app.store.get("run"))); });
+    app.store.listen("view", () => {
+      const run = app.store.get("run");
+      if (!body || !root.offsetParent || !run) return;
+      if (run === shownRun && askedOf(app, run) === shownAsked) draw();
+      else whileWorking(root, load(run));
+    });
     app.store.listen("theme", () => draw());
     for (const key of ["roles", "other"]) app.store.listen(key, () => draw());
   },
