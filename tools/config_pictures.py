@@ -546,7 +546,8 @@ PICTURES = {
     ),
     "embedding": Drawn(
         draw_embedding,
-        "d_embedding embedding_projection embedding_scale n_types embedding_norm tie_embeddings",
+        "d_embedding embedding_projection project_tokens embedding_scale n_types embedding_norm "
+        "tie_embeddings",
     ),
     "positions": Drawn(draw_positions, "positions max_positions max_encoder_positions position_offset"),
     "waves": Drawn(draw_waves, "sinusoid_layout sinusoid_ends"),

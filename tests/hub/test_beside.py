@@ -333,8 +333,3 @@ def test_embeddings_follow_the_files_of_sentence_transformers(tmp_path: Path) ->
         assert torch.equal(ch.load(tmp_path / str(trial)).embed(texts), loaded.embed(texts))
     with pytest.raises(ch.InputError, match="'passage' is not one of this model's: it has query, plain"):
         loaded.embed("king", prompt="passage")
-    (folder / "7_Pooling" / "config.json").write_text(
-        '{"pooling_mode_mean_tokens": true, "include_prompt": false}'
-    )
-    with pytest.raises(ch.CheckpointError, match="include_prompt"):
-        ch.load(folder).embed("king", prompt="query")

@@ -48,6 +48,8 @@ class StackFields:
     input: Input = "tokens"
     embedding_scale: float = 1.0  # the original Transformer multiplies by sqrt(d_model)
     embedding_norm: bool = False  # a norm after the embedding
+    # a narrower token table is widened by itself, without a bias, before segments and positions are added
+    project_tokens: bool = False
     n_types: int = 0  # segment (token type) embeddings
     patch_size: int = 16  # patches: height and width of a square, in pixels
     n_channels: int = 3  # patches: 3 for colour, 1 for grey
@@ -219,8 +221,8 @@ class StackSpec(StackFields):
     d_ff: int
     d_expert: int
     block_of: tuple[int, ...]  # number of the block of each layer; layers that share weights have the same
-    d_embedding: int  # width of what is embedded, before a projection to d_model
-    embedding_projection: bool
+    d_embedding: int  # width of the token table
+    embedding_projection: bool  # of the sum of tokens, segments and positions, to d_model
     image_size: tuple[int, int]
     d_rotary: int  # leading columns of a head that RoPE rotates
     kinds: tuple[Kind, ...]  # of attention, one per layer
@@ -244,6 +246,11 @@ class StackSpec(StackFields):
     def whole_kinds(self) -> tuple[Kind, ...]:
         """The different kinds of attention of the layers that all tokens go through."""
         return tuple(dict.fromkeys(kind for kind, share in zip(self.kinds, self.capacities) if share == 1))
+
+    @property
+    def d_summed(self) -> int:
+        """Width of tokens, segments and positions when they are added."""
+        return self.d_model if self.project_tokens else self.d_embedding
 
     @property
     def bounded(self) -> bool:

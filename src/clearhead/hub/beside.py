@@ -28,6 +28,6 @@ def read_beside(
         "special": special_ids(found, settings, generation, description.theirs),
         "settings": settings,
         "labels": checkpoint.class_labels(description),
-        "sentences": sentences.read_sentences(folder),
+        "sentences": sentences.read_sentences(folder, description.config.d_model),
         "images": pixels.read_preprocessor(folder),
     }

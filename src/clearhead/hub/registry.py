@@ -22,6 +22,8 @@ from clearhead.hub import (
     longformer,
     modernbert,
     mpnet,
+    open_decoders,
+    qwen_moe,
     qwen_next,
     siglip,
     t5,
@@ -35,10 +37,12 @@ from clearhead.hub.tower_tables import SECTIONS, Tower, TowersTable
 # In the order in which `nearest_to` tries them: of several that are exact, the best known comes first.
 KNOWN = (
     *(gpt.GPT2, llama.LLAMA, llama_relatives.MISTRAL, llama_relatives.MIXTRAL),
-    *(llama_relatives.QWEN2, llama_relatives.QWEN3, qwen_next.QWEN3_NEXT),
+    *(llama_relatives.QWEN2, llama_relatives.QWEN3, qwen_moe.QWEN2_MOE, qwen_moe.QWEN3_MOE),
+    qwen_next.QWEN3_NEXT,
     *(llama_relatives.GEMMA, llama_relatives.GEMMA2, llama_relatives.GEMMA3),
     *(gpt.GPT_NEOX, gpt.FALCON, llama_relatives.PHI, llama_relatives.PHI3, llama_relatives.OLMO2),
     *(llama_relatives.STABLELM, llama_relatives.GRANITE, llama_relatives.SMOLLM3, gpt_oss.GPT_OSS),
+    *(open_decoders.OPT, open_decoders.GPT_NEO, open_decoders.GPT_J, open_decoders.BLOOM),
     *(bert.BERT, bert.ROBERTA, bert.DISTILBERT, bert.ALBERT, big_bird.BIG_BIRD, vit.VIT),
     *(bert.XLM_ROBERTA, bert.CAMEMBERT, mpnet.MPNET, electra.ELECTRA),
     *(modernbert.MODERNBERT, deberta.DEBERTA),

@@ -21,19 +21,24 @@ class TokenFront(nn.Module):
 
     def __init__(self, spec: StackSpec) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(spec.vocab_size, spec.d_embedding)
-        self.scale = spec.embedding_scale
+        width, D = spec.d_embedding, spec.d_model
+        self.tokens, self.scale = nn.Embedding(spec.vocab_size, width), spec.embedding_scale
+        self.project = nn.Linear(width, D, bias=False) if spec.project_tokens else None
 
     def forward(self, ids: Tensor, real: Tensor | None = None, tap: Tap = SILENT) -> Tensor:
-        """Map [B, T] -> [B, T, d_embedding]."""
-        vectors = tap.step("tokens", self.tokens(ids.long()))
-        return tap.step("scaled", vectors * self.scale) if self.scale != 1 else vectors
+        """Map [B, T] -> [B, T, d_summed]."""
+        x = tap.step("tokens", self.tokens(ids.long()))
+        x = tap.step("scaled", x * self.scale) if self.scale != 1 else x
+        return x if self.project is None else tap.step("project", self.project(x))
 
     @staticmethod
     def steps(spec: StackSpec, run: Pass, name: str, length: int) -> Iterator[Step]:
-        """Yield the table."""
-        V, width = spec.vocab_size, spec.d_embedding
-        yield Step(f"{name}.tokens", "embedding", V * width, kept=run.batch * length * INDEX)
+        """Yield the table, and what widens it."""
+        V, width, rows = spec.vocab_size, spec.d_embedding, run.batch * length
+        yield Step(f"{name}.tokens", "embedding", V * width, kept=rows * INDEX)
+        if spec.project_tokens:
+            kept = rows * width * run.size
+            yield linear_step(f"{name}.project", "embedding", rows, width, spec.d_model, False, kept=kept)
 
 
 class PatchFront(nn.Module):
@@ -128,7 +133,7 @@ class Embedding(nn.Module):
 
     def __init__(self, spec: StackSpec, front: nn.Module | None = None) -> None:
         super().__init__()
-        width = spec.d_embedding
+        width = spec.d_summed
         self.front = front if front is not None else FRONTS[spec.input](spec)
         self.types = nn.Embedding(spec.n_types, width) if spec.n_types else None
         self.norm = make_norm(spec.norm, width) if spec.embedding_norm else None
@@ -162,7 +167,7 @@ def embedding_steps(
     spec: StackSpec, run: Pass, length: int, places: Iterator[Step], shared: bool
 ) -> Iterator[Step]:
     """Yield the steps of embedding `length` inputs; a `shared` front has its weights counted elsewhere."""
-    name, D, width = f"{spec.prefix}embedding", spec.d_model, spec.d_embedding
+    name, D, width = f"{spec.prefix}embedding", spec.d_model, spec.d_summed
     rows = run.batch * spec.n_tokens(length)
     for step in FRONTS[spec.input].steps(spec, run, f"{name}.front", length):
         yield step.reused() if shared else step
