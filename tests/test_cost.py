@@ -123,6 +123,7 @@ ODD: dict[str, ModelConfig] = {
     "headless": encoder.replace(head="none"),
     "decoder-classifier": small.replace(n_classes=3),
     "image": image,
+    "image-without-patch-bias": image.replace(patch_bias=False, embedding_norm=True),
     "image-mean": image.replace(class_token=False, pooling="mean", positions="sinusoidal"),
     "vectors": encoder.replace(input="vectors", d_input=6, n_classes=2),
     "vectors-causal": small.replace(input="vectors", d_input=6, head="tagger", n_classes=2),

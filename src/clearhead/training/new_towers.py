@@ -45,8 +45,8 @@ def new_towers(
     refuse(kind not in KINDS, f'a new model is "clip" or "siglip", not "{kind}"')
     size = sum(len(caption.encode()) for caption in captions)
     tokenizer = train_tokenizer(captions, TokensPlan(kind="bpe", lowercase=True), CAPTION, size)
-    roles = CAPTION.roles("bpe")
-    special = {role: int(tokenizer.token_to_id(token)) for role, token in roles.items()}
+    known = tokenizer.get_vocab()
+    special = {role: known[token] for role, token in CAPTION.tokens.items()}
     length = min(max(map(len, encode(tokenizer, set(captions)))), LONGEST_TEXT)
     side = min(*read_image(picture, 3, str(picture)).shape[:2], LARGEST_IMAGE)
     patch = 4 if side <= SMALL_IMAGE else 16
