@@ -62,8 +62,7 @@ class PatchFront(nn.Module):
     @staticmethod
     def steps(spec: StackSpec, run: Pass, name: str, length: int) -> Iterator[Step]:
         """Yield the projection of every patch, and the class token."""
-        width = spec.n_channels * spec.patch_size**2
-        yield _projection(spec, run, name, spec.n_patches, width, spec.patch_bias)
+        yield _projection(spec, run, name, spec.n_patches, spec.n_channels * spec.patch_size**2)
         if spec.class_token:
             yield Step(f"{name}.class_token", "embedding", spec.d_model)
 
@@ -82,14 +81,14 @@ class VectorFront(nn.Module):
     @staticmethod
     def steps(spec: StackSpec, run: Pass, name: str, length: int) -> Iterator[Step]:
         """Yield the projection."""
-        yield _projection(spec, run, name, length, spec.d_input, bias=True)
+        yield _projection(spec, run, name, length, spec.d_input)
 
 
-def _projection(spec: StackSpec, run: Pass, name: str, length: int, width: int, bias: bool) -> Step:
+def _projection(spec: StackSpec, run: Pass, name: str, length: int, width: int) -> Step:
     """Return the step that projects rows of `length` inputs of this width; no gradient goes back to them."""
     rows, name = run.batch * length, f"{name}.project"
     kept = rows * width * run.size
-    return linear_step(name, "embedding", rows, width, spec.d_model, bias, gradients=1, kept=kept)
+    return linear_step(name, "embedding", rows, width, spec.d_model, spec.patch_bias, gradients=1, kept=kept)
 
 
 class FrameFront(nn.Module):
