@@ -283,6 +283,7 @@ def test_what_is_wrong_is_one_line(directory: pathlib.Path, tmp_path: pathlib.Pa
         "embed was given 3": lambda: m.embed([3]),
         "it is for embed": lambda: m.tag("a cat"),
         "GGUF has no architecture": lambda: m.save(tmp_path / "model.gguf"),
+        "quantize one of them": lambda: ch.quantize(m),
         "are not quantized": lambda: ch.load(directory, quantize="int8"),
     }.items():
         with pytest.raises(ch.ClearheadError, match=complaint) as raised:

@@ -195,12 +195,18 @@ def convert(
             unpack(source, tokenizer, Path(work))
             source, tokenizer = Path(work), None
         model = load_model(source, tokenizer=tokenizer, dtype="float32" if graph else None)
+    refuse(
+        bool(graph) and model.towers is not None,
+        f"{source} has two towers: a graph is of one, {source}/text or {source}/image",
+    )
     if graph:
         _convert_to_graph(model, target, cache, json)
         return
     model.save(target, gguf or dtype, shard_size=limit)
     saved_as, note = explain_export(model.config, model.description)
     saved_as, note = (f"GGUF of {saved_as}", "") if single else (saved_as, note)
+    if model.towers is not None:
+        saved_as = f"{model.towers.theirs['architectures'][0]} ({model.towers.theirs['model_type']})"
     body = {"saved": str(target), "architecture": saved_as, "note": note}
     show_result(body, json, [f"saved {target} as {saved_as}" + (f": {note}" if note else "")])
 

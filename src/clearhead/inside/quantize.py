@@ -142,6 +142,7 @@ def quantize(
     """
     given = isinstance(text, str | Path) or len(text) > 0
     plan = QuantPlan(bits, group, symmetric, method or ("gptq" if given else "hqq"), _names(wide))
+    refuse(m.towers is not None, f"{m.folder} has two towers: quantize one of them, {m.folder}/text")
     refuse(
         not given and (plan.method in CALIBRATED or isinstance(wide, int)),
         f"{'wide ' + str(wide) if isinstance(wide, int) else 'method ' + plan.method} needs a text: "
