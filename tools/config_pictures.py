@@ -541,7 +541,8 @@ PICTURES = {
     ),
     "heads": Drawn(draw_heads, "n_heads n_kv_heads d_head d_value pruned_heads"),
     "inputs": Drawn(
-        draw_inputs, "input image_size patch_size n_channels class_token d_input conv_kernel conv_stride"
+        draw_inputs,
+        "input image_size patch_size n_channels class_token patch_bias d_input conv_kernel conv_stride",
     ),
     "embedding": Drawn(
         draw_embedding,

@@ -282,7 +282,7 @@ def vit(size: int) -> ch.ModelConfig:
 
 def test_an_image_processor_of_another_class_is_refused() -> None:
     image = np.zeros((40, 40, 3), np.uint8)
-    for stated in ({"image_processor_type": "CLIPImageProcessor"}, {"do_center_crop": True}, {"resample": 9}):
+    for stated in ({"image_processor_type": "BeitImageProcessor"}, {"do_center_crop": True}, {"resample": 9}):
         with pytest.raises(ch.CheckpointError, match=r"preprocessor_config\.json"):
             to_pixels(image, vit(32), {"size": 32, **stated})
 

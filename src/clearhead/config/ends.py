@@ -49,6 +49,10 @@ def embedding_rules(config: Fields) -> Rules:
             config.class_token and kind != "patches",
             f"class_token belongs to input patches, and input is {kind}: put a CLS id in the text instead",
         ),
+        (
+            not config.patch_bias and kind != "patches",
+            f"patch_bias belongs to input patches, and input is {kind}: leave it out",
+        ),
     ]
 
 

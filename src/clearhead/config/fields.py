@@ -54,6 +54,7 @@ class StackFields:
     patch_size: int = 16  # patches: height and width of a square, in pixels
     n_channels: int = 3  # patches: 3 for colour, 1 for grey
     class_token: bool = False  # patches: a learned vector before the first patch
+    patch_bias: bool = True  # patches: in their projection
     d_input: int = 0  # vectors, frames: width of one input vector
     conv_kernel: int = 3  # frames: two convolutions of this width, the second with the stride below
     conv_stride: int = 2  # frames: 2 halves their number

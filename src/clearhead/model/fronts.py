@@ -47,7 +47,7 @@ class PatchFront(nn.Module):
     def __init__(self, spec: StackSpec) -> None:
         super().__init__()
         self.patch = spec.patch_size
-        self.project = nn.Linear(spec.n_channels * self.patch**2, spec.d_model)
+        self.project = nn.Linear(spec.n_channels * self.patch**2, spec.d_model, bias=spec.patch_bias)
         self.class_token = nn.Parameter(torch.zeros(spec.d_model)) if spec.class_token else None
 
     def forward(self, pixels: Tensor, real: Tensor | None = None, tap: Tap = SILENT) -> Tensor:
@@ -62,7 +62,8 @@ class PatchFront(nn.Module):
     @staticmethod
     def steps(spec: StackSpec, run: Pass, name: str, length: int) -> Iterator[Step]:
         """Yield the projection of every patch, and the class token."""
-        yield _projection(spec, run, name, spec.n_patches, spec.n_channels * spec.patch_size**2)
+        width = spec.n_channels * spec.patch_size**2
+        yield _projection(spec, run, name, spec.n_patches, width, spec.patch_bias)
         if spec.class_token:
             yield Step(f"{name}.class_token", "embedding", spec.d_model)
 
@@ -81,14 +82,14 @@ class VectorFront(nn.Module):
     @staticmethod
     def steps(spec: StackSpec, run: Pass, name: str, length: int) -> Iterator[Step]:
         """Yield the projection."""
-        yield _projection(spec, run, name, length, spec.d_input)
+        yield _projection(spec, run, name, length, spec.d_input, bias=True)
 
 
-def _projection(spec: StackSpec, run: Pass, name: str, length: int, width: int) -> Step:
+def _projection(spec: StackSpec, run: Pass, name: str, length: int, width: int, bias: bool) -> Step:
     """Return the step that projects rows of `length` inputs of this width; no gradient goes back to them."""
     rows, name = run.batch * length, f"{name}.project"
     kept = rows * width * run.size
-    return linear_step(name, "embedding", rows, width, spec.d_model, bias=True, gradients=1, kept=kept)
+    return linear_step(name, "embedding", rows, width, spec.d_model, bias, gradients=1, kept=kept)
 
 
 class FrameFront(nn.Module):

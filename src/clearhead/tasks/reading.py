@@ -22,7 +22,7 @@ from clearhead.tasks.spec import USES
 from clearhead.tokens.labels import decoded
 
 WINDOW, STRIDE = 384, 128  # tokens of a window over a long context, and of the overlap of two
-TOGETHER = 256  # tokens that a CPU reads together: of more, what is between two products leaves its cache
+TOGETHER = 256  # tokens for each thread of a CPU: of more, what is between two products leaves its cache
 
 
 def check_head(m: Bundle, task: str) -> None:
@@ -57,7 +57,7 @@ def outputs_of(
     """Run the model on rows of like length: yield the places of a batch, the output and the mask [B, T]."""
     refuse(batch_size < 1, f"batch_size {batch_size} must be 1 or more")
     device, typed = next(m.model.parameters()).device, types and m.config.n_types > 1
-    most = TOGETHER if device.type == "cpu" else math.inf
+    most = TOGETHER * torch.get_num_threads() if device.type == "cpu" else math.inf
     lengths = [len(row) for row in rows]
     for places in by_length(lengths, lambda count, longest: count <= batch_size and count * longest <= most):
         some = [rows[place] for place in places]
@@ -91,10 +91,14 @@ def embed(m: Bundle, texts: Sequence[str], batch_size: int = 32, prompt: str | N
     before = how.before(prompt)
     rows = m.encode([how.read(before + text) for text in texts], m.max_length)
     skipped = 0 if how.pools_prompt or not before else _prompt_length(m, how.read(before))
-    vectors = torch.empty(len(rows), how.width(m.config.d_model))
+    order, found = list[int](), list[Tensor]()
     for places, output, mask in outputs_of(m, rows, (), batch_size, "none"):
+        order += places
         counted = mask & (torch.arange(mask.shape[1], device=mask.device) >= skipped)
-        vectors[places] = how.vectors(output.hidden, counted).cpu()
+        found.append(how.vectors(output.hidden, counted).float())  # B D
+    vectors = torch.empty(len(rows), how.width(m.config.d_model))
+    if found:
+        vectors[order] = torch.cat(found).cpu()  # brought from the device once, since each time waits for it
     return vectors
 
 
