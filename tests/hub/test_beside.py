@@ -74,6 +74,8 @@ KINDS: dict[str, tuple[Any, list[tuple[str, str | None]]]] = {
             *[("roberta", None), ("longformer", None), ("gpt2", None)],
             *[("bart", "BartTokenizerFast"), ("phi", "GPT2Tokenizer")],
             *[("qwen3", "Qwen2Tokenizer"), ("qwen2", "GPT2Tokenizer"), ("gpt_neox", "GPTNeoXTokenizerFast")],
+            *[("opt", None), ("gptj", "GPT2Tokenizer"), ("gpt_neo", None), ("starcoder2", None)],
+            *[("olmoe", None), ("bloom", "PreTrainedTokenizerFast"), ("qwen3_moe", "Qwen2Tokenizer")],
             *[("llama", "LlamaTokenizer"), ("mistral", "LlamaTokenizerFast"), ("olmo2", "GPT2Tokenizer")],
         ],
     ),

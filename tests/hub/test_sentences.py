@@ -42,7 +42,6 @@ def norm(width: int):
 
 # Poolings; whether they count the prompt; the prompt of every text; what comes after, of a width.
 CASES = {
-    "cls": ("cls", True, None, lambda w: []),
     "max, unit": ("max", True, "query", lambda w: [modules.Normalize()]),
     "mean without prompt": ("mean", False, "passage", lambda w: []),
     "root of the length, tanh": ("mean_sqrt_len_tokens", False, "query", lambda w: [modules.Dense(w, 5)]),

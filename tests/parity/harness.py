@@ -66,7 +66,7 @@ def close(name: str, ours: Tensor, theirs: Tensor, tolerance: float) -> None:
     )
 
 
-def check_decoder(model: Any, folder: Path, tmp: Path, **generate: Any) -> ch.Model:
+def check_decoder(model: Any, folder: Path, tmp: Path, tokens: int = 30, **generate: Any) -> ch.Model:
     """Everything about a decoder with a language head; `generate` are options of the reference's."""
     ours = ch.load(folder)
     config = model.config
@@ -88,13 +88,13 @@ def check_decoder(model: Any, folder: Path, tmp: Path, **generate: Any) -> ch.Mo
     theirs = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
-        max_new_tokens=30,
+        max_new_tokens=tokens,
         do_sample=False,
         eos_token_id=None,
         pad_token_id=0,
         **generate,
     )
-    assert greedy(ours.model, ids, 30).tolist() == theirs[:, 9:].tolist()
+    assert greedy(ours.model, ids, tokens).tolist() == theirs[:, 9:].tolist()
     check_gradients(model, ours, ids, ids)
     check_round_trip(model, ours, tmp, lambda other: other(ids).logits, lambda mine: mine(ids).logits)
     return ours

@@ -144,6 +144,16 @@ SUBJECTS = {
     "BLOOM": Subject(
         "BloomConfig", "BloomForCausalLM", {"vocab_size": 61, "hidden_size": 32, "n_layer": 3, "n_head": 4}
     ),
+    "StarCoder": Subject("GPTBigCodeConfig", "GPTBigCodeForCausalLM", GPT2),
+    "StarCoder2": Subject("Starcoder2Config", "Starcoder2ForCausalLM", {**GROUPED, **WINDOW}),
+    "Cohere": Subject("CohereConfig", "CohereForCausalLM", GROUPED),
+    "Cohere2": Subject("Cohere2Config", "Cohere2ForCausalLM", {**GROUPED, **WINDOW, "layer_types": KINDS}),
+    "GLM": Subject("GlmConfig", "GlmForCausalLM", {**GROUPED, "head_dim": 8}),
+    "GLM4": Subject("Glm4Config", "Glm4ForCausalLM", {**GROUPED, "head_dim": 8}),
+    "Nemotron": Subject("NemotronConfig", "NemotronForCausalLM", GROUPED),
+    "OLMo3": Subject("Olmo3Config", "Olmo3ForCausalLM", {**GROUPED, **WINDOW, "layer_types": KINDS}),
+    "OLMoE": Subject("OlmoeConfig", "OlmoeForCausalLM", MIXED),
+    "Granite-MoE": Subject("GraniteMoeConfig", "GraniteMoeForCausalLM", {**GROUPED, "num_local_experts": 4}),
     "Gemma": Subject("GemmaConfig", "GemmaForCausalLM", {**GROUPED, "head_dim": 10}),
     "Gemma2": Subject("Gemma2Config", "Gemma2ForCausalLM", {**GROUPED, **WINDOW, "head_dim": 10}),
     "Gemma3": Subject("Gemma3TextConfig", "Gemma3ForCausalLM", {**GROUPED, **WINDOW, "head_dim": 8}),

@@ -20,6 +20,7 @@ BLOOM = {**TEXT, "n_layer": 3, "n_head": 4}
 SMALL = {**TEXT, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 4}
 SMALL |= {"num_key_value_heads": 2, "max_position_embeddings": 128}
 MIXED = {**SMALL, "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+BIGCODE = {"vocab_size": 61, "n_embd": 24, "n_layer": 2, "n_head": 4, "n_positions": 80, **ENDS}
 TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
 KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
 WINDOW = {"use_sliding_window": True, "sliding_window": 6}
@@ -38,7 +39,6 @@ CASES = {
         "one head": {**NEO, "num_heads": 1, "activation_function": "relu", "layer_norm_epsilon": 1e-3},
     },
     "GPTJ": {
-        "plain": J,
         "odd share of a head": {**J, "n_embd": 98, "n_head": 2, "rotary_dim": 6, **TIED},
         "whole heads": {**J, "rotary_dim": 8, "n_inner": 37, "activation_function": "relu"},
         "one head": {**J, "n_head": 1, "rotary_dim": 12, "layer_norm_epsilon": 1e-3},
@@ -67,6 +67,50 @@ CASES = {
         },
         "one layer dense": {**MIXED, "mlp_only_layers": [1], "num_key_value_heads": 1, "rms_norm_eps": 1e-3},
     },
+    "GPTBigCode": {
+        "one key head": {**BIGCODE, "activation_function": "relu"},
+        "all key heads, untied": {**BIGCODE, **UNTIED, "multi_query": False, "n_inner": 37},
+    },
+    "Cohere": {
+        "untied, biases": {**SMALL, **UNTIED, "attention_bias": True, "logit_scale": 0.3},
+    },
+    "Cohere2": {
+        "every other layer": {**SMALL, "sliding_window": 7, "layer_types": KINDS},
+        "three of four": {**SMALL, "num_hidden_layers": 5, "sliding_window": 6, "num_key_value_heads": 1},
+    },
+    "Starcoder2": {
+        "window": {**SMALL, "sliding_window": 7},
+        "no biases, untied": {**SMALL, **UNTIED, "use_bias": False, "hidden_act": "relu", "head_dim": 6},
+    },
+    "Nemotron": {
+        "plain": {**SMALL, "head_dim": 8},
+        "whole heads, biases": {
+            **{**SMALL, **TIED, "partial_rotary_factor": 1.0, "attention_bias": True, "mlp_bias": True},
+            **{"head_dim": 6, "norm_eps": 1e-3},
+        },
+    },
+    "Glm": {
+        "plain": {**SMALL, "head_dim": 8},
+        "no biases": {**SMALL, **TIED, "head_dim": 12, "attention_bias": False, "partial_rotary_factor": 1.0},
+    },
+    "Glm4": {"plain": {**SMALL, "head_dim": 8, "rms_norm_eps": 1e-3}},
+    "Olmo3": {
+        "three of four": {**SMALL, "num_hidden_layers": 5, "sliding_window": 6, "attention_bias": True},
+        "scaled where full": {
+            **{**SMALL, **TIED, "sliding_window": 7, "layer_types": KINDS, "num_key_value_heads": 1},
+            "rope_scaling": {"rope_type": "linear", "factor": 3.0},
+        },
+    },
+    "Olmoe": {
+        "plain": {**MIXED, "intermediate_size": 12},
+        "sum of one": {**MIXED, "norm_topk_prob": True, "attention_bias": True, "num_experts_per_tok": 4},
+    },
+    "GraniteMoe": {
+        "factors": {
+            **{**SMALL, "num_local_experts": 3, "embedding_multiplier": 6.0, "residual_multiplier": 0.3},
+            **{"attention_multiplier": 0.2, "logits_scaling": 7.0, "attention_bias": True},
+        },
+    },
 }
 
 
@@ -75,7 +119,7 @@ CASES = {
 def test_decoder(name, label, tmp_path):
     config = getattr(transformers, f"{name}Config")(**CASES[name][label])
     model = reference(f"{name}ForCausalLM", config, tmp_path / "reference")
-    check_decoder(model, tmp_path / "reference", tmp_path)
+    check_decoder(model, tmp_path / "reference", tmp_path, tokens=12)
     written = json.loads((tmp_path / "fresh" / "config.json").read_text())
     assert written["model_type"] in (config.model_type, "gpt2")  # an OPT may be a GPT-2 too
 
@@ -86,6 +130,8 @@ def test_decoder(name, label, tmp_path):
         ("OPT", {"layer_norm_elementwise_affine": False}, "layer_norm_elementwise_affine False"),
         ("OPT", {"word_embed_proj_dim": 9, "architectures": ["OPTModel"]}, "word_embed_proj_dim 9.*OPTModel"),
         ("GPTNeo", {"attention_types": [[["near"], 3]]}, "attention_types.*near"),
+        ("Cohere", {"use_qk_norm": True}, "use_qk_norm True"),
+        ("Olmoe", {"clip_qkv": 8.0}, "clip_qkv 8.0"),
         ("Bloom", {"apply_residual_connection_post_layernorm": True}, "post_layernorm"),
         ("Qwen2Moe", {**WINDOW, "layer_types": None}, "state layer_types"),
     ],

@@ -10,19 +10,21 @@ from clearhead.hub.rules import HEAD_GROUPS, JOINED_TRANSPOSED, TRANSPOSED, Rule
 
 GPT2_BLOCK = "transformer.h.{i}"
 
+GPT2_SCALES = fixed(
+    only={
+        "scale_attn_by_inverse_layer_idx": False,
+        "add_cross_attention": False,
+        "scale_attn_weights": True,
+    }
+)
+
 GPT2 = Architecture(
     model_type="gpt2",
     classes=classes("GPT2", "GPT2LMHeadModel"),
     prefix="transformer.",
     config=(
         fixed({"family": "decoder", "positions": "learned", "norm": "layernorm", "norm_position": "pre"}),
-        fixed(
-            only={
-                "scale_attn_by_inverse_layer_idx": False,
-                "add_cross_attention": False,
-                "scale_attn_weights": True,
-            }
-        ),
+        GPT2_SCALES,
         field("vocab_size", "vocab_size", 50257),
         field("n_positions", "max_positions", 1024),
         field("n_embd", "d_model", 768),

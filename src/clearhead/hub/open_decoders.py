@@ -1,4 +1,4 @@
-"""OPT, GPT-Neo, GPT-J and BLOOM: decoders after GPT-2, each with positions or a layout of its own."""
+"""OPT, GPT-Neo, GPT-J, GPT-BigCode and BLOOM: decoders after GPT-2, each with something of its own."""
 
 import math
 
@@ -6,8 +6,9 @@ from clearhead.config import ModelConfig
 from clearhead.hub.architecture import Architecture
 from clearhead.hub.fields import ACTIVATIONS, LABELS, ConfigPart, Json, cases, field, fixed
 from clearhead.hub.files import refuse
+from clearhead.hub.gpt import GPT2, GPT2_SCALES
 from clearhead.hub.llama import BLOCK, QKV, TOKENS, classes, heads
-from clearhead.hub.rules import HEAD_GROUPS, Rule, joined, same
+from clearhead.hub.rules import HEAD_GROUPS, SAME, Rule, joined, same
 
 LAYER = "transformer.h.{i}"
 PRE: Json = {"family": "decoder", "norm": "layernorm", "norm_position": "pre"}
@@ -214,6 +215,38 @@ GPT_J = Architecture(
         "num_attention_heads": "n_head",
         "num_hidden_layers": "n_layer",
     },
+)
+
+# GPT-BigCode (StarCoder): GPT-2 with one key/value head, and linear weights stored [out, in].
+
+BIGCODE = Architecture(
+    model_type="gpt_bigcode",
+    classes=classes("GPTBigCode"),
+    prefix="transformer.",
+    config=(
+        *(part for part in GPT2.config if part is not GPT2_SCALES),
+        fixed(only={"scale_attn_weights": True, "add_cross_attention": False}),
+        field("activation_function", "activation", "gelu_pytorch_tanh", ACTIVATIONS),
+        cases(
+            {"multi_query": True},
+            ({"multi_query": True}, {"n_kv_heads": 1}),
+            ({"multi_query": False}, {"n_kv_heads": None}),
+        ),
+    ),
+    rules=(
+        *(rule for rule in GPT2.rules if rule.operation is SAME and "c_" not in rule.theirs),
+        *joined(f"{LAYER}.attn.c_attn", QKV, HEAD_GROUPS),
+        *same(
+            {
+                f"{LAYER}.attn.c_proj": f"{BLOCK}.attention.out",
+                f"{LAYER}.mlp.c_fc": f"{BLOCK}.feedforward.up",
+                f"{LAYER}.mlp.c_proj": f"{BLOCK}.feedforward.down",
+            }
+        ),
+    ),
+    heads=heads(),
+    ignored=MASKS,
+    aliases=GPT2.aliases,
 )
 
 # BLOOM: ALiBi, and a norm after the embedding; queries, keys and values are stored head by head.

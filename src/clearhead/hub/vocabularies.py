@@ -29,8 +29,8 @@ Settings = dict[str, Any]
 # The class that a model's tokenizer has when no file names it.
 CLASSES = {
     **dict.fromkeys(("bert", "distilbert", "electra"), "Bert"),
-    **dict.fromkeys(("gpt2", "phi", "opt", "gptj", "gpt_neo"), "GPT2"),
-    "gpt_neox": "GPTNeoX",
+    **dict.fromkeys(("gpt2", "phi", "opt", "gptj", "gpt_neo", "starcoder2"), "GPT2"),
+    **dict.fromkeys(("gpt_neox", "olmoe"), "GPTNeoX"),
     **dict.fromkeys(("roberta", "bart", "longformer"), "Roberta"),
     **dict.fromkeys(("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"), "Qwen2"),
     **dict.fromkeys(("t5", "mt5"), "T5"),

@@ -21,9 +21,8 @@ class TokenFront(nn.Module):
 
     def __init__(self, spec: StackSpec) -> None:
         super().__init__()
-        width, D = spec.d_embedding, spec.d_model
-        self.tokens, self.scale = nn.Embedding(spec.vocab_size, width), spec.embedding_scale
-        self.project = nn.Linear(width, D, bias=False) if spec.project_tokens else None
+        self.tokens, self.scale = nn.Embedding(spec.vocab_size, spec.d_embedding), spec.embedding_scale
+        self.project = nn.Linear(spec.d_embedding, spec.d_model, bias=False) if spec.project_tokens else None
 
     def forward(self, ids: Tensor, real: Tensor | None = None, tap: Tap = SILENT) -> Tensor:
         """Map [B, T] -> [B, T, d_summed]."""

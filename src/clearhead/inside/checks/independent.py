@@ -197,7 +197,8 @@ def reference_rows(m: Model | Transformer) -> list[Comparison]:
         length = reach(m.config, usual=REFERENCE_LENGTH)
         rows = 1 if length > REFERENCE_LENGTH else None
         inputs = Inputs(load(folder, dtype=torch.float32).model.eval(), rows, length)
-        padding = getattr(theirs.config, "pad_token_id", None)
+        stated = getattr(theirs.config, "pad_token_id", None)
+        padding = {m.config.position_offset - 1, -1 if stated is None else int(stated)}
         inputs.main = _real_tokens(inputs.main, padding)
         if "source" in inputs.given:
             inputs.given["source"] = _real_tokens(inputs.given["source"], padding)
@@ -286,11 +287,12 @@ def _wrong_tokens(inputs: Inputs, their_model: Any) -> float:
     return float((ours[:, : theirs.shape[1]] != theirs).sum())
 
 
-def _real_tokens(x: Tensor, padding: int | None) -> Tensor:
-    """Replace the padding id: some classes count positions, or find the last token, by where it stands."""
-    if padding is None or x.is_floating_point():
+def _real_tokens(x: Tensor, padding: set[int]) -> Tensor:
+    """Replace padding ids: some classes count positions, or find the last token, by where they stand."""
+    if x.is_floating_point():
         return x
-    return torch.where(x == padding, 1 if padding == 0 else padding - 1, x)
+    other = next(number for number in range(len(padding) + 1) if number not in padding)
+    return torch.where(torch.isin(x, torch.tensor(sorted(padding), device=x.device)), other, x)
 
 
 def _whole_source(inputs: Inputs) -> Tensor | None:
