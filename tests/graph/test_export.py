@@ -58,7 +58,7 @@ def test_a_decoder_writes_token_by_token_in_onnxruntime(tmp_path):
 
 
 def test_an_encoder_decoder_of_sound_with_other_sizes_and_padding(tmp_path):
-    m = made(family="encoder-decoder", input="frames", d_input=3, positions="relative")
+    m = made(family="encoder-decoder", input="frames", d_input=3)
     ch.export(m, tmp_path / "m.pt2")
     (own, own_mask), frames = (torch.from_numpy(one) for one in padded(5, 7)), torch.randn(5, 38, 3)
     mask = torch.from_numpy(padded(5, 38)[1])
