@@ -30,6 +30,7 @@ LAYERS = [
     {"api", "tasks", "evaluation", "graph"},
     {"training"},
     {"inside", "retrieval"},
+    {"speed"},
     {"plot", "explorer", "report", "serve", "lab"},
     {"tour"},
     {"commands"},
