@@ -57,6 +57,15 @@ def export(m: Bundle, path: str | Path, cache: bool = False) -> Exported:
     path = Path(path)
     refuse(path.suffix not in SUFFIXES, f"{path} is no name of a graph: end it in {' or '.join(SUFFIXES)}")
     refuse(path.is_dir(), f"{path} is a directory: name a file")
+    refuse(
+        m.towers is not None,
+        "two towers, of texts and of images, have no one graph: use clearhead to run them",
+    )
+    how = m.sentences
+    refuse(
+        how is not None and how.prompts and not how.pools_prompt,
+        "this model leaves its prompt out of the pooling (include_prompt), which a graph cannot know of",
+    )
     _check(m.model, cache)
     if path.suffix == ".onnx":
         _packages()
