@@ -69,8 +69,7 @@ def test_an_encoder_decoder_of_sound_with_other_sizes_and_padding(tmp_path):
 
 def test_the_command_writes_a_sentence_encoder_and_leaves_nothing_half_written(tmp_path, monkeypatch, capsys):
     """The graph is the same in both formats; `.pt2` is quicker to write."""
-    mixture = {"attention": "blocks(4, 3, 4, 0, 2)", "n_experts": 3, "n_active_experts": 2}
-    m = made(family="encoder", head="none", n_types=2, max_positions=80, **mixture)
+    m = made(family="encoder", head="none", n_types=2, max_positions=80, n_experts=2, n_active_experts=1)
     m.sentences = Sentences(pooling="cls", normalise=True)
     m.save(tmp_path / "m")
     out = tmp_path / "out" / "m.pt2"

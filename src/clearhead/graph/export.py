@@ -21,7 +21,7 @@ from clearhead.config.kinds import FULL
 from clearhead.errors import CheckpointError, InputError, MissingExtraError, first_line, refuse
 from clearhead.fast.lora import merged
 from clearhead.graph.function import Function, Port, traceable
-from clearhead.graph.inputs import Sizes, example, expected, sizes_of
+from clearhead.graph.inputs import InputSizes, example, expected, sizes_of
 from clearhead.model.transformer import Transformer, attending, evaluating
 from clearhead.quant.apply import dequantized
 from clearhead.quant.layers import quantized_parts
@@ -40,7 +40,7 @@ class Exported:
     inputs: dict[str, tuple[str | int, ...]]  # the axes of each, by name or size
     outputs: tuple[str, ...]
     difference: float  # the largest, as a share of the largest output
-    tried: tuple[Sizes, ...]
+    tried: tuple[InputSizes, ...]
 
 
 def export(m: Bundle, path: str | Path, cache: bool = False) -> Exported:
@@ -142,7 +142,7 @@ def _quiet() -> Iterator[None]:
             logging.disable(before)
 
 
-def _traced(function: Function, sizes: Sizes) -> tuple[ExportedProgram, tuple[str, ...]]:
+def _traced(function: Function, sizes: InputSizes) -> tuple[ExportedProgram, tuple[str, ...]]:
     """Return the graph of a function for any sizes, and the names of its outputs."""
     given = example(function, sizes, seed=0)
     shapes = {port.name: _axes(port, function.model.config) for port in function.ports}
@@ -201,7 +201,7 @@ def _write_pt2(program: ExportedProgram, outputs: tuple[str, ...], function: Fun
     return lambda given: dict(read(given))
 
 
-def _verify(function: Function, run: Runner, sizes: list[Sizes]) -> float:
+def _verify(function: Function, run: Runner, sizes: list[InputSizes]) -> float:
     """Return the largest difference between the file and the model; an error where it is too large."""
     worst = 0.0
     for number, size in enumerate(sizes):
