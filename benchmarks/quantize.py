@@ -1,14 +1,16 @@
 """Measure what rounding the weights of SmolLM2-135M-Instruct costs on WikiText-2: perplexity and KL.
 
-    python benchmarks/quantize.py DIR --data WIKITEXT2 [--variants ...] [--tokens 4096] [--save]
+    python benchmarks/quantize.py MODEL --data WIKITEXT2 [--tokens 4096] [--device cuda] [--save]
 
-DIR is the model in Hugging Face's layout. The weights that can be had here come from a file that is rounded
-to 4 bits in groups of 32 already (Q4_1), so rounding them to the same grid costs next to nothing. They are
-moved off that grid first, unless `--as-stored`, without changing what the model computes: what a norm, a
-value or a gate's factor puts out is multiplied by random numbers near 1, and the weights that read it are
-divided by them. Calibration is on valid.txt and figures are on the first tokens of test.txt, rows of 512.
+MODEL is a directory in Hugging Face's layout or the GGUF file itself. The weights that can be had here come
+from a file that is rounded to 4 bits in groups of 32 already (Q4_1), so rounding them to the same grid costs
+next to nothing. They are moved off that grid first, unless `--as-stored`, without changing what the model
+computes: what a norm, a value or a gate's factor puts out is multiplied by random numbers near 1, and the
+weights that read it are divided by them. The first lines say that this is so: the share of groups of 32
+weights that have at most 16 different numbers, and perplexity, before and after. Calibration is on valid.txt
+and figures are on test.txt, rows of 512, all of them with `--tokens 0`.
 
-Each variant is added to what an earlier run saved.
+Each variant is printed, and with `--save` kept, as soon as it is measured.
 """
 
 from __future__ import annotations
@@ -22,7 +24,13 @@ import torch
 from torch import Tensor
 
 import clearhead as ch
-from clearhead.inside.quantize import log_probabilities, text_figures, text_sums, weight_bytes
+from clearhead.inside.quantize import (
+    TextFigures,
+    log_probabilities,
+    text_figures,
+    text_sums,
+    weight_bytes,
+)
 from clearhead.quant.apply import QuantPlan, linear_names, quantize_model
 from clearhead.quant.calibrate import moments
 from common import save
@@ -49,7 +57,7 @@ def regauge(model: ch.Transformer, spread: float = 0.2, seed: int = 0) -> None:
     generator = torch.Generator().manual_seed(seed)
 
     def factors(size: int) -> Tensor:
-        return (spread * torch.randn(size, generator=generator)).exp()
+        return (spread * torch.randn(size, generator=generator)).exp().to(next(model.parameters()).device)
 
     for block in model.main.blocks:
         attention, feedforward = block.attention, block.feedforward
@@ -70,11 +78,44 @@ def regauge(model: ch.Transformer, spread: float = 0.2, seed: int = 0) -> None:
         feedforward.down.weight.div_(c)
 
 
-def rows(m: ch.Model, path: Path, tokens: int) -> list[Tensor]:
-    """Return the first tokens of a file, in rows [1, 512]."""
-    text = path.read_text(encoding="utf-8")[: 8 * tokens]
-    ids = m.text_tokenizer.encode(text, add_special_tokens=False).ids[:tokens]
-    return [torch.tensor([ids[start : start + LENGTH]]) for start in range(0, len(ids) - LENGTH + 1, LENGTH)]
+@torch.no_grad()
+def share_on_grid(model: ch.Transformer) -> float:
+    """Return the share of groups of 32 weights of the blocks that have at most 16 different numbers."""
+    found, count = 0, 0
+    for name in linear_names(model):
+        weight = model.get_submodule(name).weight
+        if "blocks" in name and weight.shape[1] % 32 == 0:
+            groups = weight.reshape(-1, 32).sort(-1).values
+            steps = groups.diff(dim=-1) > 1e-6 * groups.abs().amax(-1, keepdim=True)
+            found, count = found + int((steps.sum(-1) < 16).sum()), count + len(groups)
+    return found / count
+
+
+def rows(m: ch.Model, path: Path, tokens: int, device: torch.device) -> list[Tensor]:
+    """Return the first tokens of a file, 0: all, in rows [1, 512]."""
+    text = path.read_text(encoding="utf-8")
+    text, most = (text[: 8 * tokens], tokens) if tokens else (text, None)
+    ids = m.text_tokenizer.encode(text, add_special_tokens=False).ids[:most]
+    starts = range(0, len(ids) - LENGTH + 1, LENGTH)
+    return [torch.tensor([ids[start : start + LENGTH]], device=device) for start in starts]
+
+
+@torch.no_grad()
+def measured(reference: ch.Transformer, model: ch.Transformer, test: list[Tensor]) -> TextFigures:
+    """Return the figures of a model beside the one it was made from; logits of one row are held at a time."""
+    sums = torch.zeros(4, dtype=torch.float64)
+    for ids in test:
+        log = log_probabilities(reference, ids)
+        sums += text_sums(log, log if model is reference else log_probabilities(model, ids), ids)
+    return text_figures(sums)
+
+
+def keep(title: str, name: str, line: dict[str, object]) -> None:
+    """Add one variant to what earlier runs saved."""
+    before = json.loads(RESULT.read_text())["results"] if RESULT.exists() else []
+    earlier = next((one for one in before if one["title"] == title), {"title": title, "rows": {}})
+    earlier["rows"][name] = line
+    save("quantize", [*(one for one in before if one["title"] != title), earlier])
 
 
 def main() -> None:
@@ -84,44 +125,41 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
-    parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--calibration", type=int, default=8192)
+    parser.add_argument("--tokens", type=int, default=4096, help="of test.txt; 0: all")
+    parser.add_argument("--calibration", type=int, default=8192, help="tokens of valid.txt; 0: all")
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--as-stored", action="store_true", help="keep the weights on the grid of their file")
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
-    m = ch.load(options.folder)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    m = ch.load(options.folder, "float32", options.device)
+    device = next(m.model.parameters()).device
+    test = rows(m, options.data / "test.txt", options.tokens, device)
+    valid = rows(m, options.data / "valid.txt", options.calibration, device)
+    stored = measured(m.model, m.model, test)
+    print(
+        f"as stored: perplexity {stored.perplexity:.3f}, on a grid {share_on_grid(m.model):.1%}", flush=True
+    )
     if not options.as_stored:
         regauge(m.model)
-    test = rows(m, options.data / "test.txt", options.tokens)
     title = "weights as stored (Q4_1)" if options.as_stored else "weights off their grid"
-    title += f", {len(test)} rows of {LENGTH} tokens, calibrated on {options.calibration:,}"
-    with torch.no_grad():
-        reference = [log_probabilities(m.model, ids) for ids in test]
-        needed = any(VARIANTS[name].method in ("gptq", "awq") for name in options.variants)
-        valid = rows(m, options.data / "valid.txt", options.calibration)
-        seen = moments(m.model, valid, linear_names(m.model)) if needed else None
-        sums = sum(text_sums(log, log, ids) for log, ids in zip(reference, test))
-        found = {"float32": text_figures(sums)}
-        sizes = {"float32": weight_bytes(m.model)}
-        print(f"{title}\nfloat32: perplexity {found['float32'].perplexity:.3f}", flush=True)
-        for name in options.variants:
-            start = time.perf_counter()
-            model = quantize_model(m.model, VARIANTS[name], seen=seen or {}).model
-            sums = sum(
-                text_sums(log, log_probabilities(model, ids), ids) for log, ids in zip(reference, test)
-            )
-            found[name], sizes[name] = text_figures(sums), weight_bytes(model)
-            change = found[name].perplexity / found["float32"].perplexity - 1
-            print(f"{name}: {found[name].perplexity:.3f} ({change:+.2%}), KL {found[name].divergence:.4f}, "
-                  f"{sizes[name] / 1e6:.0f} MB, {time.perf_counter() - start:.0f} s", flush=True)  # fmt: skip
+    title += f", {len(test)} rows of {LENGTH} tokens, calibrated on {len(valid) * LENGTH:,}, on {device.type}"
+    float32, size = measured(m.model, m.model, test), weight_bytes(m.model)
+    grid = share_on_grid(m.model)
+    print(f"{title}\nfloat32: perplexity {float32.perplexity:.3f}, on a grid {grid:.1%}", flush=True)
     if options.save:
-        before = json.loads(RESULT.read_text())["results"] if RESULT.exists() else []
-        lines = {name: {**one.to_dict(), "bytes": sizes[name]} for name, one in found.items()}
-        for name, line in lines.items():
-            line["change"] = round(found[name].perplexity / found["float32"].perplexity - 1, 5)
-        earlier = next((one for one in before if one["title"] == title), {"title": title, "rows": {}})
-        earlier["rows"] |= lines
-        save("quantize", [*(one for one in before if one["title"] != title), earlier])
+        keep(title, "float32", {**float32.to_dict(), "bytes": size, "change": 0.0})
+    needed = any(VARIANTS[name].method in ("gptq", "awq") for name in options.variants)
+    seen = moments(m.model, valid, linear_names(m.model)) if needed else None
+    for name in options.variants:
+        start = time.perf_counter()
+        model = quantize_model(m.model, VARIANTS[name], seen=seen or {}).model
+        found, size = measured(m.model, model, test), weight_bytes(model)
+        change = found.perplexity / float32.perplexity - 1
+        print(f"{name}: {found.perplexity:.3f} ({change:+.2%}), KL {found.divergence:.4f}, "
+              f"{size / 1e6:.0f} MB, {time.perf_counter() - start:.0f} s", flush=True)  # fmt: skip
+        if options.save:
+            keep(title, name, {**found.to_dict(), "bytes": size, "change": round(change, 5)})
 
 
 if __name__ == "__main__":

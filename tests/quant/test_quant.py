@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from safetensors import safe_open
 
 import clearhead as ch
 from clearhead.errors import ClearheadError
@@ -12,9 +13,10 @@ from clearhead.fast.native import NativeBlock, NativeQuantized
 from clearhead.fast.parts import like
 from clearhead.fast.prepare import prepared
 from clearhead.generate.decode import greedy
+from clearhead.inside.quantize import weight_bytes
 from clearhead.model.cache import Cache
 from clearhead.quant.apply import dequantized, quantize_model
-from clearhead.quant.grid import Grid, nearest_codes, pack, unpack
+from clearhead.quant.grid import BLOCK, Grid, nearest_codes, pack, unpack
 from clearhead.quant.layers import QuantizedLinear, QuantizedTable, quantized_parts, rounding_bound
 from clearhead.quant.methods import METHODS, output_error
 
@@ -84,7 +86,8 @@ def test_each_method_lowers_the_error_that_it_is_for(symmetric):
         name: float((x @ (weight - found).t()).square().sum()) / len(x) for name, found in made.items()
     }
     assert errors == pytest.approx(measured, rel=1e-3)
-    assert errors["gptq"] < 0.8 * errors["rtn"] and errors["awq"] < errors["rtn"]
+    # Of inputs drawn by six seeds the worst shares were 0.722 and 0.962, symmetric or not.
+    assert errors["gptq"] < 0.74 * errors["rtn"] and errors["awq"] < 0.97 * errors["rtn"]
     sizes = {name: float((weight - found).abs().pow(0.7).sum()) for name, found in made.items()}
     assert sizes["hqq"] < sizes["rtn"]
 
@@ -123,11 +126,31 @@ def test_a_directory_gives_the_same_model_back(name, tmp_path):
         again.save(tmp_path / "twice")
         first, second = (tmp_path / folder / "model.safetensors" for folder in ("small", "twice"))
         assert first.read_bytes() == second.read_bytes()
-        if plan.bits == 4:
-            assert first.stat().st_size < (tmp_path / "wide/model.safetensors").stat().st_size / 2
+        for part_name, part in quantized_parts(m.model).items():  # to the byte: tiles of 4 rows, runs of 32
+            rows, columns = (part.out_features + 3) // 4 * 4, (part.in_features + 31) // 32 * 32
+            bits = 8 if part_name.endswith((".tokens", "head.out")) else plan.bits
+            groups, kept = (
+                -(-part.in_features // plan.group),
+                [part.scales, part.offsets][: 2 - plan.symmetric],
+            )
+            assert part.codes.numel() == rows * columns * bits // 8
+            assert [one.numel() * one.element_size() for one in kept] == [2 * rows * groups] * len(kept)
+        with safe_open(first, "pt") as file:
+            stored = sum(file.get_tensor(key).nbytes for key in file.keys())  # noqa: SIM118
+        header = 8 + int.from_bytes(first.read_bytes()[:8], "little")
+        assert first.stat().st_size == stored + header and stored == weight_bytes(m.model)
     if name == "Llama, grouped, untied":
         rows = ch.check(again)
         assert len(rows) > 15 and not [row for row in rows if row.verdict != "equal"]
+
+
+def rounded_inputs(layer, given):
+    """The inputs that a product in C works with: 8 bits by runs of 32, as `rounding_bound` states."""
+    x = given[0] if layer.smooth is None else given[0] * layer.smooth
+    runs = torch.nn.functional.pad(x, (0, -x.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))
+    scale = runs.abs().amax(-1, keepdim=True) / 127
+    made = ((runs / scale).round() * scale).flatten(-2)[..., : x.shape[-1]]
+    return (made if layer.smooth is None else made / layer.smooth,)
 
 
 @pytest.mark.skipif(library.library() is None, reason="no C compiler, or other threads than GNU's")
@@ -143,8 +166,17 @@ def test_generation_goes_through_c_and_stays_near_the_model():
         for token in range(12):
             ours.append(fast(ids[:, token : token + 1], cache=cache).logits)
         exact, alone = model(ids).logits, fast(ids[1:2]).logits
-    assert (torch.cat(ours, 1) - exact).abs().max() < 0.05 * exact.abs().max()
-    assert (torch.cat(ours, 1)[1] - alone[0]).abs().max() < 0.05 * exact.abs().max()
+        for part in model.modules():
+            if isinstance(part, QuantizedLinear):
+                part.register_forward_pre_hook(rounded_inputs)
+        wanted = model(ids).logits
+    size, steps = exact.abs().max(), torch.cat(ours, 1)
+    # Its products are those of inputs rounded to 8 bits by runs of 32, and nothing else is rounded. Where an
+    # input lies between two codes, float32 sums may send it to the other one: in one row or none.
+    apart = (steps - wanted).abs().amax((1, 2)).sort().values / size
+    assert apart[1] < 1e-5 and apart[2] < 0.01
+    assert 1e-4 < (steps - exact).abs().max() / size < 0.01
+    assert (steps[1] - alone[0]).abs().max() < 1e-5 * size
     rows = [greedy(fast, ids[row : row + 1], 8) for row in range(3)]
     assert torch.equal(torch.cat(rows), greedy(fast, ids, 8))
 

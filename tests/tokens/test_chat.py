@@ -1,10 +1,12 @@
 """Chat templates: ids as transformers gives them, spans that the assistant wrote, a sandbox that holds."""
 
 import pytest
+from rich.cells import cell_len
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import clearhead as ch
+from clearhead.commands.chat import Printed
 from clearhead.errors import InputError
 from clearhead.tasks.chat import chat_ids, turn_end
 from clearhead.tokens.chat import KNOWN, ChatTemplate
@@ -169,3 +171,21 @@ def test_a_model_answers_until_the_turn_ends(model, tokenizer, monkeypatch):
     model.settings = {}
     with pytest.raises(InputError, match="no chat template"):
         model.chat([HI])
+
+
+def test_lines_of_a_terminal_break_between_words(capsys):
+    text = "Wo steht  der Graureiher?\n\n    Am Teich, 長い鳥 auch am Fluss: Donaudampfschifffahrt! Gut."
+    shown = []
+    for size in (1, 3, len(text)):
+        out = Printed(16)
+        for start in range(0, len(text), size):
+            out.add(text[start : start + size])
+        out.end()
+        shown.append(capsys.readouterr().out)
+    assert shown[0] == shown[1] == shown[2] and shown[0].split() == text.split()
+    lines = shown[0].splitlines()
+    assert lines[:3] == ["Wo steht  der", "Graureiher?", ""] and lines[3].startswith("    Am")
+    assert all(cell_len(line) <= 16 for line in lines if line != "Donaudampfschifffahrt!")
+    out = Printed(None)
+    out.add(text)
+    assert capsys.readouterr().out == text

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -11,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
+from rich.cells import cell_len
 from tyro.conf import Positional, arg
 
 import clearhead as ch
@@ -23,8 +26,8 @@ from clearhead.generate.request import make_request
 ASKED = CommandRequest(max_new_tokens=512)  # of an answer at most, where the command does not say
 HELP = """\
 /reset         forget the conversation, but not the system message
-/system TEXT   set the system message, and forget the conversation; without a text: none
-/save FILE     write the conversation as a line of JSON, as `clearhead train` reads it
+/system TEXT   set the system message (no text: none), forget the conversation
+/save FILE     write the conversation as JSON, as `clearhead train` reads it
 /look          open the last answer in the explorer
 /help          show this
 /quit          end; so does Ctrl-D. Ctrl-C stops an answer"""
@@ -94,6 +97,42 @@ def lines(first: str | None) -> Iterator[str]:
             print()
 
 
+class Printed:
+    """Text that is printed as it grows; in a terminal, words that do not fit in `width` begin a new line."""
+
+    def __init__(self, width: int | None) -> None:
+        self.width, self.column, self.gap, self.word = width, 0, "", ""
+
+    def add(self, text: str) -> None:
+        """Print more; of a terminal's line, the last word waits until it is whole."""
+        if self.width is None:
+            print(text, end="", flush=True)
+            return
+        *words, self.word = re.split(r"(\s)", self.word + text)
+        for word, space in zip(words[::2], words[1::2]):
+            self._put(word)
+            if space == "\n":
+                print()
+                self.column, self.gap = 0, ""
+            else:
+                self.gap += space
+        sys.stdout.flush()
+
+    def _put(self, word: str) -> None:
+        if not word:
+            return
+        if self.column and self.column + cell_len(self.gap + word) > (self.width or 0):
+            print()
+            self.column, self.gap = 0, ""
+        print(self.gap + word, end="")
+        self.column, self.gap = self.column + cell_len(self.gap + word), ""
+
+    def end(self) -> None:
+        """Print what is left, and end the line."""
+        self._put(self.word)
+        print(flush=True)
+
+
 class Talk:
     """A conversation: its messages, and the commands that begin with a slash."""
 
@@ -133,9 +172,11 @@ class Talk:
 
         messages, streamed = [*self.messages, {"role": "user", "content": text}], list[str]()
 
+        out = Printed(shutil.get_terminal_size().columns if sys.stdout.isatty() else None)
+
         def show(row: int, new: str) -> None:
             streamed.append(new)
-            print(new, end="", flush=True)
+            out.add(new)
 
         prompt, asked = chat_ids(self.model, messages, {}), {"reuse": True, **self.asked}
         if "overflow" not in asked:
@@ -149,7 +190,7 @@ class Talk:
         except KeyboardInterrupt:
             ids = self.model.text_tokenizer.encode("".join(streamed), add_special_tokens=False).ids
         finally:
-            print(flush=True)
+            out.end()
         self.read = [*prompt, *ids]
         self.turns += [messages[-1], {"role": "assistant", "content": "".join(streamed).strip()}]
 

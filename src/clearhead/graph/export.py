@@ -16,17 +16,19 @@ from torch import Tensor
 from torch.export import Dim, ExportedProgram
 
 from clearhead.bundle import Bundle
+from clearhead.config import ModelConfig
 from clearhead.config.kinds import FULL
 from clearhead.errors import CheckpointError, InputError, MissingExtraError, first_line, refuse
 from clearhead.fast.lora import merged
-from clearhead.graph.function import Function, traceable
-from clearhead.graph.inputs import Sizes, example, expected, sizes_of
+from clearhead.graph.function import Function, Port, traceable
+from clearhead.graph.inputs import InputSizes, example, expected, sizes_of
 from clearhead.model.transformer import Transformer, attending, evaluating
 from clearhead.quant.apply import dequantized
 from clearhead.quant.layers import quantized_parts
 
 SUFFIXES = (".onnx", ".pt2")
 TOLERANCE = 1e-5  # of the largest output, or of 1 where that is smaller: float32 sums differ in their order
+MOST = 1 << 31  # tokens or rows, below which a graph may have no bound
 Runner = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 
 
@@ -38,7 +40,7 @@ class Exported:
     inputs: dict[str, tuple[str | int, ...]]  # the axes of each, by name or size
     outputs: tuple[str, ...]
     difference: float  # the largest, as a share of the largest output
-    tried: tuple[Sizes, ...]
+    tried: tuple[InputSizes, ...]
 
 
 def export(m: Bundle, path: str | Path, cache: bool = False) -> Exported:
@@ -55,6 +57,15 @@ def export(m: Bundle, path: str | Path, cache: bool = False) -> Exported:
     path = Path(path)
     refuse(path.suffix not in SUFFIXES, f"{path} is no name of a graph: end it in {' or '.join(SUFFIXES)}")
     refuse(path.is_dir(), f"{path} is a directory: name a file")
+    refuse(
+        m.towers is not None,
+        "two towers, of texts and of images, have no one graph: use clearhead to run them",
+    )
+    how = m.sentences
+    refuse(
+        how is not None and how.prompts and not how.pools_prompt,
+        "this model leaves its prompt out of the pooling (include_prompt), which a graph cannot know of",
+    )
     _check(m.model, cache)
     if path.suffix == ".onnx":
         _packages()
@@ -131,9 +142,10 @@ def _quiet() -> Iterator[None]:
             logging.disable(before)
 
 
-def _traced(function: Function, sizes: Sizes) -> tuple[ExportedProgram, tuple[str, ...]]:
+def _traced(function: Function, sizes: InputSizes) -> tuple[ExportedProgram, tuple[str, ...]]:
     """Return the graph of a function for any sizes, and the names of its outputs."""
-    given, shapes = example(function, sizes, seed=0), _axes(function)
+    given = example(function, sizes, seed=0)
+    shapes = {port.name: _axes(port, function.model.config) for port in function.ports}
     with attending(function.model, "eager"):
         try:
             program = torch.export.export(function, (given,), dynamic_shapes=(shapes,), strict=False)
@@ -141,19 +153,21 @@ def _traced(function: Function, sizes: Sizes) -> tuple[ExportedProgram, tuple[st
             raise InputError(
                 f"torch.export cannot follow this model for any length: {first_line(error)}"
             ) from None
+        bounds = [str(found) for found in program.range_constraints.values() if found.upper < MOST]
+        refuse(bounds, f"torch.export follows this model for some lengths only, {', '.join(bounds)}")
         return program, tuple(function(given))
 
 
-def _axes(function: Function) -> dict[str, dict[int, Any]]:
-    """Return for each input the axes that may have any size, by number."""
-    stacks = function.model.config.stacks
-    known: dict[str, Any] = {name: Dim(name) for name in ("batch", "length", "source", "past")}
-    if stacks[0].input == "frames":  # whole positions
-        known["source" if len(stacks) == 2 else "length"] = stacks[0].conv_stride * Dim("positions")
-    return {
-        port.name: {i: known.get(axis, Dim.AUTO) for i, axis in enumerate(port.axes) if isinstance(axis, str)}
-        for port in function.ports
+def _axes(port: Port, config: ModelConfig) -> dict[int, Any]:
+    """Return the axes of an input that may have any size, by number; frames come in whole positions."""
+    stacks = config.stacks
+    framed = "source" if len(stacks) == 2 else "length"
+    found: dict[int, Any] = {
+        number: Dim.AUTO for number, axis in enumerate(port.axes) if isinstance(axis, str)
     }
+    if stacks[0].input == "frames" and framed in port.axes:
+        found[1] = stacks[0].conv_stride * Dim("positions", min=1)
+    return found
 
 
 def _write_onnx(program: ExportedProgram, outputs: tuple[str, ...], function: Function, path: Path) -> Runner:
@@ -187,7 +201,7 @@ def _write_pt2(program: ExportedProgram, outputs: tuple[str, ...], function: Fun
     return lambda given: dict(read(given))
 
 
-def _verify(function: Function, run: Runner, sizes: list[Sizes]) -> float:
+def _verify(function: Function, run: Runner, sizes: list[InputSizes]) -> float:
     """Return the largest difference between the file and the model; an error where it is too large."""
     worst = 0.0
     for number, size in enumerate(sizes):

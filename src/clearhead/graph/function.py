@@ -9,7 +9,6 @@ Shapes: B batch, T length, S source length, P earlier tokens, D model, X experts
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as nnf
 from torch import Tensor, nn
 
 from clearhead.config import ModelConfig, StackSpec
@@ -19,7 +18,6 @@ from clearhead.graph.past import PastCache
 from clearhead.hub.sentences import Sentences
 from clearhead.model.cache import Cache
 from clearhead.model.feedforward import Experts
-from clearhead.model.heads import pool
 from clearhead.model.taps import SILENT, Tap
 from clearhead.model.transformer import Output, Transformer
 from clearhead.quant.apply import shared_copy
@@ -104,10 +102,8 @@ class Function(nn.Module):
     def named(self, output: Output, mask: Tensor | None) -> dict[str, Tensor]:
         """Return what a pass gives, by name."""
         found = {OUTPUTS.get(str(self.model.config.head), "logits"): output.required_logits}
-        if self.sentences is not None:
-            vector = pool(output.hidden, mask, self.sentences.pooling)  # B D
-            vector = nnf.normalize(vector, dim=-1) if self.sentences.normalise else vector
-            found = {"sentence_embedding": vector} | found
+        if self.sentences is not None and mask is not None:
+            found = {"sentence_embedding": self.sentences.vectors(output.hidden, mask)} | found
         return found
 
 

@@ -14,7 +14,7 @@ from clearhead.model.cache import Cache
 
 
 @dataclass(frozen=True)
-class Sizes:
+class InputSizes:
     """How many rows and tokens the inputs have."""
 
     batch: int
@@ -29,13 +29,13 @@ class Sizes:
         return sum(int(getattr(self, name)) for name in axis.split(" + "))
 
 
-def sizes_of(config: ModelConfig) -> tuple[Sizes, list[Sizes]]:
+def sizes_of(config: ModelConfig) -> tuple[InputSizes, list[InputSizes]]:
     """Return the sizes that a graph is traced with, and others that it must work with too."""
     own, other = config.stacks[-1], config.stacks[0]
     step = other.conv_stride if other.input == "frames" else 1  # frames of a position
     asked = ((2, 5, 7, 3), (3, 11, 4, 6), (1, 1, 9, 0), (4, 2, 15, 1))
     first, *others = (
-        Sizes(
+        InputSizes(
             batch,
             min(length, own.max_positions) * (step if own is other else 1),
             min(source, other.max_positions) * step,
@@ -46,7 +46,7 @@ def sizes_of(config: ModelConfig) -> tuple[Sizes, list[Sizes]]:
     return first, others
 
 
-def example(function: Function, sizes: Sizes, seed: int) -> dict[str, Tensor]:
+def example(function: Function, sizes: InputSizes, seed: int) -> dict[str, Tensor]:
     """Draw inputs of a graph: the first row of a mask has padding at the left, the second at the right."""
     draw = torch.Generator().manual_seed(seed)
     return {port.name: _drawn(port, [sizes.of(axis) for axis in port.axes], draw) for port in function.ports}
@@ -63,7 +63,7 @@ def _drawn(port: Port, shape: list[int], draw: torch.Generator) -> Tensor:
     return mask
 
 
-def expected(function: Function, given: dict[str, Tensor], sizes: Sizes) -> dict[str, Tensor]:
+def expected(function: Function, given: dict[str, Tensor], sizes: InputSizes) -> dict[str, Tensor]:
     """Return what the model says, and complete the inputs: the keys of earlier tokens are the model's own."""
     if not function.cache:
         return dict(function(given))

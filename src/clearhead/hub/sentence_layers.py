@@ -53,7 +53,7 @@ def _weighed(hidden: Tensor, weights: Tensor) -> Tensor:
 
 
 def _picked(hidden: Tensor, places: Tensor) -> Tensor:
-    return hidden[torch.arange(len(hidden), device=hidden.device), places]
+    return hidden[torch.arange(hidden.shape[0], device=hidden.device), places]
 
 
 # Our name -> theirs in new files, theirs in old ones, the formula. Old files join several in this order.
