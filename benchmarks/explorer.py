@@ -9,7 +9,10 @@ long to load. On a machine that others use too, the best of several rounds.
 Views: the model's part of each view on one thread, as a ratio to a plain forward pass of the same round, both
 in processor time, so that other programs do not count; the median of the rounds. The first view is a text's
 run, its answer, its path and the cells of the path. The views after it are answered from the recorded pass,
-but for those named as passes of their own.
+but for those named as passes of their own: why a head looks where it looks is a backward pass (the first one
+makes the graph that the others use), the trace a pass step by step. The page asks for both before anybody
+looks, where the model is small. Opened: what a reader waits for on that page, 256 tokens, 12 layers, 12
+heads, from the click until nothing is being computed for the view, once it has been still for two seconds.
 
 python benchmarks/explorer.py [--rounds 3] [--skip-deep] [--only-views] [--save]
 """
@@ -129,6 +132,50 @@ def answered(browser: Browser, url: str) -> dict[str, float]:
     return found
 
 
+OPENED = """async ([name, ready]) => {
+  const start = performance.now();
+  const section = document.getElementById(name);
+  clearhead.open(name);
+  const there = () => section.querySelector(ready) && !section.querySelector("[aria-busy]");
+  do await new Promise(requestAnimationFrame); while (!there() && performance.now() - start < 20000);
+  return performance.now() - start;
+}"""
+ASKED = """async ([button, answer]) => {
+  const start = performance.now();
+  const before = document.querySelector(answer)?.textContent;
+  document.querySelector(button).click();
+  const there = () => document.querySelector(answer) && document.querySelector(answer).textContent !== before;
+  do await new Promise(requestAnimationFrame); while (!there() && performance.now() - start < 20000);
+  return performance.now() - start;
+}"""
+LOOKED_AT = {"attention": "canvas.heat", "head": "table", "lens": "td[data-value]"}
+LOOKED_AT |= {"next": "#next-table td", "flow": "[data-group]", "cost": "#cost-flops", "path": ".path-said"}
+
+
+def opened(browser: Browser, url: str) -> dict[str, float]:
+    """Milliseconds from a click until each view is there, after the page has been still."""
+    page = browser.new_page(viewport={"width": 1440, "height": 900})
+    page.goto(url)
+    until(page, "() => Boolean(window.clearhead && document.querySelector('.path-said'))", 300)
+    still = 0
+    while still < 40:
+        still = still + 1 if page.evaluate("() => clearhead.source.waited.size === 0") else 0
+        page.wait_for_timeout(50)
+    why = "#path-table tr:nth-child(6) [aria-label^=Why]"
+    found = {"why, of the sixth arc": page.evaluate(ASKED, [why, "#path-why"])}
+    found |= {name: page.evaluate(OPENED, [name, ready]) for name, ready in LOOKED_AT.items()}
+    page.evaluate("() => clearhead.open('drawers')")
+    found["neurons"] = page.evaluate(ASKED, ["#drawer-neurons > summary", "#drawer-neurons [data-neuron]"])
+    page.evaluate("() => clearhead.open('compare')")
+    page.fill("#compare-text", " ".join(str(7 * n % 5000) for n in range(256)))
+    page.click("#compare-run")
+    until(page, "() => document.querySelector('#patch-tokens canvas, #patch-tokens button')", 300)
+    page.wait_for_timeout(500)
+    found["A / B, read elsewhere"] = page.evaluate(ASKED, ["#compare [data-position='200']", "#compare-kl"])
+    page.close()
+    return {f"{name}_ms": round(value, 1) for name, value in found.items()}
+
+
 def best(rounds: list[dict[str, float]]) -> dict[str, float]:
     """The best of each: the most frames, the fewest seconds."""
     return {
@@ -137,13 +184,19 @@ def best(rounds: list[dict[str, float]]) -> dict[str, float]:
 
 
 def measured(
-    browser: Browser, m: ch.Model, tokens: int, rounds: int, title: str, file: bool = False
+    browser: Browser,
+    m: ch.Model,
+    tokens: int,
+    rounds: int,
+    title: str,
+    file: bool = False,
+    look: Callable[[Browser, str], dict[str, float]] = answered,
 ) -> dict[str, object]:
     ids = torch.randint(m.config.vocab_size, (tokens,), generator=torch.Generator().manual_seed(1)).tolist()
-    opened = Opened(title, lambda: m, {"ids": ids})
-    opened.roles = {}
-    with serving(opened) as (session, url):
-        found: dict[str, object] = {"title": title, **best([answered(browser, url) for _ in range(rounds)])}
+    shown = Opened(title, lambda: m, {"ids": ids})
+    shown.roles, shown.findings = {}, []
+    with serving(shown) as (session, url):
+        found: dict[str, object] = {"title": title, **best([look(browser, url) for _ in range(rounds)])}
         if file:
             run = session.run(next(reversed(session._runs)))
             page = single_file(record_run(run, title))
@@ -167,9 +220,10 @@ def views(m: ch.Model, tokens: int, rounds: int, title: str) -> dict[str, object
     later = [
         *(f"next?position={last - 1}", f"paths?position={last - 1}", f"contributions?position={last}"),
         *("attention/self/3", "thumbnails/self", "rollout/self", f"stops/3.{heads - 1}/{last}"),
-        *(f"lens?first={last}", f"said/{last}", "stages"),
+        *(f"lens?first={last}", "lens?first=0&count=8", f"said/{last}", "followed/7?first=0&count=16"),
+        *(f"neurons?position={last}", f"map?position={last}", "stages"),
     ]
-    own = ["lens?first=0&count=8", f"looks/3.1/{last}/5", "trace"]
+    own = [f"looks/3.1/{last}/5", f"looks/11.1/{last}/5", f"looks/3.1/{last}/6", "trace"]
     ratios: dict[str, list[float]] = {}
     seconds: dict[str, list[float]] = {}
     for turn in range(rounds + 1):
@@ -257,6 +311,8 @@ def main() -> None:
         results = [
             measured(browser, model(12, 12, 96, 512), 512, options.rounds, "512 tokens, 12 layers, 12 heads")
         ]
+        title = "opened: 256 tokens, 12 layers, 12 heads, one thread"
+        results.append(measured(browser, model(12, 12, 96, 256), 256, options.rounds, title, look=opened))
         if "example.json" in page_files():
             results.append(first_paint(browser, options.rounds))
         if not options.skip_deep:

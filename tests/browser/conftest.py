@@ -42,6 +42,10 @@ class Watched:
     def open(self, address: str) -> Watched:
         """Go there and wait until a run is shown."""
         self.page.goto(address)
+        return self.ready()
+
+    def ready(self) -> Watched:
+        """Wait until a run is shown."""
         self.wait("() => window.clearhead && clearhead.store.get('run') && !clearhead.store.get('example')")
         return self
 

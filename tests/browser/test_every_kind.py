@@ -6,6 +6,7 @@ import pytest
 
 from clearhead.explorer.findings import findings, shapes
 from clearhead.explorer.record import export, record
+from clearhead.explorer.session import Opened
 from clearhead.inside.inputs import prepare
 from clearhead.inside.parts.ablate import effect
 from clearhead.inside.patch import patch
@@ -14,7 +15,7 @@ from clearhead.inside.similarity import similarity
 from tests.browser.test_export import offline
 from tests.browser.test_kinds import NEAR, saved
 from tests.browser.test_numbers import INPUTS, column_of
-from tests.explorer.toys import toy
+from tests.explorer.toys import serving, toy
 
 KINDS = ("decoder", "encoder", "vectors", "classifier", "tagger", "encoder-decoder", "vit")
 PAIR = ("they speak of the king", "the men shall not")
@@ -66,10 +67,11 @@ def test_every_kind_live_and_in_a_file(watched, served, family, tmp_path):
     same(file, expected)
     last = list(expected)[-1][1:].split("-")[0]
     seen.wait("view => location.hash.includes(`view=${view}`)", last)
-    again = watched().open(seen.page.url)  # an image is in no address: the page opens on its own again
-    same(again, expected)
-    again.wait("hash => location.hash === `#${hash}`", seen.page.url.split("#")[1])
-    assert (seen.wrong, file.wrong, again.wrong, tried) == ([], [], [], [])
+    address = seen.page.url
+    seen.page.reload()  # an image is in no address: the page opens on its own again
+    same(seen.ready(), expected)
+    seen.wait("hash => location.hash === `#${hash}`", address.split("#")[1])
+    assert (seen.wrong, file.wrong, tried) == ([], [], [])
 
 
 def same(seen, expected):
@@ -101,30 +103,31 @@ def test_patching_from_the_page_is_the_command_s(watched, served, family):
 
 
 @pytest.mark.ledger("F2")
-def test_tokens_as_one_types_and_examples_in_a_file(watched, served, tmp_path):
+def test_tokens_as_one_types_and_examples_in_a_file(watched, tmp_path):
     """What is typed is shown as tokens before it is read; a file has the examples, each with its own path."""
     m, text = toy("decoder"), "they speak of England"
-    seen = watched().open(served("decoder").url)
-    before = seen.page.evaluate("clearhead.store.get('run').run")
-    seen.page.fill("#input-text", text)
-    seen.page.locator("#input-tokens .typed").first.wait_for()
-    assert seen.texts("#input-tokens .typed") == list(prepare(m, text).tokens.labels)
-    assert seen.page.evaluate("clearhead.store.get('run').run") == before
-    seen.page.click("#input-run")
-    seen.wait("before => clearhead.store.get('run').run !== before", before)
-    seen.wait("() => !document.getElementById('input-examples').hidden")
-    file, tried = saved(seen, watched, tmp_path / "page.html")
-    found = findings(m)
-    assert file.texts("#input-examples .soft") == [one["says"] for one in found]
-    file.page.locator("#input-examples summary").click()
-    file.page.locator("#input-examples button").nth(2).click()
-    file.page.evaluate("() => clearhead.open('path')")
-    file.wait(NEAR, ["#path-logit", paths(m, found[1]["text"]).logit])
-    assert "compare" not in views_of(file)
-    file.page.click("#input-own")
-    file.page.evaluate("() => clearhead.open('path')")
-    file.wait(NEAR, ["#path-logit", paths(m, text).logit])
-    assert (seen.wrong, file.wrong, tried) == ([], [], [])
+    with serving(Opened("decoder", lambda: m), examples=True) as here:
+        seen = watched().open(here.url)
+        before = seen.page.evaluate("clearhead.store.get('run').run")
+        seen.page.fill("#input-text", text)
+        seen.page.locator("#input-tokens .typed").first.wait_for()
+        assert seen.texts("#input-tokens .typed") == list(prepare(m, text).tokens.labels)
+        assert seen.page.evaluate("clearhead.store.get('run').run") == before
+        seen.page.click("#input-run")
+        seen.wait("before => clearhead.store.get('run').run !== before", before)
+        seen.wait("() => !document.getElementById('input-examples').hidden")
+        file, tried = saved(seen, watched, tmp_path / "page.html")
+        found = findings(m)
+        assert file.texts("#input-examples .soft") == [one["says"] for one in found]
+        file.page.locator("#input-examples summary").click()
+        file.page.locator("#input-examples button").nth(2).click()
+        file.page.evaluate("() => clearhead.open('path')")
+        file.wait(NEAR, ["#path-logit", paths(m, found[1]["text"]).logit])
+        assert "compare" not in views_of(file)
+        file.page.click("#input-own")
+        file.page.evaluate("() => clearhead.open('path')")
+        file.wait(NEAR, ["#path-logit", paths(m, text).logit])
+        assert (seen.wrong, file.wrong, tried) == ([], [], [])
 
 
 @pytest.mark.ledger("F2")

@@ -137,31 +137,32 @@ def test_drawers_show_neurons_a_map_and_steering(watched, served):
 
 @pytest.mark.ledger("F2")
 @pytest.mark.parametrize("family", ["decoder", "vit"])
-def test_examples_state_what_was_found_on_this_model(watched, served, family):
+def test_examples_state_what_was_found_on_this_model(watched, family):
     found = findings(toy(family))
     assert len(found) == 5
-    seen = watched().open(served(family).url)
-    seen.wait("() => !document.getElementById('input-examples').hidden")
-    assert seen.texts("#input-examples .soft") == [one["says"] for one in found]
-    before = seen.page.evaluate("clearhead.store.get('run').run")
-    seen.page.locator("#input-examples summary").click()
-    seen.page.locator("#input-examples button").nth(1).click()
-    seen.wait("before => clearhead.store.get('run').run !== before", before)
-    if family == "vit":
+    with serving(Opened(family, lambda: toy(family)), examples=True) as here:
+        seen = watched().open(here.url)
+        seen.wait("() => !document.getElementById('input-examples').hidden")
+        assert seen.texts("#input-examples .soft") == [one["says"] for one in found]
         before = seen.page.evaluate("clearhead.store.get('run').run")
-        seen.page.locator("#input-image ~ details summary").click()
-        seen.page.locator(".pad").focus()
-        for key in (" ", "ArrowUp", "ArrowLeft", " "):
-            seen.page.keyboard.press(key)
+        seen.page.locator("#input-examples summary").click()
+        seen.page.locator("#input-examples button").nth(1).click()
         seen.wait("before => clearhead.store.get('run').run !== before", before)
-    else:
-        head, source = re.match(r"head (\S+) brings “(.+)” to", found[1]["says"]).groups()
-        seen.look("path", "[data-edge]")
-        rows = seen.texts("#path-table tr[data-edge]")
-        values = seen.values("#path-table tr[data-edge] td.number")
-        first = next(row for row, value in zip(rows, values, strict=True) if value > 0)
-        assert head in first and source in first
-    assert seen.wrong == []
+        if family == "vit":
+            before = seen.page.evaluate("clearhead.store.get('run').run")
+            seen.page.locator("#input-image ~ details summary").click()
+            seen.page.locator(".pad").focus()
+            for key in (" ", "ArrowUp", "ArrowLeft", " "):
+                seen.page.keyboard.press(key)
+            seen.wait("before => clearhead.store.get('run').run !== before", before)
+        else:
+            head, source = re.match(r"head (\S+) brings “(.+)” to", found[1]["says"]).groups()
+            seen.look("path", "[data-edge]")
+            rows = seen.texts("#path-table tr[data-edge]")
+            values = seen.values("#path-table tr[data-edge] td.number")
+            first = next(row for row, value in zip(rows, values, strict=True) if value > 0)
+            assert head in first and source in first
+        assert seen.wrong == []
 
 
 @pytest.mark.ledger("F2")

@@ -362,9 +362,7 @@ def test_compare(live, family):
 
 @pytest.mark.ledger("F2")
 def test_nothing_was_wrong_and_nothing_left_this_machine(live, family):
-    watched, _, _ = shown(live, family)
-    for section in ("path", "flow", "attention", "lens", "next", "ablate", "compare", "cost"):
-        watched.look(section, "h2")
+    watched, _, _ = shown(live, family)  # the tests before this one have looked at every view
     assert watched.wrong == []
     assert watched.requests
     assert {

@@ -181,10 +181,11 @@ class Served:
 
 
 @contextlib.contextmanager
-def serving(*models: Opened) -> Iterator[Served]:
+def serving(*models: Opened, examples: bool = False) -> Iterator[Served]:
     """The page for some models, served on a free port while the block lasts."""
-    for opened in models:  # measuring roles takes seconds, and has tests of its own
+    for opened in models:  # measuring roles and looking for examples take long, and have tests of their own
         opened.roles = {"0.1": "previous token", "1.0": "<b>first</b>"}
+        opened.findings = None if examples else []
     session = Session(models)
     listener = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(make_app(session), log_level="critical", server_header=False))

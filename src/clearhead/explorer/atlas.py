@@ -153,9 +153,11 @@ def patches(
     return found.to_dict()
 
 
-def followed_view(run: ReadRun, token: int) -> dict[str, Any]:
-    """Return the probability of one choice after each layer, at each column."""
-    found = followed(run.m, run.prepared, token)
+def followed_view(run: ReadRun, token: int, first: int | None, count: int | None) -> dict[str, Any]:
+    """Return the probability of one choice after each layer, at each column or at some."""
+    last = len(run.choices.columns)
+    some = None if first is None else range(first, min(first + (count or 1), last))
+    found = followed(run.m, run.prepared, token, columns=some)
     return {"token": token, "label": run.choices.name(token), "p": packed_floats(found.numpy())}
 
 

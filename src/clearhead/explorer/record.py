@@ -32,6 +32,7 @@ LOGIT_BYTES = 3_000_000
 STOP_NUMBERS = 300_000  # of all heads whose inside is recorded
 EXAMPLE_PARAMETERS = 50_000_000  # of a model whose examples are recorded too
 EXAMPLE_SHARE = 16  # of the bytes of the run itself, all examples together get one in so many
+NAMED = 3  # heads of the path whose inside is recorded before any other
 EXPLAINED = 12  # edges of the path whose reasons are recorded; of an example, a quarter
 BATCH_TOKENS = 100_000  # that interventions of a file may take: longer ones are left out
 STEP_LAYERS = 2  # blocks whose numbers are recorded, step by step
@@ -138,7 +139,7 @@ def _examples(run: PageRun, found: Examples) -> tuple[list[dict[str, Any]], dict
         if small:
             given, pair = given_of(run.m, one), one.get("pair")
             cells = max(SMALLEST_SIDE**2, run.cells // share)
-            own = replace(begin(run.m, given, None, pair), cells=cells, roles=run.roles)
+            own = replace(begin(run.m, given, None, pair), cells=cells, roles=run.roles, corpus=run.corpus)
             about = own.about(f"example{number}")
             views |= _views_of(own, about, Selected.of(about, ""), share)
             shown["run"] = about
@@ -175,8 +176,8 @@ def _stops(
 ) -> list[dict[str, Any]]:
     """Return what the file has of the inside of heads, one pass for each attention and reader.
 
-    Every head where the file opens and where the page begins; of more than fit, those of the path and the
-    first ones.
+    Every head where the file opens and where the page begins; of more than fit, those that the path names,
+    the first ones and those of the path.
     """
     patterned = [one for one, own in names.kinds_of(run.m.config).items() if own.patterned]
     heads = {str(head): head for head in names.heads_in(patterned)}
@@ -187,9 +188,11 @@ def _stops(
         for name, head in heads.items()
     ]
     first = [pair for pair in at if pair[0] == opened.head or heads[pair[0]].number == 0]
-    wanted = dict.fromkeys([*first, *((edge["part"], edge["reader"]) for edge in edges), *at])
+    carried = [(edge["part"], edge["reader"]) for edge in edges]
+    named = [pair for pair, edge in zip(carried, edges) if edge["value"] > 0][:NAMED]
+    wanted = dict.fromkeys([*named, *first, *carried, *at])
     groups: dict[tuple[str, int], list[str]] = {}
-    for name, reader in list(wanted)[: max(len(first), STOP_NUMBERS // (5 * share * max(source, own)))]:
+    for name, reader in list(wanted)[: max(len(named) + len(first), STOP_NUMBERS // (5 * share * max(source, own)))]:
         groups.setdefault((heads[name].part, reader), []).append(name)
     found: list[dict[str, Any]] = []
     for (_, reader), some in groups.items():

@@ -9,6 +9,7 @@ import itertools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,11 @@ from clearhead.explorer.described import TASKS, model_view
 from clearhead.explorer.findings import findings, shapes
 from clearhead.explorer.table import view
 from clearhead.explorer.views import PageRun, begin, tokens_view
+from clearhead.explorer.worth import fired
 from clearhead.hub.pixels import read_image
 from clearhead.inside.heads import MIXED, head_roles
 from clearhead.inside.inputs import prepare_first
+from clearhead.inside.memories import ReadCorpus
 
 KEPT = 16  # runs that are remembered
 RECORDED = 4  # of them, those whose pass stays in memory
@@ -47,6 +50,15 @@ class Opened:
         self.says, self.failed = f"loading {name}", False
         self.roles: dict[str, str] | None = None
         self.findings: list[dict[str, Any]] | None = None
+        self._reading, self._corpus = threading.Lock(), list[ReadCorpus | None]()
+
+    def corpus(self) -> ReadCorpus | None:
+        """Return what fires the neurons of the model in some texts, which are read once."""
+        with self._reading:
+            if not self._corpus:
+                assert self.m is not None
+                self._corpus.append(fired(self.m))
+            return self._corpus[0]
 
     def open(self) -> None:
         """Load the model; keep what goes wrong as one line."""
@@ -138,6 +150,8 @@ class Session:
                     opened.findings = findings(opened.m)
                 except Exception:  # the page works without examples
                     opened.findings = []
+                with suppress(Exception):  # who asks for neurons hears what is wrong
+                    opened.corpus()
 
     def model(self, number: int = 0) -> Model:
         """Return a model that is ready."""
@@ -164,7 +178,7 @@ class Session:
         opened = self.models[number]
         with self.lock:
             run = begin(m, given, target or None, pair or None)
-            known = replace(run, number=number, roles=lambda: opened.roles or {})
+            known = replace(run, number=number, roles=lambda: opened.roles or {}, corpus=opened.corpus)
             return self.keep(replace(known, others=self.run))
 
     def tokens(self, asked: dict[str, Any]) -> dict[str, Any] | None:
@@ -188,6 +202,8 @@ class Session:
             self._runs.popitem(last=False)
         for older in list(self._runs.values())[:-RECORDED]:
             older.prepared.forget()
+        for older in list(self._runs.values())[:-1]:
+            older.prepared.forget_graph()
         return run.about(name)
 
     def job(self, name: str, path: str) -> dict[str, Any]:

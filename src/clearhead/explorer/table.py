@@ -39,7 +39,7 @@ VIEWS: dict[str, tuple[Callable[..., Any], tuple[Callable[[str], Any], ...], dic
     "paths": (PageRun.paths, (), ASKED),
     "effects": (atlas.effects, (str,), {"position": "-1"}),
     "patch": (atlas.patches, (str, str), ASKED),
-    "followed": (atlas.followed_view, (whole,), {}),
+    "followed": (atlas.followed_view, (whole,), {"first": None, "count": None}),
     "occlusion": (occlusion_view, (), {"position": "-1", "token": None}),
     "similar": (similar_view, (), {}),
     "neurons": (neurons_view, (), ASKED),

@@ -30,6 +30,7 @@ from clearhead.inside.attention_maps import LayerMap, mean_entropy
 from clearhead.inside.choices import Choices, choices_of, find_column
 from clearhead.inside.inputs import InputTokens, prepare
 from clearhead.inside.lens import best_choices, contributions, lens
+from clearhead.inside.memories import ReadCorpus
 from clearhead.inside.once import RecordedOnce, recorded_once
 from clearhead.inside.patch import OnRows
 from clearhead.inside.paths import looks, paths
@@ -77,6 +78,7 @@ class PageRun:
     pair: str | None = None
     cells: int = CELLS
     roles: Callable[[], dict[str, str]] = field(default=dict, compare=False)
+    corpus: Callable[[], ReadCorpus | None] | None = field(default=None, compare=False)  # see `worth.fired`
     number: int = 0  # of the model, where the page has two
     others: Callable[[str], PageRun] = field(default=_alone, compare=False)
     progress: OnRows = field(default=lambda done, total: None, compare=False)
@@ -139,8 +141,13 @@ class PageRun:
 
     def trace(self) -> dict[str, Any]:
         """Return every step of the forward pass, without the values."""
-        body = self._traced.to_dict()
-        return {name: body[name] for name in ("legend", "totals", "difference", "steps")}
+        seen = self._traced
+        return {
+            "legend": seen.legend,
+            "totals": seen.figures(),
+            "difference": seen.difference,
+            "steps": [step.to_dict() for step in seen.steps],
+        }
 
     def step(self, name: str) -> dict[str, Any]:
         """Return the numbers of one step: the corner of its last two axes, at index 0 of all others."""
@@ -291,7 +298,7 @@ class PageRun:
         refuse(self.m.config.head != "lm", "only a model that writes can go on: this one reads")
         ids = [*self.prepared.tokens.ids, token]
         given, target = (ids, None) if self.prepared.source is None else (self.given, ids)
-        kept = {name: getattr(self, name) for name in ("cells", "roles", "number", "others")}
+        kept = {name: getattr(self, name) for name in ("cells", "roles", "corpus", "number", "others")}
         return replace(begin(self.m, given, target, self.pair), **kept)
 
 

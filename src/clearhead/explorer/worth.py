@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from clearhead.api import Model
 from clearhead.errors import refuse
 from clearhead.explorer.pack import packed_floats
 from clearhead.explorer.views import PageRun
@@ -13,13 +14,14 @@ from clearhead.inside.firing import firing
 from clearhead.inside.geometry import neighbours, projection
 from clearhead.inside.heads.roles import library_sentences
 from clearhead.inside.inputs import Prepared, prepare
-from clearhead.inside.memories import memories
+from clearhead.inside.memories import ReadCorpus, read_corpus
 from clearhead.inside.occlusion import occlusion
 from clearhead.inside.results import plain
 from clearhead.inside.similarity import similarity
 from clearhead.inside.steer import steering, steering_vector
 
 NEURONS = 8  # that are listed
+FIRED = 3  # places that are shown of each
 CORPUS = 48  # sentences in which the page looks for what fires them
 WRITTEN = 24  # tokens of a steered text
 NEAR = 24  # tokens around the chosen one on the map
@@ -42,26 +44,31 @@ def neurons_view(run: PageRun, position: int, token: int | None, against: int | 
     """Return the neurons that matter to one choice, what promotes them elsewhere, and what they promote."""
     m, prepared = run.m, run.prepared
     found = firing(m, prepared, token, position, against=against, count=NEURONS)
-    names = [one.name for one in found.neurons]
-    sentences = [] if m.tokenizer is None else list(library_sentences())[:CORPUS]
-    corpus: list[Any] = sentences or [list(prepared.tokens.ids)]
-    shelf = (
-        memories(m, corpus, top=3, neurons=names) if prepared.source is None and prepared.tokens.ids else None
-    )
+    corpus = None
+    if prepared.source is None and prepared.tokens.ids:
+        library = fired(m) if run.corpus is None else run.corpus()
+        corpus = library or read_corpus(m, [prepared], top=FIRED)
+    shelf = None if corpus is None else corpus.judged([one.name for one in found.neurons])
     rows = []
     for one in found.neurons:
         known = None if shelf is None else shelf.neuron(one.name)
-        fired = () if known is None else known.contexts
+        contexts = () if known is None else known.contexts
         rows.append(
             {
                 **one.to_dict(),
                 "promotes": [name for name, _ in (known.promoted if known else ())][:6],
                 "fired": [
-                    {"before": each.before, "token": each.token, "after": each.after} for each in fired
+                    {"before": each.before, "token": each.token, "after": each.after} for each in contexts
                 ],
             }
         )
-    return {"choice": found.choice, "neurons": rows, "read": len(corpus)}
+    return {"choice": found.choice, "neurons": rows, "read": 0 if corpus is None else corpus.texts}
+
+
+def fired(m: Model) -> ReadCorpus | None:
+    """Return what fires every neuron of a model in some English sentences; None where it reads no text."""
+    readable = m.tokenizer is not None and m.config.input == "tokens" and len(m.config.stacks) == 1
+    return read_corpus(m, library_sentences()[:CORPUS], top=FIRED) if readable else None
 
 
 def steered_view(

@@ -11,6 +11,7 @@ Shapes: B batch (one row), T tokens of the stack that feeds the head, S tokens o
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -97,10 +98,26 @@ class Prepared:
         with torch.no_grad(), record(self.model, *patterns) as seen:
             return self.run(logits=logits), seen
 
+    def record_graph(self, last: str, *patterns: str) -> Recording:
+        """Run a pass with gradients as far as the activation `last`; record those that match, undetached."""
+        recording = record(self.model, last, *patterns, detach=False)
+        stopping = edit(self.model, {last: _stop_here})
+        with torch.enable_grad(), recording as seen, suppress(_ReachedError), stopping:
+            self.run(logits="none")
+        return seen
+
     def hand_out(self, takers: Mapping[str, Callable[[Tensor], None]]) -> None:
         """Run one forward pass without its head, and hand each named activation to its taker."""
         with torch.no_grad(), edit(self.model, takers):
             self.run(logits="none")
+
+
+class _ReachedError(Exception):
+    """A pass that has shown what it was run for."""
+
+
+def _stop_here(x: Tensor) -> None:
+    raise _ReachedError
 
 
 def as_model(m: AnyModel) -> Model:

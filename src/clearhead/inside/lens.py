@@ -133,13 +133,15 @@ def followed(
     token: str | int,
     target: inputs.Target = None,
     pair: str | None = None,
+    columns: Sequence[int] | None = None,
 ) -> Tensor:
     """Return the probability of one choice after each layer, at each column: [L + 1, C]; see `lens`."""
     prepared = inputs.prepare(m, given, target, pair)
     choices = choices_of(prepared)
-    choice, columns = choices.find(token), list(range(len(choices.columns)))
-    scores = _read_layers(prepared, choices, columns)
-    return torch.stack([dtypes.wide(one).softmax(-1)[:, choice].float().cpu() for one in scores])
+    choice = choices.find(token)
+    some = [find_column(column, choices.columns) for column in columns or range(len(choices.columns))]
+    read = (dtypes.wide(one) for one in _read_layers(prepared, choices, some))
+    return torch.stack([(one[:, choice] - one.logsumexp(-1)).exp().float().cpu() for one in read])
 
 
 def stopped_at(model: Transformer, state: Tensor) -> Tensor:

@@ -3,7 +3,8 @@
     prepared = recorded_once(prepare(m, "The cat sat on the"))
     paths(m, prepared), lens(m, prepared, columns=[4]), maps_of(prepared)     # one pass for all of them
 
-Gradients, edits and traces still run the model: they ask for more than its activations.
+Gradients run one pass more, whose graph is kept for the next ones. Edits and traces still run the model: they
+ask for more than its activations.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,10 +17,12 @@ from torch import Tensor
 
 from clearhead.inside.inputs import Prepared
 from clearhead.inside.names import kinds_of
-from clearhead.model.taps import Recording, matching, tap_names
+from clearhead.model.taps import Recording, matching, record, tap_names
 from clearhead.model.transformer import Output, evaluating
 
 LARGEST = 2**28  # numbers of all patterns together; where there would be more, none is kept
+LARGEST_GRAPH = 2**24  # numbers of all patterns, of a pass that is kept with its gradients
+SLOPED = (".z", ".pattern", ".v", ".scores", "embedding", "feedforward.out")
 UNSEEN = (".pre", "resid_mid", "logits")
 
 
@@ -34,20 +37,43 @@ class RecordedOnce(Prepared):
         kept = [name for name in tap_names(self.model) if not name.endswith(unseen)]
         return super().record(*kept, logits="none")
 
+    @cached_property
+    def _graph(self) -> Recording:
+        """What gradients are taken of."""
+        kept = [name for name in tap_names(self.model) if name.endswith(SLOPED)]
+        with torch.enable_grad(), record(self.model, *kept, detach=False) as seen:
+            self.run(logits="none")
+        return seen
+
     @property
     def holds_patterns(self) -> bool:
         """Whether all patterns fit."""
+        return self._pattern_numbers <= LARGEST
+
+    @property
+    def _pattern_numbers(self) -> int:
         cells = {
             one: len(self.tokens_of("encoder." if one.kind == "encoder" else ""))
             * len(self.tokens_of("" if one.kind == "self" else "encoder."))
             for one, kind in kinds_of(self.model.config).items()
             if kind.patterned
         }
-        return sum(one.n_heads * count for one, count in cells.items()) <= LARGEST
+        return sum(one.n_heads * count for one, count in cells.items())
 
     def forget(self) -> None:
         """Free what was recorded; the next question runs the model again."""
         self.__dict__.pop("_pass", None)
+        self.forget_graph()
+
+    def forget_graph(self) -> None:
+        """Free what gradients are taken of, which is most of the memory."""
+        self.__dict__.pop("_graph", None)
+
+    def record_graph(self, last: str, *patterns: str) -> Recording:
+        """Return activations with their graph; of a long text, only those before the activation `last`."""
+        return (
+            self._graph if self._pattern_numbers <= LARGEST_GRAPH else super().record_graph(last, *patterns)
+        )
 
     def record(self, *patterns: str, logits: Literal["all", "none"] = "all") -> tuple[Output, Recording]:
         """Return what was recorded; run a pass only for activations that are not kept."""

@@ -18,8 +18,7 @@ Shapes: H heads, T readers, S sources, R readers that the head of the model read
 """
 
 import math
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -31,7 +30,7 @@ from clearhead.errors import refuse
 from clearhead.inside import inputs, names, results
 from clearhead.inside.direct import AddedPart, AskedLogit, Term, parts_of, terms_of
 from clearhead.inside.frozen import exact
-from clearhead.model.taps import Recording, edit, record, tap_names
+from clearhead.model.taps import Recording, tap_names
 
 
 @dataclass(frozen=True)
@@ -159,41 +158,28 @@ def looks(
         for tap in ("embedding", *(f"blocks.{layer}.feedforward.out" for layer in range(spec.n_layers)))
     ]
     taps = [f"{one.part}.{tap}" for one in known for tap in ("z", "pattern", "v")]
-    with (
-        torch.enable_grad(),
-        record(prepared.model, f"{found.part}.scores", *taps, *others, detach=False) as seen,
-    ):
-        with suppress(_ReachedError), edit(prepared.model, {f"{found.part}.scores": _stop_here}):
-            prepared.run(logits="none")  # as far as those scores: nothing later moves them
+    seen = prepared.record_graph(f"{found.part}.scores", *taps, *others)
+    with torch.enable_grad():
         scores = seen[f"{found.part}.scores"][0, found.number]
         _check_place(reader, len(scores), "reader")
         _check_place(source, scores.shape[1], "source")
         rest = scores[reader].index_fill(0, torch.tensor([source], device=scores.device), -math.inf)
         odds = scores[reader, source] - rest.logsumexp(0)
         wanted = [name for name in seen if name.endswith((".z", "embedding", "feedforward.out"))]
-        slopes = torch.autograd.grad(odds, [seen[name] for name in wanted], allow_unused=True)
-    slope = {name: exact(x[0]) for name, x in zip(wanted, slopes) if x is not None}
-    edges = [
-        Edge(f"{one}.{number}", row, place, value)
-        for one in known
-        if f"{one.part}.z" in slope and slope[f"{one.part}.z"].any()
-        for number, row, place, value in _cells(_carried(seen, one, slope[f"{one.part}.z"]), count)
-    ]
+        slopes = torch.autograd.grad(odds, [seen[name] for name in wanted], None, True, allow_unused=True)
+    slope = {name: results.on_cpu(x[0]) for name, x in zip(wanted, slopes) if x is not None}
+    edges: list[Edge] = []
+    for one in known:
+        if f"{one.part}.z" in slope and slope[f"{one.part}.z"].any():
+            table = _carried(seen, one, slope[f"{one.part}.z"], to=results.on_cpu)
+            edges += [Edge(f"{one}.{number}", *cell) for number, *cell in _cells(table, count)]
     for name in others:
         if name in slope:
             part = name.replace("blocks.", "").replace(".feedforward.out", "")
             part = name if name.endswith("embedding") else f"feedforward {part}"
-            values = (exact(seen[name][0]) * slope[name]).sum(-1).tolist()
+            values = (results.on_cpu(seen[name][0]) * slope[name]).sum(-1).tolist()
             edges += [Edge(part, place, place, value) for place, value in enumerate(values)]
     return _largest((edge for edge in edges if edge.value), count)
-
-
-class _ReachedError(Exception):
-    """A pass that has shown what it was run for."""
-
-
-def _stop_here(x: Tensor) -> None:
-    raise _ReachedError
 
 
 def _patterned(config: ModelConfig) -> list[names.AttentionName]:
@@ -217,7 +203,13 @@ def _largest(edges: Iterable[Edge], count: int) -> list[Edge]:
     return sorted(edges, key=lambda edge: -abs(edge.value))[:count]
 
 
-def _carried(seen: Recording, one: names.AttentionName, slope: Tensor, rows: Tensor | None = None) -> Tensor:
+def _carried(
+    seen: Recording,
+    one: names.AttentionName,
+    slope: Tensor,
+    rows: Tensor | None = None,
+    to: Callable[[Tensor], Tensor] = exact,
+) -> Tensor:
     """Return pattern x value x slope, slopes [H, R, E] -> [H, R, S].
 
     A gate behind the values scales what every source gave.
@@ -225,7 +217,7 @@ def _carried(seen: Recording, one: names.AttentionName, slope: Tensor, rows: Ten
     z, pattern, v = (seen[f"{one.part}.{tap}"][0] for tap in ("z", "pattern", "v"))
     if rows is not None:
         pattern, z = pattern[:, rows], z[:, rows]
-    z, pattern, v = exact(z), exact(pattern), exact(v)
+    z, pattern, v = to(z), to(pattern), to(v)
     v = v.repeat_interleave(len(pattern) // len(v), 0)  # H S E
     mixed = pattern @ v
     gate = torch.where(mixed == 0, 0.0, z / torch.where(mixed == 0, 1.0, mixed))

@@ -13,6 +13,7 @@ const BENCH_PATCHES = { residual: "the stream before it", attention: "what atten
 const BENCH_AT_ONCE = 60_000; // tokens of all patched rows that are run without being asked for
 const BENCH_TITLES = { heads: "Head by head, at all tokens", "cross heads": "Heads of cross-attention", residual: "Stream before each layer", attention: "Attention, token by token", cross: "Cross-attention, token by token", feedforward: "Feed-forward, token by token" };
 const BENCH_ROWS = 8;
+const BENCH_SCORES = 4e6; // of all layers and some columns, that are asked for in one piece: they come within 100 ms
 
 /** Pairs of places of two rows of labels, null on one side where the other has something of its own: the longest common subsequence. */
 function benchAligned(ours, theirs) {
@@ -158,11 +159,23 @@ export const compareSection = {
       return el("figure", { id, class: "signed-map" }, el("figcaption", {}, el("h4", {}, title), words ? el("p", { class: "soft" }, words) : null), map.root, scaleBar(unit, Number((-most).toPrecision(3)), Number(most.toPrecision(3)), true));
     }
 
+    /** The probability of one choice by layer and column: of a live model in pieces, so that other views can come between. */
+    async function followedOf(run, choice, choices) {
+      const path = `run/${run.run}/followed/${choice}`;
+      if (!app.source.live) return unpack((await app.source.get(path)).p);
+      const layers = (run.model ? app.store.get("model").other : app.store.get("model")).layers + 1;
+      const count = Math.min(Math.max(Math.floor(BENCH_SCORES / (layers * choices)), 4), run.columns.length);
+      const pieces = [];
+      for (let first = 0; first < run.columns.length; first += count) pieces.push(unpack((await app.source.get(`${path}?first=${first}&count=${count}`)).p));
+      const rows = Array.from({ length: pieces[0].shape[0] }, (_, layer) => pieces.flatMap(({ shape, values }) => Array.from(values.subarray(layer * shape[1], (layer + 1) * shape[1]))));
+      return { shape: [rows.length, run.columns.length], values: Float32Array.from(rows.flat()) };
+    }
+
     /** The answer after each layer, A less B, for the tokens that both have. */
-    async function lensMap(choice, label, pairs) {
+    async function lensMap(choice, label, pairs, choices) {
       const [one, two] = sides();
       const both = pairs.filter(([mine, theirs]) => mine !== null && theirs !== null);
-      const [ours, theirs] = (await Promise.all(sides().map((run) => app.source.get(`run/${run.run}/followed/${choice}`)))).map((body) => unpack(body.p));
+      const [ours, theirs] = [await followedOf(one, choice, choices), await followedOf(two, choice, choices)];
       if (ours.shape[0] !== theirs.shape[0]) return el("p", { class: "soft" }, `The models have ${ours.shape[0] - 1} and ${theirs.shape[0] - 1} layers: their lenses have no difference.`);
       const tokens = one.columns.length === one.tokens.labels.length && two.columns.length === two.tokens.labels.length;
       const columns = tokens ? both : one.columns.map((_, place) => [place, place]);
@@ -249,16 +262,19 @@ export const compareSection = {
         const [one, two] = await Promise.all([first, second].map(nextOf));
         const pairs = benchAligned(first.tokens.labels, second.tokens.labels);
         const maps = [];
+        let lens = null;
         if (one && two && one.probabilities.length === two.probabilities.length) {
           const choice = app.store.get("target") ?? one.order[0];
           const label = one.names.get(choice) || two.names.get(choice) || `id ${choice}`;
           const soft = (error) => el("p", { class: "soft" }, error.message);
-          maps.push(...(await Promise.all([lensMap(choice, label, pairs).catch(soft), headMap(choice, label).catch(soft)])));
+          maps.push(el("div", { "aria-busy": "true" }), await headMap(choice, label).catch(soft));
+          lens = async () => { const map = await lensMap(choice, label, pairs, one.probabilities.length).catch(soft); if (mine === asked) maps[0].replaceWith(map); };
         }
         if (mine !== asked || other !== second || app.store.get("run") !== first) return;
         const why = one && two ? unpatched(first, second, one, two) : null;
         const patches = one && first.model === second.model && !why && el("div", { id: "patch" }, el("h4", {}, "Patch: what of A brings its answer back in B?"), patchWords, el("div", { class: "row toolbar" }, el("div", {}, el("label", { for: "patch-part" }, "Of each layer, token by token, take"), part)), el("div", { class: "bench" }, patchHeads, patchTokens), progress.root, patchSaid);
         replace(shown, tokensOf(pairs), el("div", { class: "bench bench-top" }, answers(one, two), maps), patches || (why && el("p", { class: "soft" }, why)));
+        if (lens) await lens();
         if (patches) await Promise.all([patched(patchHeads, "heads"), patched(patchTokens, part.value)]);
       } catch (error) {
         if (mine === asked) problem.textContent = error.message;

@@ -9,11 +9,13 @@ const SIGNED = {
   dark: [[240, 110, 100], [130, 50, 50], [22, 26, 34], [35, 80, 130], [100, 180, 250]],
 };
 
+const PREFERS_DARK = matchMedia("(prefers-color-scheme: dark)");
+
 /** "light" or "dark", as the page is shown now. */
 export function theme() {
   const chosen = document.documentElement.dataset.theme;
   if (chosen) return chosen;
-  return matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
+  return PREFERS_DARK.matches ? "dark" : "light";
 }
 
 function between(stops, share) {

@@ -29,7 +29,11 @@ export const headSection = {
     let body = null;
     let at = 4;
 
-    const nameOf = () => app.store.get("head") || headFirst(app.store.get("model"));
+    /** The pinned head; else the one that the path names; else the first. */
+    const nameOf = () => {
+      const leading = app.store.get("leading");
+      return app.store.get("head") || (leading?.run === app.store.get("run")?.run && leading.head) || headFirst(app.store.get("model"));
+    };
     const shade = (stop, value, most) => (["softmax", "mix"].includes(stop) ? amountColour(value / most) : signedColour((0.8 * value) / most));
     const said = (stop, value) => (value === null ? "hidden" : stop === "softmax" ? percent(value) : figure(value));
 
@@ -88,7 +92,7 @@ export const headSection = {
     }
 
     whenNear(root, app, load);
-    for (const key of ["head", "position", "view"]) app.store.listen(key, () => { if (root.offsetParent) whileWorking(root, load(app.store.get("run"))); });
+    for (const key of ["head", "leading", "position", "view"]) app.store.listen(key, () => { if (root.offsetParent) whileWorking(root, load(app.store.get("run"))); });
     app.store.listen("theme", draw);
   },
 };

@@ -11,6 +11,7 @@ import { LensTables } from "./source.js";
 const LENS_SHOWS = { p: "probability of the best choice", final: "probability of the final choice", entropy: "entropy in bits" };
 const LENS_WIDE = 64; // columns that are drawn at once
 const LENS_PIECE = 8; // columns that are asked for at once, where their scores are many
+const LENS_DRAWN = 500; // milliseconds between two drawings of a grid that is being filled
 const LENS_SCORES = 1e6; // of all layers and columns, that are asked for in one piece: they come within 100 ms
 
 /** A small chart: a value by layer. */
@@ -145,6 +146,7 @@ export const lensSection = {
     async function fillLens(run) {
       const here = view;
       const stale = () => app.store.get("run") !== run || view !== here;
+      let drawn = -LENS_DRAWN;
       for (;;) {
         const last = Math.min(first + LENS_WIDE, run.columns.length);
         const missing = Array.from({ length: last - first }, (_, i) => first + i).filter((column) => !here.has(column));
@@ -161,9 +163,11 @@ export const lensSection = {
         while (count < most && start + count < last && !here.has(start + count)) count += 1;
         const piece = await app.source.get(`run/${run.run}/lens?first=${start}&count=${count}`);
         if (stale()) return;
-        const focused = grid.contains(document.activeElement);
         here.add(start, piece);
+        if (missing.length > count && performance.now() - drawn < LENS_DRAWN) continue;
+        const focused = grid.contains(document.activeElement);
         draw();
+        drawn = performance.now();
         if (focused) grid.querySelector('td[tabindex="0"]')?.focus();
       }
     }

@@ -160,11 +160,10 @@ function followLoading(app) {
 const pause = (milliseconds) => new Promise((done) => setTimeout(done, milliseconds));
 
 async function startLive(app) {
-  const example = app.source.get("example").catch(() => null);
   let model = await app.source.fresh("model");
   showModel(model);
   if (!model.ready) {
-    const shown = await example;
+    const shown = await app.source.get("example").catch(() => null);
     if (shown && !model.ready) {
       app.store.set("example", true);
       const live = app.source;

@@ -14,6 +14,7 @@ const PATH_EDGES = 60; // at most, however low the threshold
 const PATH_LISTED = 12;
 const PATH_NAMED = 10; // arcs with the name of their head, the strongest ones
 const PATH_WHY = 3; // edges that are followed one step further back by themselves
+const PATH_AHEAD = 1e9; // parameters times tokens below which the reasons of all edges that are listed are asked for ahead
 
 /** Of an edge's head: {kind, layer}. */
 function pathPlace(part) {
@@ -135,7 +136,7 @@ export const pathSection = {
     let said = new Map(); // by column: what the model would say there, layer by layer
     let reasons = new Map(); // by edge: what made its head look there
     let chosen = -1;
-    let shownRun = null;
+    let [shownRun, shownAsked] = [null, null];
     replace(root, problem, finding, picture, el("div", { class: "row path-below" }, key, el("div", { class: "slider" }, el("label", { for: "path-least" }, "from ", shown, " of the strongest"), least)), left, sum, table, why, saveButtons(() => drawing, "path"));
     showKey();
 
@@ -166,7 +167,7 @@ export const pathSection = {
       const run = app.store.get("run");
       if (!run) return; // the model that was looked at has given way to another
       const direct = visible();
-      const steps = direct.slice(0, PATH_LISTED).flatMap((edge) => (reasons.get(keyOf(edge)) || []).filter((one) => one.value > 0 && pathPlace(one.part) && one.reader !== one.source).slice(0, 2).map((one) => ({ ...pathSides(one), why: true })));
+      const steps = direct.slice(0, PATH_LISTED).flatMap((edge, number) => ((number < PATH_WHY || number === chosen) && reasons.get(keyOf(edge)) || []).filter((one) => one.value > 0 && pathPlace(one.part) && one.reader !== one.source).slice(0, 2).map((one) => ({ ...pathSides(one), why: true })));
       const edges = [...direct, ...steps].map((edge) => ({ ...edge, words: words(edge) }));
       const reader = run.columns.length === run.tokens.labels.length ? body.column : body.rows[0];
       const layers = lens ? lens.layers : ["embedding", ...Array.from({ length: app.store.get("model").layers }, (_, layer) => `block ${layer}`)];
@@ -271,10 +272,11 @@ export const pathSection = {
 
     /** When there is nothing else to do: what made the strongest heads look there, as dashed arcs. */
     async function followBack(run, stale) {
-      for (const edge of body.edges.slice(0, PATH_WHY)) {
+      const cheap = app.store.get("model").parameters * run.tokens.labels.length < PATH_AHEAD;
+      for (const [number, edge] of body.edges.slice(0, cheap ? PATH_LISTED : PATH_WHY).entries()) {
         if (stale() || !root.offsetParent) return;
         await reasonsOf(run, edge, true).catch(() => null);
-        if (!stale()) draw();
+        if (!stale() && number < PATH_WHY) draw();
       }
     }
 
@@ -287,7 +289,8 @@ export const pathSection = {
         const [found, grid] = await Promise.all([app.source.get(`run/${run.run}/paths?${asked}`), app.source.live ? null : app.source.get(`run/${run.run}/lens`).then((all) => new LensTables(run.columns).add(0, all), () => null)]);
         if (stale()) return;
         if (shownRun !== run) said = new Map();
-        [body, lens, reasons, chosen, shownRun] = [{ ...found, edges: found.edges.map(pathSides) }, grid, new Map(), -1, run];
+        [body, lens, reasons, chosen, shownRun, shownAsked] = [{ ...found, edges: found.edges.map(pathSides) }, grid, new Map(), -1, run, asked];
+        app.store.set("leading", { run: run.run, head: (body.edges.find((edge) => edge.value > 0) || body.edges[0])?.part });
         const carried = found.total - found.rest;
         replace(sum, "The logit of ", el("strong", { class: "mono", dir: "auto" }, found.choice), found.against === null ? null : [" less that of ", el("strong", { class: "mono", dir: "auto" }, found.against)], " is ", el("strong", { class: "mono", id: "path-logit", "data-value": found.logit }, figure(found.logit, 5)), ": heads carried ", el("span", { class: "mono", "data-value": carried }, figure(carried, 5)), ", everything else added ", el("span", { class: "mono", "data-value": found.rest }, figure(found.rest, 5)), "; together ", el("span", { class: "mono", id: "path-total", "data-value": found.total }, figure(found.total, 5)), ".");
         replace(why);
@@ -305,7 +308,12 @@ export const pathSection = {
 
     whenNear(root, app, load);
     for (const key of ["position", "target", "foil"]) app.store.listen(key, () => { if (root.offsetParent) whileWorking(root, load(app.store.get("run"))); });
-    app.store.listen("view", () => { if (body && root.offsetParent && app.store.get("run")) whileWorking(root, load(app.store.get("run"))); });
+    app.store.listen("view", () => {
+      const run = app.store.get("run");
+      if (!body || !root.offsetParent || !run) return;
+      if (run === shownRun && askedOf(app, run) === shownAsked) draw();
+      else whileWorking(root, load(run));
+    });
     app.store.listen("theme", () => draw());
     for (const key of ["roles", "other"]) app.store.listen(key, () => draw());
   },

@@ -26,7 +26,7 @@ import sysconfig
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -194,8 +194,7 @@ def rows(m: Model, given: Sequence[Any] | None, seed: int) -> list[inputs.Prepar
         shape = (m.config.n_channels, *(m.config.image_size or ()))
         given = [torch.randn(shape, generator=draw) for _ in range(COUNT)]
     return [
-        _marked(inputs.prepare(m, one))
-        for one in (islice(library_sentences(), COUNT) if given is None else given)
+        _marked(inputs.prepare(m, one)) for one in (library_sentences()[:COUNT] if given is None else given)
     ]
 
 
@@ -259,8 +258,13 @@ def _frame(m: Model) -> tuple[list[int], list[int]]:
     return before, [token for token in after if m.config.family != "decoder" or token not in m.stops]
 
 
-def library_sentences() -> Iterator[str]:
-    """Yield English sentences that every machine has: from the docstrings of Python's standard library."""
+@cache
+def library_sentences() -> tuple[str, ...]:
+    """Return English sentences that every machine has: from the docstrings of Python's standard library."""
+    return tuple(_sentences())
+
+
+def _sentences() -> Iterator[str]:
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
         try:
             text = path.read_text(encoding="utf-8") if path.stat().st_size < SMALL else ""

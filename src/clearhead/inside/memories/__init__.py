@@ -216,24 +216,62 @@ def memories(
         neurons: names such as "2.117"; None: every neuron of the layers.
         limit: stop after so many tokens.
     """
+    return read_corpus(m, texts, layer, top, neurons, limit).judged()
+
+
+@dataclass(frozen=True, eq=False)
+class ReadCorpus:
+    """What fired the neurons of a model in a corpus; what they promote is asked later, of all or of some."""
+
+    m: Model
+    shelves: tuple[Shelf, ...]
+    top: int
+    texts: int
+    tokens: int
+    frequency: Tensor  # [V] of each token among the answers; [0] where nothing is chosen from a vocabulary
+
+    def judged(self, neurons: Sequence[str] | None = None) -> Memories:
+        """Return it with what the neurons promote; None: all of them."""
+        m, head, shelves = self.m, output_layer(self.m), [shelf.some() for shelf in self.shelves]
+        if neurons is not None:
+            wanted = {parse_neuron(m, name) for name in neurons}
+            rows = {own: [unit for name, unit in wanted if name == own] for own, _ in wanted}
+            shelves = [
+                shelf.some(torch.isin(shelf.units, torch.tensor(rows[shelf.own])))
+                for shelf in self.shelves
+                if shelf.own in rows
+            ]
+        depth = min(DEPTH, max(1, len(self.frequency) // 20)) if len(self.frequency) else 0
+        only = "the encoder speaks to cross-attention, not to the head; " if head.weight is not None else ""
+        for shelf in shelves:
+            if head.weight is not None and not shelf.stack:
+                _judge(m, shelf, head.weight, depth, self.frequency)
+                only = ""
+        return Memories(m, tuple(shelves), self.top, depth, self.tokens, head, only + head.note)
+
+
+def read_corpus(
+    m: AnyModel,
+    texts: Iterable[Given],
+    layer: int | str | None = None,
+    top: int = 10,
+    neurons: Sequence[str] | None = None,
+    limit: int | None = None,
+) -> ReadCorpus:
+    """Read a corpus once and keep what fires each neuron; the arguments are those of `memories`."""
     m = as_model(m)
     refuse(top < 1, f"top {top} must be 1 or more")
-    shelves, head, tokens = empty_shelves(m, layer, neurons, top), output_layer(m), 0
+    shelves, head = empty_shelves(m, layer, neurons, top), output_layer(m)
+    count = tokens = 0
     vocabulary = m.config.vocab_size if head.weight is not None and not head.names else 0
-    depth = min(DEPTH, max(1, vocabulary // 20)) if vocabulary else 0
     counts = torch.zeros(vocabulary, dtype=torch.long)
     for batch in batches(m, texts, limit):
         read_batch(m, batch, shelves)
-        tokens += sum(passage.size for passage in batch)
+        count, tokens = batch[-1].number + 1, tokens + sum(passage.size for passage in batch)
         if vocabulary:
             answers = torch.tensor([answer for passage in batch for answer in passage.answers])
             counts += answers[answers != NOTHING].bincount(minlength=vocabulary)
-    only = "the encoder speaks to cross-attention, not to the head; " if head.weight is not None else ""
-    for shelf in shelves:
-        if head.weight is not None and not shelf.stack:
-            _judge(m, shelf, head.weight, depth, counts / counts.sum().clamp(min=1))
-            only = ""
-    return Memories(m, tuple(shelves), top, depth, tokens, head, only + head.note)
+    return ReadCorpus(m, tuple(shelves), top, count, tokens, counts / counts.sum().clamp(min=1))
 
 
 def _judge(m: Model, shelf: Shelf, weight: Tensor, depth: int, frequency: Tensor) -> None:

@@ -39,7 +39,7 @@ from clearhead.model.heads import ClassifierHead, LanguageHead, TokenHead
 from clearhead.model.stack import Stack
 from clearhead.quant.layers import weight_of
 
-Given = str | Sequence[int] | tuple[str, str] | pixels.Image
+Given = str | Sequence[int] | tuple[str, str] | pixels.Image | inputs.Prepared
 LONGEST = 512  # tokens of a passage, though the model may take more
 BATCH = 4096  # tokens of a batch, padding included
 AROUND = 12  # tokens that are kept on each side of a place
@@ -117,7 +117,11 @@ def batches(m: Model, texts: Iterable[Given], limit: int | None = None) -> Itera
 def passages(m: Model, texts: Iterable[Any]) -> Iterator[Passage]:
     """Yield the stretches of each text that the model reads at once; texts without a token are left out."""
     for number, given in enumerate(texts):
-        if m.config.family == "encoder-decoder":
+        if isinstance(given, inputs.Prepared):
+            ids = given.tokens.ids
+            answers = ids if m.config.family == "encoder" else (*ids[1:], NOTHING)
+            yield Passage(given, number, 0, answers or (NOTHING,) * len(given.tokens))
+        elif m.config.family == "encoder-decoder":
             source, target = given if isinstance(given, tuple) else (given, None)
             if len(source):
                 prepared = inputs.prepare(m, source, target)
@@ -184,6 +188,12 @@ class Shelf:
         """Return the name of one neuron."""
         return f"{self.own}.{int(self.units[row])}"
 
+    def some(self, rows: Tensor | slice = slice(None)) -> "Shelf":
+        """Return a shelf of some of its neurons, or of all."""
+        found = replace(self, units=self.units[rows])
+        found.activations, found.notes = self.activations[rows], self.notes[rows]
+        return found
+
     def take(self, activations: Tensor, notes: Tensor) -> None:
         """Add activations [T, N] and a note on each token [T, NOTE]; of equal ones the earlier stays."""
         values, places = activations.topk(min(self.top, len(activations)), dim=0)  # K N
@@ -200,7 +210,10 @@ def read_batch(m: Model, batch: Sequence[Passage], shelves: Sequence[Shelf]) -> 
     """Run one batch, and let each shelf take the activations at the real tokens that reached its neurons."""
     taps = [*{shelf.tap for shelf in shelves}, *(["*.router"] if m.config.n_experts else [])]
     taps += ["*.passed"] if m.config.depth_capacity != 1 else []
-    seen = inputs.recorded(m.model, taps, **arguments(batch))
+    alone = batch[0].prepared if len(batch) == 1 else None  # it may have been recorded already
+    seen = (
+        alone.record(*taps, logits="none")[1] if alone else inputs.recorded(m.model, taps, **arguments(batch))
+    )
     notes_by_stack = {stack: [one.notes(stack) for one in batch] for stack in {one.stack for one in shelves}}
     for shelf in shelves:
         post = results.on_cpu(seen[shelf.tap].flatten(0, -2)[:, shelf.units.to(seen[shelf.tap].device)])

@@ -29,11 +29,13 @@ def facts_of(config: ModelConfig, name: str, x: Tensor) -> dict[str, Any]:
     spec = config.stacks[0] if name.startswith("encoder.") else config.main
     window = name.rpartition("mask.")[2] if "mask." in name else spec.windows[0]
     nearer = "" if window in (None, "full") else f", nearer than {window}"
-    hides = x.is_floating_point() and x.numel() and bool((x == torch.finfo(x.dtype).min).any())
+    masks = name.endswith(".masked") and x.is_floating_point() and x.numel()
+    hides = masks and float(x.min()) == torch.finfo(x.dtype).min
     inner = "Fx" if ".experts." in name and spec.d_expert != spec.d_ff else "F"
     weighed = "softmax(all), the chosen" + (" / their sum" if config.router_renormalise else "")
     return {
-        "W": "D" if spec.d_embedding == spec.d_model else "W",
+        "W": "D" if (spec.d_embedding if ".front." in name else spec.d_summed) == spec.d_model else "W",
+        "front_bias": "" if spec.project_tokens else " + b",
         "N": "N" if spec.input == "patches" else "T",
         "Ev": "E" if spec.d_value == spec.d_head else "Ev",
         "Tin": "Tin" if spec.input == "frames" else "T",

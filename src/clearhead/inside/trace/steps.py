@@ -12,6 +12,7 @@ one step.
 Shapes: see `words.LEGEND`.
 """
 
+import math
 import re
 import time
 from collections import deque
@@ -237,12 +238,22 @@ def _peek(x: Tensor) -> Peek:
     first = tuple(x.flatten()[:FIRST].tolist())
     if not x.is_floating_point():
         return Peek(first, min=float(x.min()), max=float(x.max())) if x.numel() else Peek(first)
-    lowest = torch.finfo(x.dtype).min  # of masked scores
-    seen = wide(x[x > lowest] if bool((x == lowest).any()) else x)
-    if not seen.numel():
+    if not x.numel():
         return Peek(first)
-    values = (seen.mean(), seen.std(correction=0), seen.min(), seen.max())
-    return Peek(first, *map(float, values))
+    low, high = (float(end) for end in torch.aminmax(x))
+    seen, lowest, count = wide(x), torch.finfo(x.dtype).min, x.numel()
+    if low == lowest:  # masked scores
+        shown = x > lowest
+        count = int(shown.sum())
+        if not count:
+            return Peek(first)
+        low = float(torch.where(shown, seen, math.inf).min())
+        mean = float(torch.where(shown, seen, 0.0).sum()) / count
+        centred = torch.where(shown, seen - mean, 0.0).flatten()
+    else:
+        mean = float(seen.mean())
+        centred = (seen - mean).flatten()
+    return Peek(first, mean, math.sqrt(float(centred @ centred) / count), low, high)
 
 
 # Answers ----------------------------------------------------------------------------------------------------
