@@ -212,6 +212,7 @@ def test_the_tour_does_what_it_says(capsys, tmp_path, monkeypatch):
     for settings in (tour.PROSE, tour.DATES):  # a short tour, of little data
         monkeypatch.setitem(settings, "data.max_examples", 40)
         monkeypatch.setitem(settings, "data.batch_size", 4)
+        monkeypatch.setitem(settings, "model.n_layers", 1)
     code, out, _ = inside("demo", "--steps", "12", "--out", str(tmp_path), capsys=capsys)
     assert code == 0
     assert "28 of 28 equal" in out

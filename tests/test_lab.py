@@ -11,7 +11,7 @@ import torch
 
 from clearhead.cli import main
 from clearhead.errors import ClearheadError
-from clearhead.lab import report
+from clearhead.lab import recurrent, report
 from clearhead.lab.experiment import Claim, Conditions, Experiment, Picture, conduct, interval
 from clearhead.lab.pool import spread
 from clearhead.lab.run import find
@@ -20,7 +20,7 @@ from clearhead.lab.table import EXPERIMENTS
 # What is beyond doubt shows with a small share of the steps: which arm has less, which has more, by how much.
 DIRECTIONS = [
     ("positions", "none", "learned", "order", 0.08, 0.3),
-    ("families", "decoder", "encoder", "continue", 0.1, 0.2),
+    ("families", "decoder", "encoder", "continue", 0.06, 0.2),
     ("scale", "divided", "not divided", "sharpness", 0.01, 0.3),
     ("residuals", "residuals and norms", "no residuals", "loss", 0.1, 0.1),
     ("budget", "width 16", "width 128", "loss", 0.02, 0.1),
@@ -67,9 +67,25 @@ def check(experiment: Experiment, numbers) -> None:
 
 @pytest.mark.ledger("N3", "N5", "N7", "N10")
 @pytest.mark.parametrize("name", [name for name in EXPERIMENTS if name not in {one[0] for one in DIRECTIONS}])
-def test_every_experiment_measures_its_figures(name):
+def test_every_experiment_measures_its_figures(name, monkeypatch):
+    monkeypatch.setattr(recurrent, "RATES", (1e-2,))
     experiment = find(name)
     check(experiment, experiment.run(list(experiment.arms.values())[-1], Conditions(effort=0.01)))
+
+
+def test_each_model_gets_the_best_of_the_rates_that_do_not_diverge(monkeypatch):
+    ends = {0.1: (0.5, 1.0), 0.03: (0.9, 0.0), 0.01: (0.7, 0.0), 0.003: (0.8, 0.0)}  # loss, diverged
+    monkeypatch.setattr(recurrent, "RATES", tuple(ends))
+
+    def train(kind, plan, setting):
+        loss, diverged = ends[plan.lr]
+        return {"curve": [[1, 9.0], *([step, loss] for step in range(2, 6))], "diverged": diverged}
+
+    found = recurrent.at_best_rate(train, "LSTM", recurrent.PLAN, Conditions())
+    assert found["rate"] == 0.01
+    assert dict(map(tuple, found["rates"])) == pytest.approx(
+        {math.log10(rate): loss for rate, (loss, diverged) in ends.items() if not diverged}
+    )
 
 
 def made(values: dict[str, list[float]]) -> Experiment:
