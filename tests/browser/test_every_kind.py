@@ -91,9 +91,9 @@ def test_a_checkpoint_of_another_architecture_has_no_empty_view(watched, name, t
     tokenizer = toy("encoder").tokenizer
     sizes = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 32}
     sizes |= {"vocab_size": tokenizer.get_vocab_size(), "max_position_embeddings": 64, "pad_token_id": 0}
-    sizes |= {
-        "DebertaV2": {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_buckets": 8}
-    }.get(name, {})
+    if name == "DebertaV2":
+        sizes |= {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_buckets": 8}
+        sizes |= {"position_biased_input": False, "share_att_key": True, "norm_rel_ebd": "layer_norm"}
     config = getattr(transformers, f"{name}Config")(**sizes)
     torch.manual_seed(0)
     getattr(transformers, f"{name}ForMaskedLM")(config).save_pretrained(tmp_path)
