@@ -58,10 +58,10 @@ def report(title: str, seconds: dict[str, float], tokens: int, ours: str = "clea
     return {"title": title, "device": device_name(), "torch": torch.__version__, "rows": rows}
 
 
-def save(name: str, results: list[dict[str, object]]) -> None:
-    """Write results under benchmarks/results/ with the running command, its options, and the date."""
-    folder = Path(__file__).parent / "results"
-    folder.mkdir(exist_ok=True)
+def save(name: str, results: list[dict[str, object]], path: Path | None = None) -> None:
+    """Write results with the running command and the date to a file, by default under benchmarks/results/."""
+    path = path or Path(__file__).parent / "results" / f"{name}.json"
+    path.parent.mkdir(exist_ok=True)
     command = " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
     body = {"command": command, "date": date.today().isoformat(), "results": results}
-    (folder / f"{name}.json").write_text(json.dumps(body, indent=2) + "\n")
+    path.write_text(json.dumps(body, indent=2) + "\n")

@@ -1,18 +1,21 @@
 """Linear attention and the gated delta rule beside the Triton kernels of flash-linear-attention, on a GPU.
 
     pip install --no-deps --target build/ref fla-core einops
-    PYTHONPATH=src:build/ref python benchmarks/fla_kernels.py [--lengths 4096 65536] [--out PATH]
+    PYTHONPATH=src:build/ref python benchmarks/fla_kernels.py [--lengths 4096 65536] [--kinds gated-delta]
+        [--tries 4] [--out PATH]
 
 8 heads of 64, one row, bfloat16, forward and backward from queries, keys and values to their gradients; both
 sides take turns. Differences are those of answers and gradients from ours in float64 at the shortest length,
 divided by the largest of these. The share of the roofline is that of `benchmarks/kinds.py` for the products
-alone, at the rate of a large product in float32, which is what ours are made of.
+alone, at the rate of a large product in float32, which is what ours are made of. Its kernels try many shapes
+of blocks at their first call, for minutes; `--tries` leaves each so many of them.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -100,7 +103,7 @@ def compare(name: str, length: int, exact: bool, best: dict[str, float]) -> dict
     jobs = {"clearhead": lambda: passed(here, inputs, torch.bfloat16)}
     jobs["fla"] = lambda: passed(there, inputs, torch.bfloat16)
     seconds = alternate(jobs, 5)
-    flops = 3 * 2 * products * CHUNK * WIDTH**2 * HEADS * -(-length // CHUNK)
+    flops = 3 * 2 * products * CHUNK * WIDTH**2 * HEADS * math.ceil(length / CHUNK)
     row["ms"] = {one: round(1e3 * took, 3) for one, took in seconds.items()}
     row["fla_is_quicker_by"] = round(seconds["clearhead"] / seconds["fla"], 2)
     row["share_of_roofline"] = {one: round(flops / best["flops"] / took, 4) for one, took in seconds.items()}
@@ -108,15 +111,27 @@ def compare(name: str, length: int, exact: bool, best: dict[str, float]) -> dict
     return row
 
 
+def fewer_tries(most: int) -> None:
+    """Let Triton's tuner try the first `most` shapes of a kernel; call it before those are defined."""
+    import triton
+
+    tuned = triton.autotune
+    triton.autotune = lambda configs, *rest, **named: tuned(configs[:most], *rest, **named)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 65536])
+    parser.add_argument("--kinds", nargs="+", choices=list(CASES), default=list(CASES))
+    parser.add_argument("--tries", type=int, help="shapes of blocks that a kernel of fla tries; default: all")
     parser.add_argument("--out", type=Path, help="a file for the figures, JSON")
     options = parser.parse_args()
+    if options.tries is not None:
+        fewer_tries(options.tries)
     best, rows = rates("cuda"), []
-    for name in CASES:
+    for name in options.kinds:
         for length in options.lengths:
             rows.append(compare(name, length, length == min(options.lengths), best))
             if options.out is not None:

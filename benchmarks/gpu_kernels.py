@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
+from clearhead.fast.forms import HeadForm
 from clearhead.fast.kernels import step_attend, step_linear
 
 Rows = list[dict[str, object]]
@@ -70,16 +71,8 @@ def kernel_equality() -> Rows:
             mask = (torch.rand(rows, 512, device="cuda") > 0.3) & (torch.arange(512, device="cuda") < filled)
             mask[:, filled] = True
             angles = torch.randn(rows, 1, 1, 64, device="cuda")
-            more = (
-                torch.tensor([filled], device="cuda"),
-                mask,
-                angles.cos(),
-                angles.sin(),
-                "half",
-                32,
-                0.125,
-                softcap,
-            )
+            form = HeadForm(angles.cos(), angles.sin(), "half", 32, 0.125, softcap)
+            more = (torch.tensor([filled], device="cuda"), mask, form)
             exact = step_attend(qkv.double(), k.double(), v.double(), *more)
             worst = max(worst, float((step_attend(qkv, k, v, *more) - exact).abs().max()))
         found.append(noted(f"attention kernel = formula, {dtype}", worst, allowed))
@@ -128,7 +121,7 @@ def linear_tiles(name: str) -> dict[str, object]:
 
 def attend_tiles(rows: int, slots: int) -> dict[str, object]:
     """Attention over a cache that is half full."""
-    from clearhead.fast.triton_step import Tile, attend
+    from clearhead.fast.triton_attend import Tile, attend
 
     caches = [[torch.randn(rows, 4, slots, 64, **HALF) for _ in range(2)] for _ in range(22)]
     qkv, q = torch.randn(rows, 1, 40 * 64, **HALF), torch.randn(rows, 4, 8, 64, **HALF)
@@ -137,7 +130,7 @@ def attend_tiles(rows: int, slots: int) -> dict[str, object]:
         torch.arange(slots, device="cuda")[None] <= slots // 2,
     )
     angles = torch.randn(1, 1, 1, 64, device="cuda")
-    more = (slot, mask, angles.cos(), angles.sin(), "half", 32, 0.125, None)
+    more = (slot, mask, HeadForm(angles.cos(), angles.sin(), "half", 32, 0.125, None))
     by_tile = {}
     for cut in itertools.product((32, 64), (1, 4, 8, 16), (2, 4)):
         if cut[0] * cut[1] <= slots:

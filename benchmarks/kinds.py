@@ -1,14 +1,14 @@
 """What each kind of attention costs: time and memory of a training step of one layer against its length.
 
-    python benchmarks/kinds.py [--longest 65536] [--device cuda] [--save]
+    python benchmarks/kinds.py [--longest 65536] [--device cuda] [--processes 1] [--save]
     python benchmarks/kinds.py --write
 
 One layer of 8 heads of 64, one row: forward and backward. Beside it, what `ch.cost` computes. The slope is
 that of log time against log length over the lengths from `SLOPE_FROM` on; the crossing is the shortest length
 at which a kind is quicker than full attention. Full attention stops where a step takes `PATIENCE` seconds.
 `--save` also draws docs/images/kinds_DEVICE.png: lines are measured, dots are the FLOPs of `ch.cost`, scaled
-to the first point of the line from `SLOPE_FROM` on. `--write` writes what the record of a GPU says into
-docs/attention.md.
+to the first point of the line from `SLOPE_FROM` on. `--write` writes what the records say into
+docs/attention.md. `--processes` measures that many kinds beside each other, where there are cores enough.
 
 The roofline of a step is the longer of two times: its FLOPs at the rate of one large product in float32, and
 writing and reading once what it keeps for the backward pass, at the rate of a copy. Both rates are measured.
@@ -18,17 +18,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
-import statistics
 import textwrap
 import time
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
 import torch
 
 import clearhead as ch
+from clearhead.inside.long.growth import peak_bytes
 from common import device_name, processor_name, save
 
 KINDS = {
@@ -42,7 +43,7 @@ KINDS = {
     "low-rank": "low-rank(128)",
     "gated-delta": "gated-delta",
 }
-SLOPE_FROM = {"cpu": 4096, "cuda": 32768}  # shorter rows do not keep the device busy
+SLOPE_FROM = {"cpu": 16384, "cuda": 32768}  # shorter rows fit a cache, or do not keep the device busy
 PATIENCE = 60.0
 AFTER = "\n## "  # what ends a section
 RESULTS = Path(__file__).parent / "results"
@@ -50,7 +51,7 @@ IMAGES = RESULTS.parents[1] / "docs" / "images"
 
 
 def measure(kind: str, length: int, device: str) -> dict[str, float]:
-    """Seconds of the quicker of two steps, peak bytes (a GPU's own count), FLOPs and bytes by `ch.cost`."""
+    """Seconds of the quickest of three steps, their peak bytes, FLOPs and bytes by `ch.cost`."""
     family = "encoder" if kind.startswith("low-rank") else "decoder"
     config = ch.ModelConfig(
         family=family, vocab_size=256, d_model=512, n_layers=1, n_heads=8, positions="rope",
@@ -59,26 +60,38 @@ def measure(kind: str, length: int, device: str) -> dict[str, float]:
     torch.manual_seed(0)
     model = ch.Transformer(config).to(device)
     ids = torch.randint(256, (1, length), device=device)
-    seconds = []
-    for _ in range(2):
-        if device == "cuda":
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-        start = time.perf_counter()
+
+    def step() -> None:
         model(ids).hidden.sum().backward()
         if device == "cuda":
             torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - start)
+
+    start = time.perf_counter()
+    peak, seconds = peak_bytes(model, step), [time.perf_counter() - start]
+    for _ in range(2):
         if seconds[-1] > PATIENCE:
             break
+        start = time.perf_counter()
+        step()
+        seconds.append(time.perf_counter() - start)
     priced = ch.cost(config, length)
-    peak = torch.cuda.max_memory_allocated() if device == "cuda" else 0
+    print(f"{kind:<24}{length:>8}  {min(seconds):9.3f} s  {peak / 2**30:7.2f} GiB", flush=True)
     return {
         "seconds": min(seconds),
         "peak_bytes": peak,
         "flops": priced.flops.forward.total + priced.flops.backward.total,
         "activation_bytes": priced.memory.activations.total,
     }
+
+
+def series(name: str, lengths: list[int], device: str) -> dict[int, dict[str, float]]:
+    """What a step costs at each length, as long as it is worth waiting for."""
+    points: dict[int, dict[str, float]] = {}
+    for length in lengths:
+        before = points.get(length // 2)
+        if before is None or before["seconds"] <= PATIENCE / 4:
+            points[length] = measure(KINDS[name], length, device)
+    return points
 
 
 def rates(device: str) -> dict[str, float]:
@@ -103,49 +116,59 @@ def share(point: dict[str, float], best: dict[str, float]) -> float:
     return round(bound / point["seconds"], 3)
 
 
-def write() -> None:
-    """Write what the record of a GPU says into docs/attention.md, and draw its picture again."""
-    record = json.loads((RESULTS / "kinds_cuda.json").read_text())["results"][0]
-    rows, best = record["rows"], record.get("rates")
+def section(device: str) -> str:
+    """What the record of a device says, and draw its picture again."""
+    record = json.loads((RESULTS / f"kinds_{device}.json").read_text())["results"][0]
+    rows, best = record["rows"], record["rates"]
     longest = max(max(map(int, row["points"])) for row in rows)
+    option = "--device cuda " if device == "cuda" else ""
+    shorter = "do not keep it busy" if device == "cuda" else "fit its cache and take less time a token"
     lead = (
-        f"One layer of 8 heads of 64, one row, forward and backward in float32, on an {record['device']} "
-        f"(`python benchmarks/kinds.py --device cuda --longest {longest} --save`). Lines are measured, dots "
+        f"One layer of 8 heads of 64, one row, forward and backward in float32, on {record['device']} "
+        f"(`python benchmarks/kinds.py {option}--longest {longest} --save`). Lines are measured, dots "
         "are the FLOPs of `ch.cost`, scaled to the line where it begins to be straight, at "
-        f"{SLOPE_FROM['cuda']:,} tokens. The slope is the power of the length with which time grows from "
-        "there on."
+        f"{SLOPE_FROM[device]:,} tokens. The slope is the power of the length with which time grows from "
+        f"there on; shorter rows {shorter}. Memory is the most that lives at once in such a step, beside the "
+        "weights."
     )
     lines = [
-        f"| kind | seconds at {longest:,} | slope | quicker than `full` from | share of the roofline |",
-        "| --- | ---: | ---: | ---: | ---: |",
+        f"| kind | seconds at {longest:,} | GiB | slope | quicker than `full` from | share of the roofline |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
     ]
     for row in rows:
-        seconds, begin = row["points"].get(str(longest), {}).get("seconds"), row["quicker_than_full_from"]
+        last, begin = row["points"].get(str(longest)), row["quicker_than_full_from"]
         cells = (
             f"`{row['kind']}`",
-            "" if seconds is None else f"{seconds:.2f}",
+            "" if last is None else f"{last['seconds']:.2f}",
+            "" if last is None else f"{last['peak_bytes'] / 2**30:.1f}",
             f"{row['slope_of_time']:.2f}",
             "" if row["kind"] == "full" else "never" if begin is None else f"{begin:,}",
-            f"{100 * row['share_of_roofline']:.0f} %" if best else "",
+            f"{100 * row['share_of_roofline']:.0f} %",
         )
         lines.append(f"| {' | '.join(cells)} |")
-    parts = [lead, "\n".join(lines)]
-    if best:
-        parts.append(
-            "The roofline is the longer of two times: the FLOPs at the rate of a large product in float32, "
-            f"{best['flops'] / 1e12:.0f} TFLOP/s, and writing and reading once what is kept for the backward "
-            f"pass, at the rate of a copy, {best['bytes'] / 1e12:.1f} TB/s."
-        )
+    ending = (
+        "The roofline is the longer of two times: the FLOPs at the rate of a large product in float32, "
+        f"{best['flops'] / 1e12:.2g} TFLOP/s, and writing and reading once what is kept for the backward "
+        f"pass, at the rate of a copy, {best['bytes'] / 1e9:,.0f} GB/s. `full` passes it, since its kernel "
+        "leaves out the half of the square behind the causal mask, which `ch.cost` counts."
+    )
     numbered = [
         {**row, "points": {int(length): point for length, point in row["points"].items()}} for row in rows
     ]
-    draw(numbered, record["device"], SLOPE_FROM["cuda"])
-    page = RESULTS.parents[1] / "docs" / "attention.md"
-    head = "![Time of a training step of one layer against the number of tokens](images/kinds_cuda.png)\n"
-    before, _, rest = page.read_text().partition(head)
+    draw(numbered, record["device"], SLOPE_FROM[device])
     fill = partial(textwrap.fill, width=110, break_long_words=False, break_on_hyphens=False)
-    said = "\n\n".join(part if part.startswith("|") else fill(part) for part in parts)
-    page.write_text(f"{before}{head}\n{said}\n{rest[rest.find(AFTER) :] if AFTER in rest else ''}")
+    picture = (
+        f"![Time of a training step of one layer against the number of tokens](images/kinds_{device}.png)"
+    )
+    return "\n\n".join((picture, fill(lead), "\n".join(lines), fill(ending)))
+
+
+def write() -> None:
+    """Write what the records say into docs/attention.md."""
+    page = RESULTS.parents[1] / "docs" / "attention.md"
+    before, head, rest = page.read_text().partition("## What each kind costs\n")
+    after = rest[rest.index(AFTER) :] if AFTER in rest else ""
+    page.write_text(f"{before}{head}\n{section('cuda')}\n\n{section('cpu')}\n{after}")
 
 
 def slope(points: dict[int, dict[str, float]], name: str, begin: int) -> float | None:
@@ -197,21 +220,17 @@ def main() -> None:
     )
     parser.add_argument("--longest", type=int, default=65536)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--processes", type=int, default=1, help="kinds measured beside each other")
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=list(KINDS))
     parser.add_argument("--save", action="store_true")
-    parser.add_argument("--write", action="store_true", help="write the record of a GPU into the docs")
+    parser.add_argument("--write", action="store_true", help="write the records into the docs")
     options = parser.parse_args()
     if options.write:
         return write()
     lengths = [length for length in (1024 << power for power in range(9)) if length <= options.longest]
-    found: dict[str, dict[int, dict[str, float]]] = {name: {} for name in options.kinds}
-    for length in lengths:
-        for name in options.kinds:
-            before = found[name].get(length // 2)
-            if before is not None and before["seconds"] > PATIENCE / 4:
-                continue
-            found[name][length] = measure(KINDS[name], length, options.device)
-            print(f"{name:<18}{length:>8}  {found[name][length]['seconds']:9.3f} s", flush=True)
+    with ProcessPoolExecutor(options.processes, get_context("spawn")) as pool:
+        jobs = {name: pool.submit(series, name, lengths, options.device) for name in options.kinds}
+        found = {name: job.result() for name, job in jobs.items()}
     rows, begin, best = [], SLOPE_FROM[options.device], rates(options.device)
     for name, points in found.items():
         full = found.get("full", {})
@@ -228,12 +247,9 @@ def main() -> None:
         rows.append(row)
         print(f"{name:<18} time {row['slope_of_time']}  FLOPs {row['slope_of_flops']}  "
               f"from {row['quicker_than_full_from']}  roofline {row['share_of_roofline']}")  # fmt: skip
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    print(f"peak of the process {peak / 2**30:.1f} GiB; median of the slopes of time "
-          f"{statistics.median(row['slope_of_time'] or 0 for row in rows):.2f}")  # fmt: skip
     if options.save:
         name = device_name() if options.device == "cuda" else processor_name()
-        save(f"kinds_{options.device}", [{"device": name, "peak_bytes": peak, "rates": best, "rows": rows}])
+        save(f"kinds_{options.device}", [{"device": name, "rates": best, "rows": rows}])
         draw(rows, name, begin)
 
 

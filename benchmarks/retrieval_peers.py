@@ -1,17 +1,21 @@
 """Compare retrieval with sentence-transformers and FAISS: the same embedder and documents, taking turns.
 
-    python benchmarks/retrieval_peers.py DATA --model DIR [--collections NAME ...] [--device cuda] [--save]
+    python benchmarks/retrieval_peers.py DATA --model DIR [--collections ...] [--device cuda] [--out FILE]
 
 DATA is as for retrieval.py, which builds the indexes; --work DIR keeps them. --sample N lets the peer embed N
 documents only, evenly spread, and gives FAISS our vectors for the others: how far the vectors of the sample
-lie apart is in the record. Ratios are ours over theirs, so that below 1 ours takes less: medians over rounds,
-of the wall's seconds and of this process's. sentence-transformers and faiss-cpu are in no extra. Without
-FAISS, one product of matrices stands for its flat index.
+lie apart is in the record. --timed N documents are embedded in each round. Ratios are ours over theirs, so
+that below 1 ours takes less: medians over rounds, of the wall's seconds and of this process's. "search" is
+`Index.rank` beside the flat index of FAISS: both return numbers and scores; "search_and_read" reads the
+passages too. sentence-transformers and faiss-cpu are in no extra. Without FAISS, one product of matrices
+stands for its flat index. Without --model random vectors of words stand for the embedder's, and search alone
+is compared. --out writes the record, --save writes it under results/.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import tempfile
 from collections.abc import Callable
@@ -25,7 +29,7 @@ from sentence_transformers import SentenceTransformer
 import clearhead as ch
 from clearhead.retrieval.index import Index, build_index, embedded
 from common import device_name, processor_name, save
-from retrieval import Clock, cranfield, judge, quality, scifact
+from retrieval import Clock, WordVectors, cranfield, judge, quality, scifact
 
 try:
     import faiss
@@ -96,6 +100,7 @@ def compare(
     def encode(some: list[str]) -> Any:
         return peer.encode(some, batch_size=32, normalize_embeddings=True, show_progress_bar=False)
 
+    print(f"{name}: the peer embeds {len(texts)} of {len(passages)} documents", flush=True)
     theirs = encode(texts)
     apart = float(np.abs(theirs - vectors[chosen]).max())
     mixed = vectors.copy()
@@ -116,10 +121,26 @@ def compare(
     known.search_all(asked, 100, "meaning")
     vectors_asked = encode(asked)
 
+    def our_index() -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "timed.jsonl"
+            file.write_text("\n".join(json.dumps({"text": text}) for text in timed))
+            build_index(Path(folder) / "index", index.model, [file])
+
     def their_index() -> None:
         made = FLAT(mixed.shape[1])
         made.add(encode(timed))
 
+    def their_answer() -> list[Any]:
+        return [[passages[n] for n in row] for row in flat.search(vectors_asked, 100)[1]]
+
+    jobs: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+        "embed": (lambda: embedded(index.model, timed, "passage"), lambda: encode(timed)),
+        "index": (our_index, their_index),
+        "query_and_search": (lambda: index.rank(asked, 100, "meaning"), their_search),
+        "search": (lambda: known.rank(asked, 100, "meaning"), lambda: flat.search(vectors_asked, 100)),
+        "search_and_read": (lambda: known.search_all(asked, 100, "meaning"), their_answer),
+    }
     row: dict[str, object] = {
         "collection": name,
         "by": f"sentence-transformers + {'a product' if faiss is None else 'FAISS'}",
@@ -129,18 +150,36 @@ def compare(
         "embedded_by_peer": len(texts),
         "vectors_apart": apart,
         "timed_documents": len(timed),
-        "index": ratios(lambda: embedded(index.model, timed, "passage"), their_index, given.rounds),
-        "query_and_search": ratios(
-            lambda: index.search_all(asked, 100, "meaning"), their_search, given.rounds
-        ),
-        "search_alone": ratios(
-            lambda: known.search_all(asked, 100, "meaning"),
-            lambda: flat.search(vectors_asked, 100),
-            given.rounds,
-        ),
     }
     print(row, flush=True)
+    for job, (mine, other) in jobs.items():
+        row[job] = ratios(mine, other, given.rounds)
+        print(f"{name} {job}: ours over theirs {row[job]}", flush=True)
     return row
+
+
+def compare_search(name: str, index: Index, asked: list[str], rounds: int) -> dict[str, object]:
+    """Return the times of searching alone, on vectors that cost nothing."""
+    vectors, known = np.concatenate([part.vectors for _, part in index.parts]), Known(index.model)
+    flat = FLAT(vectors.shape[1])
+    flat.add(vectors)
+    ours = Index(index.folder, known)  # type: ignore[arg-type]
+    found = ours.rank(asked, 100, "meaning")
+    queries = embedded(known, asked, "query")  # type: ignore[arg-type]
+    theirs = flat.search(queries, 100)[1]
+    same = [len({*list(one)[:10]} & {*row[:10].tolist()}) for one, row in zip(found, theirs)]
+    row: dict[str, object] = {"collection": name, "by": "random vectors of words", "documents": len(vectors)}
+    row |= {"queries": len(asked), "same_of_10": round(sum(same) / len(same) / 10, 4)}
+    row["search"] = ratios(
+        lambda: ours.rank(asked, 100, "meaning"), lambda: flat.search(queries, 100), rounds
+    )
+    print(row, flush=True)
+    return row
+
+
+def told(stage: str, done: int, total: int) -> None:
+    """Print how far an index is."""
+    print(f"{stage}: {done} of {total} passages", flush=True)
 
 
 def main() -> None:
@@ -149,33 +188,43 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("data", type=Path)
-    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--model", type=Path)
     parser.add_argument("--collections", nargs="+", default=["scifact", "cranfield"])
     parser.add_argument("--work", type=Path)
     parser.add_argument("--sample", type=int)
     parser.add_argument("--timed", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--out", type=Path)
     parser.add_argument("--save", action="store_true")
     given = parser.parse_args()
     if faiss is not None:
         faiss.omp_set_num_threads(torch.get_num_threads())
-    model = ch.load(given.model, dtype="float32", device=given.device)
-    peer = SentenceTransformer(str(given.model), device=given.device).float()
+    model: Any = WordVectors()
+    if given.model:
+        model = ch.load(given.model, dtype="float32", device=given.device)
+        peer = SentenceTransformer(str(given.model), device=given.device).float()
     rows: list[dict[str, object]] = []
     with tempfile.TemporaryDirectory() as folder:
         work = given.work or Path(folder)
         for name in given.collections:
             read = {"scifact": scifact, "cranfield": cranfield}[name]
             path, queries, judged = read(given.data / name, work)
-            index = build_index(work / f"{name}.index", model, [path])
+            index = build_index(work / f"{name}.index", model, [path], on_passages=told)
+            if not given.model:
+                rows.append(compare_search(name, index, list(queries.values()), given.rounds))
+                continue
             rows += judge(name, index, queries, judged, ["words", "meaning", "both"])
             rows.append(compare(name, index, peer, queries, judged, given))
+    on_gpu = given.device != "cpu"
+    facts = {"device": device_name() if on_gpu else processor_name(), "torch": torch.__version__}
+    facts["embedder"] = f"{given.model.parent.name}/{given.model.name}" if given.model else "none"
+    name = "retrieval_peers_gpu" if on_gpu else "retrieval_peers" if given.model else "retrieval_search"
+    results = [{**facts, "rows": rows}]
     if given.save:
-        on_gpu = given.device != "cpu"
-        facts = {"device": device_name() if on_gpu else processor_name(), "torch": torch.__version__}
-        facts |= {"embedder": f"{given.model.parent.name}/{given.model.name}"}
-        save("retrieval_peers_gpu" if on_gpu else "retrieval_peers", [{**facts, "rows": rows}])
+        save(name, results)
+    if given.out:
+        save(name, results, given.out)
 
 
 if __name__ == "__main__":

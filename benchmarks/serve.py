@@ -1,7 +1,8 @@
 """Serve: streams through the engine against our own offline batch, what exact rows cost, a shared prefix.
 
     python benchmarks/serve.py [--layers 12] [--streams 8] [--new 32] [--rounds 3] [--save]
-    python benchmarks/serve.py --device cuda [--requests 256] [--new 512] [--peer] [--save]
+    python benchmarks/serve.py --device cuda [--requests 256] [--new 512] [--peer [--peer-new 128]]
+        [--save]
 
 On the CPU: GPT-2's shape with random weights, float32, processor seconds of one thread. `clearhead` writes
 all streams together, `exact rows` gives each row the same bits whatever else is in the step, `no step in C`
@@ -112,9 +113,11 @@ def on_gpu(given: argparse.Namespace) -> list[dict[str, object]]:
     limits = Limits(tokens=8192, running=given.requests, waiting=10_000, cache_tokens=given.requests * 1600)
     engine, results = ServeEngine(ch.Model(model), limits), []
     assert engine.passes.writer is not None, "the recorded steps do not suit this model"
+    start = time.monotonic()
     write(engine, prompts, 32)  # steps of all sizes are recorded
     for rows in (1, 2, 4, 8, 16, 32, 64, 128):
-        write(engine, prompts[:rows], 600)
+        write(engine, prompts[:rows], 32)
+    print(f"steps of all sizes recorded in {time.monotonic() - start:.1f} s", flush=True)
     title = (
         f"GPU serving, Qwen3 0.6B shape bfloat16, {given.requests} requests of 100-1024 in, {given.new} out"
     )
@@ -125,8 +128,9 @@ def on_gpu(given: argparse.Namespace) -> list[dict[str, object]]:
         results.append({**found, **load(engine, new, given.new, rate)})
         print(results[-1], flush=True)
     if given.peer:
-        results[0]["transformers generate_batch, tokens per second"] = peer(prompts, given.new)
-        print(results[0])
+        few = given.peer_new or given.new
+        results[0][f"transformers generate_batch, {few} out, tokens per second"] = peer(prompts, few)
+        print(results[0], flush=True)
     return results
 
 
@@ -157,6 +161,7 @@ def main() -> None:
     parser.add_argument("--rates", type=float, nargs="*", default=[8.0, 16.0], help="requests per second")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--peer", action="store_true")
+    parser.add_argument("--peer-new", type=int, help="tokens that the peer writes; default: as many as ours")
     parser.add_argument("--save", action="store_true")
     given = parser.parse_args()
     given.new = given.new or (512 if given.device == "cuda" else 32)

@@ -31,6 +31,7 @@ WRONG = {
         "d_model 16 is not divisible by n_encoder_heads 3",
     ),
     "no projection": ({"d_embedding": 4, "embedding_projection": False}, "d_embedding 4 .* d_model 16"),
+    "nothing to widen": ({"project_tokens": True}, "project_tokens widens .* leave project_tokens out"),
     "zero layers": ({"n_layers": 0}, "n_layers 0 must be 1 or more"),
     "negative width": ({"d_ff": -1}, "d_ff -1 must be 1 or more"),
     "no table": ({"max_positions": 0}, "max_positions 0 must be 1 or more"),

@@ -61,6 +61,7 @@ ODD: dict[str, ModelConfig] = {
     "clamped": small.replace(gated=True, gated_clamp=0.5, gated_shift=1.0, activation="silu"),
     "shifted-quick-gelu": small.replace(gated=True, gated_shift=1.0, activation="quick_gelu"),
     "factorised": small.replace(d_embedding=8),
+    "factorised-tokens": small.replace(d_embedding=8, project_tokens=True, pooler_bias=False),
     "factorised-encoder": encoder.replace(d_embedding=8, embedding_norm=True, n_types=2),
     "factorised-untied": small.replace(d_embedding=8, tie_embeddings=False),
     "experts": small.replace(n_experts=4, n_active_experts=2),

@@ -22,7 +22,7 @@ DIRECTIONS = [
     ("positions", "none", "learned", "order", 0.08, 0.3),
     ("families", "decoder", "encoder", "continue", 0.1, 0.2),
     ("scale", "divided", "not divided", "sharpness", 0.01, 0.3),
-    ("residuals", "residuals and norms", "no residuals", "loss", 0.2, 0.1),
+    ("residuals", "residuals and norms", "no residuals", "loss", 0.1, 0.1),
     ("budget", "width 16", "width 128", "loss", 0.02, 0.1),
     ("heads", "least important first", "most important first", "half", 0.15, 0.02),
     ("kinds", "window of 16", "full", "reach", 0.01, 60),

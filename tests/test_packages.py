@@ -1,9 +1,7 @@
 """Kinds of attention held against packages of the index, on the same weights; each skips where it is absent.
 
-pip install --no-deps --target REF linformer local-attention fla-core einops hyper-connections \\
-    performer-pytorch linear-attention-transformer axial-positional-embedding product-key-memory \\
-    colt5-attention
-PYTHONPATH=REF:src python -m pytest tests/test_packages.py tests/test_linear.py
+pip install --no-deps --target build/references -r requirements-references.txt
+PYTHONPATH=build/references:src python -m pytest tests/test_packages.py tests/test_linear.py
 """
 
 from __future__ import annotations

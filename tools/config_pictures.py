@@ -541,11 +541,13 @@ PICTURES = {
     ),
     "heads": Drawn(draw_heads, "n_heads n_kv_heads d_head d_value pruned_heads"),
     "inputs": Drawn(
-        draw_inputs, "input image_size patch_size n_channels class_token d_input conv_kernel conv_stride"
+        draw_inputs,
+        "input image_size patch_size n_channels class_token patch_bias d_input conv_kernel conv_stride",
     ),
     "embedding": Drawn(
         draw_embedding,
-        "d_embedding embedding_projection embedding_scale n_types embedding_norm tie_embeddings",
+        "d_embedding embedding_projection project_tokens embedding_scale n_types embedding_norm "
+        "tie_embeddings",
     ),
     "positions": Drawn(draw_positions, "positions max_positions max_encoder_positions position_offset"),
     "waves": Drawn(draw_waves, "sinusoid_layout sinusoid_ends"),

@@ -22,6 +22,8 @@ from clearhead.explorer.record import Shown as Shown
 from clearhead.explorer.record import show as show
 from clearhead.fast.fixed_cache import FixedCache as FixedCache
 from clearhead.generate.request import Sampling as Sampling
+from clearhead.graph.export import Exported as Exported
+from clearhead.graph.export import export as export
 from clearhead.inside.checks import Check as Check
 from clearhead.inside.checks import check as check
 from clearhead.inside.long import LongReport as LongReport

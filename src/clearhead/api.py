@@ -7,15 +7,15 @@ from typing import Any, Literal, Unpack, overload
 import torch
 from torch import Tensor
 
-from clearhead.bundle import Bundle, best_device, class_labels, float_dtype
+from clearhead.bundle import Bundle, best_device, float_dtype
 from clearhead.errors import refuse
 from clearhead.generate.request import MAX_NEW_TOKENS
-from clearhead.hub import adapters, checkpoint, files, pixels, sentences
+from clearhead.hub import adapters, checkpoint, pixels
+from clearhead.hub.beside import read_beside
 from clearhead.hub.download import here_or_fetched
-from clearhead.hub.tokenizer import load_tokenizer, open_tokenizer, read_settings, special_ids
-from clearhead.model.transformer import Transformer
+from clearhead.hub.towers import has_towers, load_towers
 from clearhead.quant.apply import QuantPlan, plan_of, refuse_quantized, rounded
-from clearhead.tasks import chat, generation, ranking, reading, results, speech
+from clearhead.tasks import chat, generation, ranking, reading, results, speech, towers
 from clearhead.tasks.generation import Cancel, GenerateOptions, Hooks, OnText, TranslateOptions, generate
 from clearhead.tasks.one_or_many import as_prompts, best_of_each, unwrapped
 from clearhead.tasks.results import Answer, Candidate, Classification, Generation, Score, Tags
@@ -167,21 +167,31 @@ class Model(Bundle):
         return generation.score(self, text, source)
 
     @overload
-    def classify(self, inputs: str | Pair | pixels.Image, batch_size: int = ...) -> Classification: ...
+    def classify(
+        self, inputs: str | Pair | pixels.Image, batch_size: int = ..., labels: Sequence[str] | None = ...
+    ) -> Classification: ...
 
     @overload
-    def classify(self, inputs: list[Any], batch_size: int = ...) -> list[Classification]: ...
+    def classify(
+        self, inputs: list[Any], batch_size: int = ..., labels: Sequence[str] | None = ...
+    ) -> list[Classification]: ...
 
-    def classify(self, inputs: Any, batch_size: int = 32) -> Classification | list[Classification]:
+    def classify(
+        self, inputs: Any, batch_size: int = 32, labels: Sequence[str] | None = None
+    ) -> Classification | list[Classification]:
         """Return the class of a text, of a pair of texts `("a", "b")`, or of an image.
 
         Texts longer than the model takes are cut; of a pair, the longer one. Images are arrays, tensors or
-        paths of files; an array or tensor of several images is a list.
+        paths of files; an array or tensor of several images is a list. With two towers (CLIP, SigLIP), the
+        classes are `labels`, texts such as "a cat", for images of which it was never trained on the classes.
         """
         single = not isinstance(inputs, list)
-        if self.config.input == "patches":
+        if self.config.input == "patches" or self.towers is not None:
             single = not isinstance(inputs, list | tuple) and getattr(inputs, "ndim", 3) < 4
-        return unwrapped(reading.classify(self, [inputs] if single else list(inputs), batch_size), single)
+        given = [inputs] if single else list(inputs)
+        if self.towers is not None or labels is not None:
+            return unwrapped(towers.zero_shot(self, given, labels or (), batch_size), single)
+        return unwrapped(reading.classify(self, given, batch_size), single)
 
     def rerank(
         self, query: str, texts: Sequence[str], top: int | None = None, batch_size: int = 32
@@ -241,14 +251,19 @@ class Model(Bundle):
             return reading.answer(self, [question], [context], **options)[0]
         return reading.answer(self, question, context, **options)
 
-    def embed(self, texts: str | list[str], batch_size: int = 32, prompt: str | None = None) -> Tensor:
+    def embed(self, texts: Any, batch_size: int = 32, prompt: str | None = None) -> Tensor:
         """Return one vector for each text, in the order given: N texts -> [N, D].
 
         The states of a text's tokens are pooled as the directory says (sentence-transformers' modules.json),
         else by their mean. Texts longer than the model takes are cut. `prompt` names one of the directory's
-        prompts, to be put before each text in place of its usual one.
+        prompts, to be put before each text in place of its usual one. Two towers embed texts and images, as
+        `pathlib` paths, arrays or tensors, side by side in one space, as vectors of length one.
         """
-        return reading.embed(self, [texts] if isinstance(texts, str) else texts, batch_size, prompt)
+        single = isinstance(texts, pixels.Image) and getattr(texts, "ndim", 3) < 4
+        given: list[Any] = [texts] if single else list(texts)
+        if self.towers is not None and prompt is None:
+            return towers.embed(self, given, batch_size)
+        return reading.embed(self, given, batch_size, prompt)
 
     @overload
     def transcribe(
@@ -309,8 +324,15 @@ def load(
         refuse_quantized(empty.model, "split over processes")
         split_for_use(empty.model, unread, parallel, place)
         return empty
+    if has_towers(path):
+        refuse(rounding is not None, f"{path} has two towers: they are not quantized; load {path / 'text'}")
+        joined = load_towers(path, cast, mapped).to(place)
+        described = joined.description.tower("text")
+        beside = read_beside(path, described, tokenizer)
+        return Model(joined.text, description=described, folder=path, towers=joined, **beside)
     model, description = checkpoint.load_model(path, checkpoint.describe(path), cast, mapped)
-    return _with_settings(path, rounded(model.to(place), rounding), description, tokenizer)
+    beside = read_beside(path, description, tokenizer)
+    return Model(rounded(model.to(place), rounding), description=description, folder=path, **beside)
 
 
 def open_empty(
@@ -318,23 +340,5 @@ def open_empty(
 ) -> tuple[Model, checkpoint.Unread]:
     """Return the model of a directory with parameters on the meta device, and its weights, still on disk."""
     model, description, unread = checkpoint.open_model(folder, checkpoint.describe(folder), dtype)
-    return _with_settings(folder, model, description, tokenizer), unread
-
-
-def _with_settings(
-    path: Path, model: Transformer, description: checkpoint.Description, tokenizer: str | Path | None
-) -> Model:
-    """Return a model with what lies beside its weights in a directory."""
-    generation = files.read_json_if_any(path / "generation_config.json")
-    if tokenizer is None:
-        found, settings = load_tokenizer(path), read_settings(path)
-    else:
-        found, settings = open_tokenizer(Path(tokenizer), path)
-    return Model(
-        *(model, found, generation, description, path),
-        special=special_ids(found, settings, generation, description.theirs),
-        settings=settings,
-        labels=class_labels(description),
-        sentences=sentences.read_sentences(path),
-        images=pixels.read_preprocessor(path),
-    )
+    beside = read_beside(folder, description, tokenizer)
+    return Model(model, description=description, folder=folder, **beside), unread

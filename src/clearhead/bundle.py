@@ -23,12 +23,14 @@ from clearhead.generate.own import own_options
 from clearhead.hub import checkpoint, export, files, quantized
 from clearhead.hub.adapters import Adapters
 from clearhead.hub.architecture import SECTION
+from clearhead.hub.checkpoint import default_names
 from clearhead.hub.gguf_file import SUFFIX
 from clearhead.hub.gguf_writing import write_gguf
 from clearhead.hub.pixels import PREPROCESSOR
 from clearhead.hub.quantized import code_tensors, outgoing_codes
 from clearhead.hub.sentences import Sentences, write_sentences
 from clearhead.hub.tokenizer import clean, encode, save_tokenizer, stop_ids
+from clearhead.hub.towers import JoinedTowers
 from clearhead.hub.writing import Outgoing, write_tensors
 from clearhead.model.taps import unwrapped
 from clearhead.model.transformer import Transformer
@@ -38,20 +40,6 @@ from clearhead.tokens.labels import decoded
 
 SHARD_SIZE = 5_000_000_000
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
-
-
-def default_names(count: int) -> tuple[str, ...]:
-    """Return the names of classes that have none: LABEL_0, LABEL_1, ..."""
-    return tuple(f"LABEL_{number}" for number in range(count))
-
-
-def class_labels(description: checkpoint.Description) -> tuple[str, ...]:
-    """Return the names of the classes in the order of their ids, where config.json names each."""
-    names = description.theirs.get("id2label")
-    numbers = [str(number) for number in range(description.config.n_classes)]
-    if isinstance(names, dict) and set(names) == set(numbers):
-        return tuple(str(names[number]) for number in numbers)
-    return default_names(len(numbers))
 
 
 def best_device(name: str | torch.device = "auto") -> torch.device:
@@ -99,11 +87,14 @@ class Bundle:
     labels: tuple[str, ...] = ()  # names of the classes, for a head that has them
     sentences: Sentences | None = None  # how sentence-transformers makes one vector of a text
     images: dict[str, Any] = field(default_factory=dict)  # the preprocessor_config.json it came with
+    towers: JoinedTowers | None = None  # texts and images in one space; `model` is then the text tower
     _engine: Engine | None = field(default=None, init=False, repr=False, compare=False)
     _adapters: Adapters | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         self.model = unwrapped(self.model)
+        if self.towers is not None and self.towers.text is not self.model:
+            self.towers = None  # a changed copy of the text tower stands alone
 
     def __repr__(self) -> str:
         return "\n".join([type(self).__name__, *(f"  {name}: {fact}" for name, fact in self.facts.items())])
@@ -146,7 +137,8 @@ class Bundle:
             refuse(dtype is not None, f"two dtypes were given, {device} and {dtype}: leave one of them out")
             device, dtype = None, str(device)
         cast = float_dtype(dtype)
-        self.model.to(device=None if device is None else best_device(device), dtype=cast)
+        whole = self.model if self.towers is None else self.towers
+        whole.to(device=None if device is None else best_device(device), dtype=cast)
         return self
 
     @property
@@ -302,7 +294,12 @@ class Bundle:
             return
         with merged(self.model), files.whole_folder(Path(folder)) as work:
             parameters = dict[str, Tensor]((*self.model.named_parameters(), *code_tensors(self.model)))
-            tensors = export.outgoing(self.model, described, float_dtype(dtype)) | outgoing_codes(self.model)
+            if self.towers is not None:
+                parameters = dict(self.towers.named_parameters())
+                tensors = self.towers.outgoing(float_dtype(dtype))
+            else:
+                tensors = export.outgoing(self.model, described, float_dtype(dtype))
+                tensors |= outgoing_codes(self.model)
             write_tensors(
                 work, files.MODEL, tensors, lambda name, owner: parameters[name].detach().cpu(), shard_size
             )
@@ -332,7 +329,7 @@ class Bundle:
         self, folder: Path, described: checkpoint.Description, tensors: Mapping[str, Outgoing]
     ) -> None:
         """Write all of a directory but the weights, which are written as `tensors`."""
-        export.write_config(folder, described, tensors)
+        export.write_config(folder, self.towers or described, tensors)
         if self.tokenizer is not None:
             save_tokenizer(folder, self.tokenizer, self.special, self.settings, self.config.max_positions)
         for name, settings in (("generation_config.json", self.generation), (PREPROCESSOR, self.images)):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import clearhead as ch
+from clearhead.fast.forms import HeadForm
 from clearhead.fast.kernels import step_attend, step_linear
 from clearhead.fast.prepare import StepBlock, prepared
 from clearhead.generate.decode import Ends, Prompts, decode
@@ -129,9 +130,8 @@ def test_the_formulas_of_the_kernels_are_those_of_the_model():
     seen = torch.cat([keys[:, :, :5], turned[1]], 2), torch.cat([values[:, :, :5], v], 2)
     wanted = fused(turned[0], *seen, mask[:, None, None, :6])
     qkv = torch.cat([part.reshape(3, 1, -1) for part in (q, k, v)], -1)
-    ours = step_attend(
-        qkv, keys, values, torch.tensor([5]), mask, angles.cos(), angles.sin(), "half", 4, 8**-0.5, None
-    )
+    form = HeadForm(angles.cos(), angles.sin(), "half", 4, 8**-0.5, None)
+    ours = step_attend(qkv, keys, values, torch.tensor([5]), mask, form)
     torch.testing.assert_close(ours, wanted.reshape(3, 1, -1))
     torch.testing.assert_close(keys[:, :, 5], turned[1][:, :, 0])
 

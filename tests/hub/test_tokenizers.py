@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import string
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,22 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     byte_level.train_from_iterator(TRAINING, vocab_size=500, special_tokens=marks, show_progress=False)
     (root / "bytes").mkdir()
     byte_level.save_model(str(root / "bytes"))
+    words = Tokenizer(models.BPE(end_of_word_suffix="</w>"))
+    words.normalizer, words.pre_tokenizer = normalizers.Lowercase(), pre_tokenizers.ByteLevel()
+    letters = pre_tokenizers.ByteLevel.alphabet()
+    marks = [*(f"{letter}</w>" for letter in letters), "<|startoftext|>", "<|endoftext|>"]
+    words.train_from_iterator(
+        TRAINING,
+        trainers.BpeTrainer(
+            vocab_size=700,
+            end_of_word_suffix="</w>",
+            initial_alphabet=letters,
+            special_tokens=marks,
+            show_progress=False,
+        ),
+    )
+    (root / "ends").mkdir()
+    words.model.save(str(root / "ends"))
     usual = {"minloglevel": 2, "hard_vocab_limit": False, "character_coverage": 0.98}
     kinds = {
         "t5": {
@@ -171,6 +188,13 @@ CASES = {
     "roberta": ("roberta", "bytes/vocab.json", "vocab.json", {}),
     "bart": ("bart", "bytes/vocab.json", "vocab.json", {"tokenizer_class": "BartTokenizer"}),
     "qwen2": ("qwen3", "bytes/vocab.json", "vocab.json", {"tokenizer_class": "Qwen2Tokenizer"}),
+    "clip": ("clip", "ends/vocab.json", "vocab.json", {}),
+    "clip, another padding": (
+        "clip",
+        "ends/vocab.json",
+        "vocab.json",
+        {"tokenizer_class": "CLIPTokenizer", "pad_token": "!"},
+    ),
     "t5": ("t5", "t5.model", "spiece.model", {}),
     "t5, few sentinels": (
         "t5",
@@ -241,7 +265,7 @@ def folder(request: pytest.FixtureRequest, trained: Path, tmp_path: Path) -> Pat
     put(tmp_path / "model", model_type, **settings)
     shutil.copy(trained / source, tmp_path / "model" / name)
     if name == "vocab.json":
-        shutil.copy(trained / "bytes/merges.txt", tmp_path / "model")
+        shutil.copy((trained / source).with_name("merges.txt"), tmp_path / "model")
     return tmp_path / "model"
 
 
@@ -303,6 +327,20 @@ def test_a_bare_sentencepiece_model_equals_sentencepiece(
         assert tokenizer.decode(ids, skip_special_tokens=False).replace(
             "<unk>", " \u2047 "
         ) == reference.decode(ids), repr(text)
+
+
+@pytest.mark.parametrize("settings", [{}, {"do_lower_case": False, "pad_token": "<pad>"}])
+def test_siglip_leaves_punctuation_out(settings: dict[str, object], trained: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    put(folder, "siglip", tokenizer_class="SiglipTokenizer", **settings)
+    shutil.copy(trained / "t5.model", folder / "spiece.model")
+    reference, tokenizer = AutoTokenizer.from_pretrained(folder), load_tokenizer(folder)
+    assert tokenizer is not None
+    plain = [text for text in CORPUS if "<" not in text and text.strip(string.punctuation + " ")]
+    assert len(plain) > len(CORPUS) - 30 and any("," in text for text in plain)
+    ours = encode(tokenizer, plain)
+    different = [text for text, ids in zip(plain, ours) if ids != reference(text)["input_ids"]]
+    assert len(different) <= 6, different  # as above
 
 
 def test_marian_numbers_the_source_by_its_vocabulary(trained: Path, tmp_path: Path) -> None:

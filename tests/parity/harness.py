@@ -80,6 +80,8 @@ def check_decoder(model: Any, folder: Path, tmp: Path, **generate: Any) -> ch.Mo
                 out = ours.model(ids, mask)
         close(f"logits, padded {side}", out.logits[mask], theirs.logits[mask], LOGITS)
         layers = [*(seen[f"blocks.{i}.resid_pre"] for i in range(ours.config.n_layers)), seen["hidden"]]
+        if layers[-1].shape != theirs.hidden_states[-1].shape:  # theirs is what the output layer reads
+            layers[-1] = ours.model.head.transform(layers[-1])
         for depth, (a, b) in enumerate(zip(layers, theirs.hidden_states, strict=True)):
             close(f"hidden state {depth}, padded {side}", a[mask], b[mask], HIDDEN)
     ids = ids[:1, :9]

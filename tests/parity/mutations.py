@@ -90,6 +90,10 @@ NEXT = {
     "shared_expert_intermediate_size": 16,
     "mlp_only_layers": [2],
 }
+MIXED = {name: NEXT[name] for name in (*GROUPED, "num_experts", "num_experts_per_tok", "mlp_only_layers")}
+MIXED |= {"moe_intermediate_size": 12, "shared_expert_intermediate_size": 16}
+NEO = {"vocab_size": 61, "hidden_size": 32, "num_layers": 3, "num_heads": 4, "max_position_embeddings": 128}
+NEO |= {"attention_types": [[["local", "global", "local"], 1]], "window_size": 7}
 DEBERTA = {
     **{"relative_attention": True, "position_biased_input": False, "share_att_key": True},
     **{"pos_att_type": ["p2c", "c2p"], "position_buckets": 6, "norm_rel_ebd": "layer_norm"},
@@ -128,6 +132,18 @@ SUBJECTS = {
     ),
     "Qwen3": Subject("Qwen3Config", "Qwen3ForCausalLM", {**GROUPED, "head_dim": 8}),
     "Qwen3-Next": Subject("Qwen3NextConfig", "Qwen3NextForCausalLM", NEXT),
+    "Qwen2-MoE": Subject("Qwen2MoeConfig", "Qwen2MoeForCausalLM", MIXED),
+    "Qwen3-MoE": Subject("Qwen3MoeConfig", "Qwen3MoeForCausalLM", {**MIXED, "head_dim": 8}),
+    "OPT": Subject("OPTConfig", "OPTForCausalLM", {**TEXT, "ffn_dim": 40, "word_embed_proj_dim": 32}),
+    "OPT 350m": Subject(
+        *("OPTConfig", "OPTForCausalLM"),
+        {**TEXT, "ffn_dim": 40, "word_embed_proj_dim": 16, "do_layer_norm_before": False},
+    ),
+    "GPT-Neo": Subject("GPTNeoConfig", "GPTNeoForCausalLM", NEO),
+    "GPT-J": Subject("GPTJConfig", "GPTJForCausalLM", {**GPT2, "rotary_dim": 4}),
+    "BLOOM": Subject(
+        "BloomConfig", "BloomForCausalLM", {"vocab_size": 61, "hidden_size": 32, "n_layer": 3, "n_head": 4}
+    ),
     "Gemma": Subject("GemmaConfig", "GemmaForCausalLM", {**GROUPED, "head_dim": 10}),
     "Gemma2": Subject("Gemma2Config", "Gemma2ForCausalLM", {**GROUPED, **WINDOW, "head_dim": 10}),
     "Gemma3": Subject("Gemma3TextConfig", "Gemma3ForCausalLM", {**GROUPED, **WINDOW, "head_dim": 8}),

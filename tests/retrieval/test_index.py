@@ -22,7 +22,8 @@ from clearhead.cli import main
 from clearhead.errors import CheckpointError, ClearheadError, InputError, MissingExtraError
 from clearhead.hub import files as hub_files
 from clearhead.retrieval import index as indexing
-from clearhead.retrieval.index import Index, build_index, fuse
+from clearhead.retrieval.index import Index, build_index
+from clearhead.retrieval.order import fuse
 from clearhead.retrieval.passages import read_passages
 from clearhead.tokens.training import READER, byte_tokenizer
 

@@ -121,6 +121,34 @@ def test_a_chat_reads_what_the_template_writes(address, writer):
     assert found["usage"]["prompt_tokens"] == len(prompt)
 
 
+@pytest.mark.parametrize("marked", [False, True], ids=["template", "marked template"])
+def test_a_chat_ends_where_the_turn_does(byte_tokenizer, marked):
+    """`m.chat` and the server stop at the token that the template writes after an answer."""
+    tokenizer = Tokenizer.from_str(byte_tokenizer.to_str())
+    m = mixes.model("rope-gqa", tokenizer)
+    drawn = {"temperature": 1.0, "seed": 3}
+    written = m.generate(tokenizer.encode("<user>Hi<a>").ids, 12, **drawn).ids
+    end = tokenizer.id_to_token(written[4])
+    assert written[4] not in written[:4]
+    tokenizer.add_special_tokens([end])
+    said = "{{ m.content }}{{ eos_token }}"
+    said = "{% generation %}" + said + "{% endgeneration %}" if marked else said
+    m.settings = {
+        "eos_token": end,
+        "chat_template": "{% for m in messages %}{% if m.role == 'user' %}<user>{{ m.content }}{% else %}<a>"
+        + said
+        + "{% endif %}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}",
+    }
+    messages = [{"role": "user", "content": "Hi"}]
+    answer = m.chat(messages, 12, **drawn)
+    assert answer.ids[:4] == written[:4] and len(answer.ids) <= 5
+    with serving({"m": ServeEngine(m, Limits(block=8))}) as address:
+        body = {"model": "m", "messages": messages, "max_tokens": 12, **drawn}
+        choice = call(address, "/v1/chat/completions", body)[2]["choices"][0]
+    assert choice["message"]["content"] == answer.text
+    assert choice["finish_reason"] == "stop"
+
+
 @pytest.mark.parametrize("form", ["float", "base64"])
 def test_embeddings_equal_embed(address, reader, form):
     texts = ["one", "two words"]

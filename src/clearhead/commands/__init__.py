@@ -33,7 +33,7 @@ GROUPS: dict[str, dict[str, Command]] = {
         "tag": Command("use:tag", "tag each word of a text, and find the spans"),
         "fill": Command("use:fill", "fill in the masked words of a text"),
         "answer": Command("retrieve:answer", "find the answer to a question in a text"),
-        "embed": Command("use:embed", "turn a text into one vector"),
+        "embed": Command("use:embed", "turn a text or an image into one vector"),
         "rerank": Command("retrieve:rerank", "put the texts first that answer a query best"),
         "score": Command("use:score", "measure how probable a text is"),
         "index": Command("retrieve:index", "index the passages of files, for search"),
@@ -62,6 +62,7 @@ GROUPS: dict[str, dict[str, Command]] = {
     },
     "models": {
         "cost": Command("models:cost", "count parameters, FLOPs and memory from a config"),
+        "bench": Command("bench:bench", "time a model here, beside what else is installed"),
         "plan": Command("plan:plan", "find the mesh of devices to train a model on"),
         "quantize": Command("quantize:quantize", "round weights to 8 or 4 bits, and say what that cost"),
         "convert": Command("models:convert", "save a model in the Hugging Face format"),

@@ -67,7 +67,7 @@ def token_ids(text: str) -> list[int]:
 def check_inputs(folder: Path, plot: Path | None = None) -> None:
     """Refuse a missing model or an unknown format of picture, before importing torch."""
     refuse(
-        not folder.is_dir() and not is_gguf_file(folder),
+        not folder.is_dir() and not is_gguf_file(folder) and not may_be_tower(folder),
         f"{folder} is not a directory: name a model directory or a GGUF file; "
         f"one from the Hub is fetched by `hf download {folder} --local-dir DIR`",
     )
@@ -77,6 +77,11 @@ def check_inputs(folder: Path, plot: Path | None = None) -> None:
 def is_gguf_file(path: Path) -> bool:
     """Return whether a path names a GGUF file, before importing torch."""
     return path.suffix == ".gguf" and path.is_file()
+
+
+def may_be_tower(path: Path) -> bool:
+    """Return whether a path may name one tower of two, such as clip/text, before importing torch."""
+    return path.name in ("text", "image") and (path.parent / "config.json").is_file()
 
 
 def check_picture(plot: Path | None) -> None:
@@ -101,7 +106,7 @@ def read_config(name: str) -> ch.ModelConfig:
         if path.name != "config.json" or not ('"model_type"' in text or '"clearhead"' in text):
             return ch.ModelConfig.from_json(text)
         path = path.parent
-    if path.is_dir() or is_gguf_file(path):
+    if path.is_dir() or is_gguf_file(path) or may_be_tower(path):
         from clearhead.hub.checkpoint import describe
 
         return describe(path).config

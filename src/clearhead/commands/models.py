@@ -132,13 +132,17 @@ def convert(
         ),
     ],
     target: Annotated[
-        Positional[Path], option("the directory to write, or the file, where it ends in .gguf", metavar="OUT")
+        Positional[Path],
+        option("the directory to write, or the file: .gguf, .onnx, or .pt2 of torch.export", metavar="OUT"),
     ],
     dtype: Dtype = None,
     gguf: Annotated[
         Literal["F32", "F16", "Q8_0", "Q4_0"] | None,
         option("type of the matrices of a GGUF file; default: F16 for float16 weights, else F32"),
     ] = None,
+    cache: Annotated[
+        bool, option("of a decoder as .onnx or .pt2: keys and values of earlier tokens go in and out")
+    ] = False,
     shard_size: Annotated[str, option("largest file, such as 500MB or 5GB")] = "5GB",
     tokenizer: Tokenizer = None,
     overwrite: Annotated[bool, option("write into OUT although it holds a model already")] = False,
@@ -153,16 +157,24 @@ def convert(
       clearhead convert tiny.en.pt out/ --tokenizer gpt2.tiktoken
       clearhead convert my-model/ my-model.gguf --gguf Q8_0
       clearhead convert llama.gguf out/
+      clearhead convert my-model/ my-model.onnx
     """
-    single = target.suffix == ".gguf"
+    graph = target.suffix in (".onnx", ".pt2")
+    single = target.suffix == ".gguf" or graph
     refuse(
-        gguf is not None and not single,
+        gguf is not None and (not single or graph),
         f"--gguf {gguf} writes one file, and {target} is no name of one: end it in .gguf",
     )
     refuse(
         gguf is not None and dtype is not None,
         f"--gguf {gguf} and --dtype {dtype} were both given: leave one",
     )
+    refuse(cache and not graph, f"--cache is for a graph, and {target} is none: end it in .onnx or .pt2")
+    refuse(
+        graph and dtype not in (None, "float32"),
+        f"--dtype {dtype} is not for a graph, which computes in float32: leave it out",
+    )
+    refuse(graph and shard_size != "5GB", f"--shard-size {shard_size} is for a directory: leave it out")
     refuse(
         single and target.exists() and not overwrite,
         f"{target} exists already: choose another name, or add --overwrite",
@@ -182,12 +194,27 @@ def convert(
 
             unpack(source, tokenizer, Path(work))
             source, tokenizer = Path(work), None
-        model = load_model(source, tokenizer=tokenizer)
+        model = load_model(source, tokenizer=tokenizer, dtype="float32" if graph else None)
+    if graph:
+        _convert_to_graph(model, target, cache, json)
+        return
     model.save(target, gguf or dtype, shard_size=limit)
     saved_as, note = explain_export(model.config, model.description)
     saved_as, note = (f"GGUF of {saved_as}", "") if single else (saved_as, note)
     body = {"saved": str(target), "architecture": saved_as, "note": note}
     show_result(body, json, [f"saved {target} as {saved_as}" + (f": {note}" if note else "")])
+
+
+def _convert_to_graph(model: ch.Model, target: Path, cache: bool, json: bool) -> None:
+    made = ch.export(model, target, cache)
+    axes = {name: [*each] for name, each in made.inputs.items()}
+    lines = [f"saved {target}, a graph for any batch and length", "in:"]
+    lines += [f"  {name} [{', '.join(map(str, each))}]" for name, each in axes.items()]
+    lines += ["out:", *(f"  {name}" for name in made.outputs)]
+    tried = ", ".join(f"{sizes.batch} x {sizes.length}" for sizes in made.tried)
+    lines.append(f"equal to the model to {made.difference:.1e} on rows x tokens {tried}, padding included")
+    body = {"saved": str(target), "inputs": axes, "outputs": made.outputs, "difference": made.difference}
+    show_result(body, json, lines)
 
 
 def explore(

@@ -190,6 +190,10 @@ def classify(
         option("a text, or an image file; - or nothing: stdin, one per line", metavar="TEXT"),
     ] = None,
     pair: PairText = None,
+    labels: Annotated[
+        tuple[str, ...],
+        option("the classes, in words, for an image and a model of two towers (CLIP, SigLIP)"),
+    ] = (),
     options: Options = TextOptions(),  # noqa: B008
 ) -> None:
     """Find the class of a text, a pair of texts or an image, with its probability.
@@ -198,11 +202,19 @@ def classify(
       clearhead classify my-model/ "A film to see twice."
       clearhead classify my-model/ --file reviews.txt --json
       clearhead classify my-vit/ photo.png
+      clearhead classify my-clip/ photo.png --labels "a cat" "a dog"
     """
     model = options.load(folder)
+    if labels or model.towers is not None:
+        from clearhead.tasks.towers import check_labels, towers_of
+
+        towers_of(model, "classify --labels")
+        refuse(not labels, 'this model finds one of the classes it is given: add --labels "a cat" "a dog"')
+        refuse(pair is not None, "--pair is a text, and a model of two towers finds the class of an image")
+        check_labels(labels)
     options.run(
         {"text": text},
-        compute=lambda batch: model.classify(_pairs(batch), batch_size=options.batch_size),
+        compute=lambda batch: model.classify(_pairs(batch), options.batch_size, labels or None),
         body=_joined,
         line=lambda fields, made: f"{made.label}\t{made.probability:.4f}",
         show=class_table,
@@ -284,19 +296,28 @@ def embed(
     folder: Folder,
     text: Text = None,
     prompt: Annotated[str | None, option("the name of the model's prompt to put before each text")] = None,
+    images: Annotated[bool, option("the texts are image files, for a model of two towers")] = False,
     options: Options = TextOptions(),  # noqa: B008
 ) -> None:
-    """Turn a text into one vector.
+    """Turn a text, or an image, into one vector.
 
     For example:
       clearhead embed my-model/ "A quiet town by the river."
+      clearhead embed my-clip/ photo.png --images
       clearhead embed my-model/ --file sentences.txt --output vectors.npy
       clearhead embed my-model/ --file sentences.txt --json --output vectors.jsonl
     """
     model = options.load(folder)
+    if images:
+        from clearhead.tasks.towers import towers_of
+
+        towers_of(model, "embed --images")
+    read = Path if images else str
     options.run(
         {"text": text},
-        compute=lambda batch: model.embed(_texts(batch), options.batch_size, prompt).tolist(),
+        compute=lambda batch: model.embed(
+            [read(one) for one in _texts(batch)], options.batch_size, prompt
+        ).tolist(),
         body=lambda fields, made: {**fields, "embedding": made},
         line=lambda fields, made: " ".join(f"{value:.6g}" for value in made),
         array=True,

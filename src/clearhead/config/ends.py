@@ -18,6 +18,11 @@ def embedding_rules(config: Fields) -> Rules:
             "leave embedding_projection out",
         ),
         (
+            config.project_tokens and config.d_embedding == config.d_model,
+            f"project_tokens widens a narrower token table, and d_embedding is d_model {config.d_model}: "
+            "leave project_tokens out",
+        ),
+        (
             kind != "tokens" and not both and predicts,
             f"head {head} predicts ids and input is {kind}: "
             "choose head classifier, tagger, embedding or none",
@@ -43,6 +48,10 @@ def embedding_rules(config: Fields) -> Rules:
         (
             config.class_token and kind != "patches",
             f"class_token belongs to input patches, and input is {kind}: put a CLS id in the text instead",
+        ),
+        (
+            not config.patch_bias and kind != "patches",
+            f"patch_bias belongs to input patches, and input is {kind}: leave it out",
         ),
     ]
 

@@ -48,10 +48,13 @@ class StackFields:
     input: Input = "tokens"
     embedding_scale: float = 1.0  # the original Transformer multiplies by sqrt(d_model)
     embedding_norm: bool = False  # a norm after the embedding
+    # a narrower token table is widened by itself, without a bias, before segments and positions are added
+    project_tokens: bool = False
     n_types: int = 0  # segment (token type) embeddings
     patch_size: int = 16  # patches: height and width of a square, in pixels
     n_channels: int = 3  # patches: 3 for colour, 1 for grey
     class_token: bool = False  # patches: a learned vector before the first patch
+    patch_bias: bool = True  # patches: in their projection
     d_input: int = 0  # vectors, frames: width of one input vector
     conv_kernel: int = 3  # frames: two convolutions of this width, the second with the stride below
     conv_stride: int = 2  # frames: 2 halves their number
@@ -218,8 +221,8 @@ class StackSpec(StackFields):
     d_ff: int
     d_expert: int
     block_of: tuple[int, ...]  # number of the block of each layer; layers that share weights have the same
-    d_embedding: int  # width of what is embedded, before a projection to d_model
-    embedding_projection: bool
+    d_embedding: int  # width of the token table
+    embedding_projection: bool  # of the sum of tokens, segments and positions, to d_model
     image_size: tuple[int, int]
     d_rotary: int  # leading columns of a head that RoPE rotates
     kinds: tuple[Kind, ...]  # of attention, one per layer
@@ -243,6 +246,11 @@ class StackSpec(StackFields):
     def whole_kinds(self) -> tuple[Kind, ...]:
         """The different kinds of attention of the layers that all tokens go through."""
         return tuple(dict.fromkeys(kind for kind, share in zip(self.kinds, self.capacities) if share == 1))
+
+    @property
+    def d_summed(self) -> int:
+        """Width of tokens, segments and positions when they are added."""
+        return self.d_model if self.project_tokens else self.d_embedding
 
     @property
     def bounded(self) -> bool:

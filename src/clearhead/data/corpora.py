@@ -5,6 +5,7 @@ Made from the Python installation, the same each time for a given version.
 
 import ast
 import datetime
+import functools
 import importlib
 import inspect
 import random
@@ -72,6 +73,7 @@ def _library_code() -> Documents:
     return lambda: ((text,) for text in _sources(files))
 
 
+@functools.cache  # parsing the library takes seconds
 def _library_docs() -> Documents:
     """Return a document for each module: its docstrings, each once in the whole library."""
     seen: dict[str, int] = {}  # of each docstring: the module it is first met in

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
+from clearhead.fast.forms import HeadForm
 from clearhead.model import attend, feedforward, norms, positions
 
 MOST_ROWS = 1  # rows for which our product, with norm and gate in the same kernel, beats the library's
@@ -182,6 +183,17 @@ def _one_kernel(
     return _in_steps(x, weight, bias, scale, eps, unit_offset, gate, add).clone()
 
 
+def step_attend(
+    qkv: Tensor, keys: Tensor, values: Tensor, slot: Tensor, mask: Tensor, form: HeadForm
+) -> Tensor:
+    """Attend with one token's queries, keys and values, side by side: [B, 1, (H+K)·E + K·Ev] -> [B, 1, H·Ev].
+
+    The keys and values go to `slot` [1] of the buffers [B, K, S, E] and [B, K, S, Ev]. `mask` [B|1, S] says
+    which of the slots before it may be seen; the token sees itself.
+    """
+    return _attend(qkv, keys, values, slot, mask, *form)
+
+
 def _attend_shape(
     qkv: Tensor,
     keys: Tensor,
@@ -194,16 +206,16 @@ def _attend_shape(
     n_heads: int,
     scale: float,
     softcap: float | None,
-    q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None,
-    eps: float = 0.0,
-    unit_offset: bool = False,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    unit_offset: bool,
 ) -> Tensor:
     return qkv.new_empty(qkv.shape[0], 1, n_heads * values.shape[3])
 
 
 @operator(_attend_shape, mutates=("keys", "values"))
-def step_attend(
+def _attend(
     qkv: Tensor,
     keys: Tensor,
     values: Tensor,
@@ -215,24 +227,17 @@ def step_attend(
     n_heads: int,
     scale: float,
     softcap: float | None,
-    q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None,
-    eps: float = 0.0,
-    unit_offset: bool = False,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    unit_offset: bool,
 ) -> Tensor:
-    """Attend with one token's queries, keys and values, side by side: [B, 1, (H+K)·E + K·Ev] -> [B, 1, H·Ev].
-
-    The keys and values go to `slot` [1] of the buffers [B, K, S, E] and [B, K, S, Ev]. `mask` [B|1, S] says
-    which of the slots before it may be seen; the token sees itself. `cos` and `sin` are [B|1, 1, 1, R].
-    `q_norm` and `k_norm` [E] scale the RMS norm of each head, where there is one.
-    """
+    """`step_attend` as an operator, whose arguments are the fields of a `HeadForm` one by one."""
     if available(qkv):
-        from clearhead.fast import triton_step
+        from clearhead.fast import triton_attend
 
-        return triton_step.attend(
-            qkv, keys, values, slot, mask, cos, sin, layout, n_heads, scale, softcap,
-            q_norm, k_norm, eps, unit_offset,
-        )  # fmt: skip
+        form = HeadForm(cos, sin, layout, n_heads, scale, softcap, q_norm, k_norm, eps, unit_offset)
+        return triton_attend.attend(qkv, keys, values, slot, mask, form)
     B, K, _, E = keys.shape
     q, k, v = torch.split_with_sizes(qkv, [n_heads * E, K * E, K * values.shape[3]], dim=-1)
     q, k, v = q.view(B, n_heads, 1, E), k.view(B, K, 1, E), v.view(B, K, 1, -1)
@@ -257,16 +262,7 @@ def paged_attend(
     place: Tensor,
     size: int,
     reach: int,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    layout: str,
-    n_heads: int,
-    scale: float,
-    softcap: float | None,
-    q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None,
-    eps: float = 0.0,
-    unit_offset: bool = False,
+    form: HeadForm,
 ) -> Tensor:
     """Attend as `step_attend`, to keys in a pool: [B, 1, (H+K)·E + K·Ev] -> [B, 1, H·Ev].
 
@@ -276,10 +272,7 @@ def paged_attend(
     if available(qkv):
         from clearhead.fast import triton_paged
 
-        return triton_paged.paged_attend(
-            qkv, keys, values, table, place, size, reach, cos, sin, layout, n_heads, scale, softcap,
-            q_norm, k_norm, eps, unit_offset,
-        )  # fmt: skip
+        return triton_paged.paged_attend(qkv, keys, values, table, place, size, reach, form)
     places = torch.arange(table.shape[1] * size, device=table.device)[None]  # 1 M·size
     slots = (table[:, :, None] * size + torch.arange(size, device=table.device)).flatten(1)  # B M·size
     k, v = (x[0][:, slots].transpose(0, 1) for x in (keys, values))  # B K M·size E
@@ -290,10 +283,7 @@ def paged_attend(
     # The slots of the rows are looked up, and so copied: the new token goes to a place behind them.
     last = torch.full((1,), k.shape[2], device=table.device)
     k, v = nnf.pad(k, (0, 0, 0, 1)), nnf.pad(v, (0, 0, 0, 1))
-    z = step_attend(
-        qkv, k, v, last, nnf.pad(seen, (0, 1), value=True), cos, sin, layout, n_heads, scale, softcap,
-        q_norm, k_norm, eps, unit_offset,
-    )  # fmt: skip
+    z = step_attend(qkv, k, v, last, nnf.pad(seen, (0, 1), value=True), form)
     slot = slots[here, place]
     for pool, buffer in ((keys, k), (values, v)):
         pool[0, :, slot] = buffer[:, :, -1].transpose(0, 1)

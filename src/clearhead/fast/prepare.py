@@ -17,6 +17,7 @@ from clearhead.config.kinds import Kind
 from clearhead.fast import library
 from clearhead.fast import native as in_c
 from clearhead.fast.fixed_cache import FixedCache, FixedKeys
+from clearhead.fast.forms import HeadForm
 from clearhead.fast.kernels import available, materialise, step_attend, step_linear, step_norm
 from clearhead.fast.parts import (
     Direct,
@@ -206,17 +207,17 @@ class StepBlock(Direct, Block):
         if not isinstance(keys, FixedKeys) or view.mask is None:
             return None
         found = (keys.k, keys.v, keys.cache.index, view.mask[:, 0, 0])
-        return step_attend(self.projected(x), *found, *self.formula(view))
+        return step_attend(self.projected(x), *found, self.formula(view))
 
     def projected(self, x: Tensor) -> Tensor:
         """Return queries, keys and values side by side: [B, 1, D] -> [B, 1, (H+K)·E + K·Ev]."""
         assert isinstance(self.attention, FusedAttention)
         return _normed(x, self.attention_residual.before, self.attention.qkv)
 
-    def formula(self, view: masks.View) -> tuple[Any, ...]:
-        """Return how this block attends: the last arguments of the kernels of attention."""
+    def formula(self, view: masks.View) -> HeadForm:
+        """Return how this block attends, as the kernels of attention are told."""
         attention = cast(Attention, self.attention)
-        return (
+        return HeadForm(
             None if view.rotary is None else view.rotary.cos,
             None if view.rotary is None else view.rotary.sin,
             attention.layout,

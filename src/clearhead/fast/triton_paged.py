@@ -7,12 +7,12 @@ rotated columns.
 # mypy: ignore-errors
 # Triton reads these functions as a language of its own, whose types are not Python's.
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from clearhead.fast.triton_step import _capped, _join_kernel, _turned
+from clearhead.fast.forms import HeadForm
+from clearhead.fast.triton_attend import Launch, _met, _own, _put, _turned
 
 PROGRAMS = 256  # that keep all processors of a large GPU at work
 
@@ -47,15 +47,13 @@ def _paged_kernel(
     weight = tl.zeros([GROUP], tl.float32)
     total = tl.zeros([GROUP, WIDE_V], tl.float32)
     if split == 0:
-        key_at = row + (H + head) * E
-        new_k = _turned(key_at, e, E, cos, sin, R, LAYOUT, e < E, k_norm, eps, NORM, UNIT, 0).to(kind)
-        new_v = tl.load(row + (H + K) * E + head * EV + ev, mask=ev < EV, other=0.0).to(kind)
         slot = tl.load(table + filled // SIZE).to(tl.int64) * SIZE + filled % SIZE
-        tl.store(keys + slot * E + e, new_k, mask=e < E)
-        tl.store(values + slot * EV + ev, new_v, mask=ev < EV)
-        best = _capped(tl.sum(q.to(tl.float32) * new_k.to(tl.float32)[None, :], 1) * scale, softcap, CAP)
+        best, new_v = _own(
+            row, head, keys + slot * E, values + slot * EV, q, e, ev, cos, sin, k_norm, eps, scale,
+            softcap, H, K, E, EV, R, LAYOUT, NORM, UNIT, CAP,
+        )  # fmt: skip
         weight += 1.0
-        total += new_v.to(tl.float32)[None, :]
+        total += new_v[None, :]
 
     first = 0
     if REACH > 0:
@@ -68,28 +66,11 @@ def _paged_kernel(
         seen = (s < filled) & (s >= first)
         slots = tl.load(table + start + number).to(tl.int64) * SIZE + tl.arange(0, SIZE)
         k = tl.load(keys + slots[None, :] * E + e[:, None], mask=seen[None, :] & (e < E)[:, None], other=0.0)
-        scores = _capped(tl.dot(q, k, input_precision="ieee") * scale, softcap, CAP)
-        scores = tl.where(seen[None, :], scores, float("-inf"))
-        higher = tl.maximum(best, tl.max(scores, 1))
-        base = tl.where(higher == float("-inf"), 0.0, higher)  # nothing seen yet
-        shrink = tl.exp(best - base)
-        pattern = tl.exp(scores - base[:, None])
         v = tl.load(
             values + slots[:, None] * EV + ev[None, :], mask=seen[:, None] & (ev < EV)[None, :], other=0.0
         )
-        total = total * shrink[:, None] + tl.dot(pattern.to(kind), v, input_precision="ieee")
-        weight = weight * shrink + tl.sum(pattern, 1)
-        best = higher
-
-    heads = b * H + head * G + g
-    inside = (g < G)[:, None] & (ev < EV)[None, :]
-    if SPLITS == 1:
-        tl.store(out + heads[:, None] * EV + ev[None, :], total / weight[:, None], mask=inside)
-    else:
-        part = heads * SPLITS + split
-        tl.store(partial + part[:, None] * EV + ev[None, :], total, mask=inside)
-        tl.store(stats + part * 2, best, mask=g < G)
-        tl.store(stats + part * 2 + 1, weight, mask=g < G)
+        best, weight, total = _met(q, k, v, seen, best, weight, total, scale, softcap, CAP)
+    _put(best, weight, total, out, partial, stats, b * H + head * G + g, g, ev, split, G, EV, SPLITS)
 
 
 def splits_for(rows: int, heads: int, blocks: int) -> int:
@@ -106,38 +87,16 @@ def paged_attend(
     place: Tensor,
     size: int,
     reach: int,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    layout: str,
-    n_heads: int,
-    scale: float,
-    softcap: float | None,
-    q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None,
-    eps: float = 0.0,
-    unit_offset: bool = False,
+    form: HeadForm,
     splits: int | None = None,
 ) -> Tensor:
     """See `kernels.paged_attend`."""
-    _, K, S, E = keys.shape
-    B, EV, H = qkv.shape[0], values.shape[3], n_heads
-    splits = splits or splits_for(B, K, table.shape[1])
-    split, turned = splits > 1, cos is not None
-    out = qkv.new_empty(B, 1, H * EV)
-    partial = qkv.new_empty(B * H * splits * EV if split else 1, dtype=torch.float32)
-    stats = qkv.new_empty(B * H * splits * 2 if split else 1, dtype=torch.float32)
-    cos, sin = (cos.contiguous(), sin.contiguous()) if turned else (stats, stats)
-    wide_v = max(16, triton.next_power_of_2(EV))
-    _paged_kernel[(B, K, splits)](
-        qkv.contiguous(), keys, values, table, place, cos, sin,
-        *((stats, stats) if q_norm is None else (q_norm, k_norm)), out, partial, stats,
-        S, table.stride(0), place.stride(0), cos.stride(0) if turned and cos.shape[0] > 1 else 0,
-        scale, softcap or 1.0, eps, NORM=q_norm is not None, UNIT=float(unit_offset),
-        H=H, K=K, E=E, EV=EV, R=cos.shape[-1] if turned else 0, LAYOUT=0 if layout == "half" else 1,
-        CAP=softcap is not None, REACH=reach,
-        GROUP=max(16, triton.next_power_of_2(H // K)), WIDE=max(16, triton.next_power_of_2(E)), WIDE_V=wide_v,
-        SIZE=size, SPLITS=splits, num_warps=4,
+    _, K, S, _ = keys.shape
+    splits = splits or splits_for(len(qkv), K, table.shape[1])
+    launch = Launch(qkv, keys, values, form, splits)
+    _paged_kernel[(len(qkv), K, splits)](
+        qkv.contiguous(), keys, values, table, place, *launch.tensors,
+        S, table.stride(0), place.stride(0), *launch.numbers, **launch.named,
+        REACH=reach, SIZE=size, num_warps=4,
     )  # fmt: skip
-    if split:
-        _join_kernel[(B * H,)](partial, stats, out, EV=EV, WIDE_V=wide_v, SPLITS=splits, num_warps=2)
-    return out
+    return launch.joined()

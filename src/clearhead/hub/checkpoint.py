@@ -26,7 +26,7 @@ from clearhead.hub.files import read_json, refuse
 from clearhead.hub.gguf_file import is_gguf, open_gguf, read_header
 from clearhead.hub.mxfp4 import unpacked
 from clearhead.hub.quantized import Packed, is_packed, place_like
-from clearhead.hub.registry import ARCHITECTURES, architecture_of
+from clearhead.hub.registry import ARCHITECTURES, ONE_TOWER, architecture_of, tower_path
 from clearhead.hub.rules import Rule, Shape, matches
 from clearhead.hub.stored import as_stored, check_bounds, common_dtype, equal
 from clearhead.hub.weights import Entry, allocated, cast, held, open_weights
@@ -49,7 +49,7 @@ class Description:
     @property
     def architecture(self) -> Architecture:
         """The table of rules by which the checkpoint is read and written."""
-        return OWN if self.kind == SECTION else ARCHITECTURES[self.kind]
+        return OWN if self.kind == SECTION else (ARCHITECTURES | ONE_TOWER)[self.kind]
 
 
 def describe(folder: Path) -> Description:
@@ -58,6 +58,10 @@ def describe(folder: Path) -> Description:
         theirs, stored = gguf_config.read_config(read_header(folder))
         architecture = architecture_of(theirs)
         return Description(theirs, architecture.read(theirs), architecture.model_type, stored=stored)
+    if (part := tower_path(folder)) is not None:
+        whole, table, tower = part
+        theirs, architecture = table.section(read_json(whole / "config.json"), tower), table.tower(tower)
+        return Description(theirs, architecture.read(theirs), architecture.model_type)
     if (folder / RECIPE).is_file() and not (folder / "config.json").exists():
         use = f"use {folder / 'last'}, or " if (folder / "last").is_dir() else ""
         raise CheckpointError(
@@ -105,6 +109,20 @@ def _recognise(folder: Path, theirs: dict[str, Any]) -> dict[str, Any]:
     return min(found, key=lambda each: each[0])[1]  # the class that leaves the fewest tensors aside
 
 
+def default_names(count: int) -> tuple[str, ...]:
+    """Return the names of classes that have none: LABEL_0, LABEL_1, ..."""
+    return tuple(f"LABEL_{number}" for number in range(count))
+
+
+def class_labels(description: Description) -> tuple[str, ...]:
+    """Return the names of the classes in the order of their ids, where config.json names each."""
+    names = description.theirs.get("id2label")
+    numbers = [str(number) for number in range(description.config.n_classes)]
+    if isinstance(names, dict) and set(names) == set(numbers):
+        return tuple(str(names[number]) for number in numbers)
+    return default_names(len(numbers))
+
+
 # Loading ----------------------------------------------------------------------------------------------------
 
 
@@ -125,14 +143,18 @@ def empty_model(config: ModelConfig) -> Transformer:
 
 @torch.inference_mode(False)  # weights are ordinary tensors, wherever they are loaded
 def load_model(
-    folder: Path, description: Description, dtype: torch.dtype | None = None, mapped: bool = False
+    folder: Path,
+    description: Description,
+    dtype: torch.dtype | None = None,
+    mapped: bool = False,
+    entries: dict[str, Entry] | None = None,
 ) -> tuple[Transformer, Description]:
     """Return the model of a directory, on the CPU, and the description with what its weights add.
 
     The dtype is that of the file unless `dtype` is given. Where the file has several, `common_dtype` decides.
-    `mapped` weights are pages of the file.
+    `mapped` weights are pages of the file. `entries` are the tensors to read, where it holds those of others.
     """
-    model, description, unread = open_model(folder, description, dtype, mapped)
+    model, description, unread = open_model(folder, description, dtype, mapped, entries)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
     room = {} if mapped else allocated(shapes, dtypes)
@@ -192,16 +214,26 @@ class Unread:
 
 
 def open_model(
-    folder: Path, description: Description, dtype: torch.dtype | None = None, mapped: bool = True
+    folder: Path,
+    description: Description,
+    dtype: torch.dtype | None = None,
+    mapped: bool = True,
+    entries: dict[str, Entry] | None = None,
 ) -> tuple[Transformer, Description, Unread]:
     """Return the model of a directory on the meta device, in its dtype, and the weights as they lie on disk.
 
     See `load_model`.
     """
-    if is_gguf(folder):
-        entries, theirs = open_gguf(read_header(folder), mapped), description.theirs
+    theirs = description.theirs
+    if entries is not None:
+        pass
+    elif (part := tower_path(folder)) is not None:
+        whole, table, tower = part
+        entries = table.tensors(open_weights(whole, mapped), whole)[tower]
+    elif is_gguf(folder):
+        entries = open_gguf(read_header(folder), mapped)
     elif is_packed(description.theirs):
-        entries, theirs = open_weights(folder, mapped), description.theirs
+        entries = open_weights(folder, mapped)
     else:
         entries, theirs = unpacked(open_weights(folder, mapped), description.theirs)
     description, model, sources = _fill(folder, dataclasses.replace(description, theirs=theirs), entries)

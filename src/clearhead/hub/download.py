@@ -5,6 +5,7 @@ from pathlib import Path
 from clearhead.errors import CheckpointError, MissingExtraError
 from clearhead.hub.files import refuse
 from clearhead.hub.gguf_file import is_gguf
+from clearhead.hub.registry import tower_path
 
 
 def download(name: str) -> Path:
@@ -23,7 +24,7 @@ def download(name: str) -> Path:
 def here_or_fetched(name: str | Path, allow_download: bool) -> Path:
     """Return a directory or GGUF file that is here; any other name is fetched, where that is allowed."""
     path = Path(name)
-    if path.is_dir() or is_gguf(path):
+    if path.is_dir() or is_gguf(path) or tower_path(path) is not None:
         return path
     refuse(
         not allow_download,

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -86,7 +87,14 @@ def outgoing(
     return {name.removeprefix(base): one for name, one in tensors.items()}
 
 
-def write_config(folder: Path, description: Description, tensors: Mapping[str, Outgoing]) -> None:
+class Stated(Protocol):
+    """What has a config.json."""
+
+    @property
+    def theirs(self) -> dict[str, Any]: ...  # noqa: D102
+
+
+def write_config(folder: Path, description: Stated, tensors: Mapping[str, Outgoing]) -> None:
     """Write config.json of a model that is written as these tensors."""
     first = str(next((one.dtype for one in tensors.values() if one.dtype.is_floating_point), torch.float32))
     write_json(folder / "config.json", {**description.theirs, "dtype": first.removeprefix("torch.")})

@@ -230,8 +230,11 @@ def positions_after_padding(rows: int, padding: int, counted: bool = True, state
     return ConfigPart(read, write)
 
 
-def patches(image: int, patch: int) -> ConfigPart:
-    """Return the part for images cut into patches, with a class token: each has a row of the table."""
+def patches(image: int, patch: int, class_token: bool = True, cut: bool = False) -> ConfigPart:
+    """Return the part for images cut into patches: each, and a class token, has a row of the table.
+
+    With `cut`, pixels beyond the last whole patch are not read.
+    """
 
     def read(config_json: Json) -> Json:
         height, width = _pair(config_json.get("image_size", image))
@@ -240,11 +243,12 @@ def patches(image: int, patch: int) -> ConfigPart:
             not side == other >= 1,
             f"config.json has patch_size {config_json.get('patch_size')!r}: only squares are supported",
         )
+        whole = (height - height % side, width - width % side)
         return {
-            "image_size": (height, width),
+            "image_size": whole if cut else (height, width),
             "patch_size": side,
-            "class_token": True,
-            "max_positions": (height // side) * (width // side) + 1,
+            "class_token": class_token,
+            "max_positions": (height // side) * (width // side) + class_token,
         }
 
     def write(config: ModelConfig) -> Json:

@@ -52,12 +52,12 @@ def sliding_windows(
 
     def read(config_json: Json) -> Json:
         width, kinds = config_json.get("sliding_window", default), config_json.get("layer_types")
+        if switch is not None and (skips is None or kinds is None) and not config_json.get(switch, False):
+            width = None
         refuse(
             width is not None and width < 1,
             f"config.json has sliding_window {width}: it must be 1 at least, or null",
         )
-        if switch is not None and (skips is None or kinds is None) and not config_json.get(switch, False):
-            width = None
         unknown = sorted({*(kinds or ())} - {"sliding_attention", "full_attention"})
         refuse(unknown, f"config.json has layer_types {unknown[:1]}: only sliding and full are supported")
         if kinds is not None:

@@ -131,6 +131,12 @@ def xlm_roberta(model: PieceModel, settings: Settings) -> Tokenizer:
     return _words(model, prefix=settings.get("add_prefix_space", True))
 
 
+def siglip(model: PieceModel, settings: Settings) -> Tokenizer:
+    """Build SigLIP's: small letters, unless the settings keep large ones, and no ASCII punctuation."""
+    lower = [normalizers.Lowercase()] if settings.get("do_lower_case", True) else []
+    return _words(model, [*lower, normalizers.Replace(Regex(r"[!-/:-@\[-`{-~]"), "")])
+
+
 def albert(model: PieceModel, settings: Settings) -> Tokenizer:
     """Build ALBERT's: plain quotes, accents and case removed unless the settings keep them."""
     quotes = [normalizers.Replace("``", '"'), normalizers.Replace("''", '"')]
@@ -217,6 +223,7 @@ FAMILIES: dict[str, Callable[[PieceModel, Settings], Tokenizer]] = {
     "T5": t5,
     "XLMRoberta": xlm_roberta,
     "Camembert": xlm_roberta,
+    "Siglip": siglip,
     "Albert": albert,
     "BigBird": big_bird,
     "DebertaV2": deberta,

@@ -1,4 +1,4 @@
-"""Images into the pixels a model reads, as `preprocessor_config.json` says: resized, scaled, normalised.
+"""Images into the pixels a model reads, as `preprocessor_config.json` says: resized, cropped, normalised.
 
 Shapes: C channels, H height, W width.
 """
@@ -20,10 +20,25 @@ from clearhead.hub.files import read_json_if_any
 PREPROCESSOR = "preprocessor_config.json"
 PROCESSOR = "processor_config.json"  # which newer directories have in its place
 DEFAULTS: dict[str, Any] = {  # of ViTImageProcessor
-    **{"size": 224, "do_resize": True, "resample": 2, "do_rescale": True, "rescale_factor": 1 / 255},
+    **{"size": {"height": 224, "width": 224}, "do_resize": True, "resample": 2},
+    **{"do_rescale": True, "rescale_factor": 1 / 255},
     **{"do_normalize": True, "image_mean": 0.5, "image_std": 0.5},
 }
-CLASSES = ("ViTImageProcessor", "ViTImageProcessorFast", "ViTImageProcessorPil", "ViTFeatureExtractor")
+# What differs elsewhere, and whether one number is the shorter side of an image, or both.
+OWN_DEFAULTS: dict[str, tuple[dict[str, Any], bool]] = {
+    "ViT": ({}, False),
+    "CLIP": (
+        {
+            **{"size": {"shortest_edge": 224}, "resample": 3, "do_center_crop": True, "crop_size": 224},
+            "image_mean": [0.48145466, 0.4578275, 0.40821073],
+            "image_std": [0.26862954, 0.26130258, 0.27577711],
+        },
+        True,
+    ),
+    "Siglip": ({"resample": 3}, True),
+}
+ENDINGS = ("ImageProcessor", "ImageProcessorFast", "ImageProcessorPil", "FeatureExtractor")
+CLASSES = {family + ending: family for family in OWN_DEFAULTS for ending in ENDINGS}
 Array = np.ndarray[Any, Any]
 Image = str | Path | np.ndarray | Tensor
 
@@ -37,21 +52,28 @@ def read_preprocessor(folder: Path) -> dict[str, Any]:
 
 
 def to_pixels(image: Image, config: ModelConfig, settings: Mapping[str, Any]) -> Tensor:
-    """Return the pixels [C, H, W] of one image.
+    """Return the pixels [C, H, W] of one image, for a model of images; see `pixels_for`."""
+    assert config.image_size is not None
+    return pixels_for(image, config.n_channels, config.image_size, settings)
+
+
+def pixels_for(image: Image, channels: int, size: tuple[int, int], settings: Mapping[str, Any]) -> Tensor:
+    """Return the pixels [C, *size] of one image.
 
     Whole numbers 0 to 255, with the channels first or last, are an image as files hold it: it is resized to
     what the model takes, scaled and normalised by `settings`; without settings, scaled to [0, 1].
     Floating-point numbers are pixels already.
     """
-    assert config.image_size is not None
     if isinstance(image, str | Path):
-        image = read_image(Path(image), config.n_channels, str(image))
+        image = read_image(Path(image), channels, str(image))
+    if isinstance(image, np.ndarray) and not image.flags.writeable:  # as Pillow gives it
+        image = image.copy()
     # Arrays have their channels last, tensors first.
-    pixels = _channels_first(torch.as_tensor(image), config.n_channels, last=not isinstance(image, Tensor))
+    pixels = _channels_first(torch.as_tensor(image), channels, last=not isinstance(image, Tensor))
     if pixels.is_floating_point():
         refuse(
-            tuple(pixels.shape[1:]) != config.image_size,
-            f"pixels are {list(pixels.shape)} and the model reads {[config.n_channels, *config.image_size]}: "
+            tuple(pixels.shape[1:]) != size,
+            f"pixels are {list(pixels.shape)} and the model reads {[channels, *size]}: "
             "give that size, or an image of whole numbers 0 to 255, which is resized",
         )
         return pixels.float()
@@ -60,44 +82,84 @@ def to_pixels(image: Image, config: ModelConfig, settings: Mapping[str, Any]) ->
             f"an image holds {int(pixels.min())} to {int(pixels.max())}: "
             "whole numbers must lie between 0 and 255"
         )
-    return _prepared(pixels.to(torch.uint8), config.image_size, settings)
+    return _prepared(pixels.to(torch.uint8), size, settings)
 
 
 def _prepared(image: Tensor, size: tuple[int, int], settings: Mapping[str, Any]) -> Tensor:
-    """Resize, scale and normalise bytes [C, H, W] -> [C, *size], as `settings` say."""
-    if settings:
-        settings = {**DEFAULTS, **{name: value for name, value in settings.items() if value is not None}}
-    kind = settings.get("image_processor_type") or settings.get("feature_extractor_type") or CLASSES[0]
+    """Resize, crop, scale and normalise bytes [C, H, W] -> [C, *size], as `settings` say."""
+    kind = (
+        settings.get("image_processor_type") or settings.get("feature_extractor_type") or "ViTImageProcessor"
+    )
     refuse(
         kind not in CLASSES,
-        f"{PREPROCESSOR} is for {kind}: supported is {CLASSES[0]}; give pixels",
+        f"{PREPROCESSOR} is for {kind}: supported are {', '.join(f + ENDINGS[0] for f in OWN_DEFAULTS)}; "
+        "give pixels",
         CheckpointError,
     )
-    stated = settings.get("size", size)
-    wanted = (stated, stated) if isinstance(stated, int) else stated
-    if isinstance(stated, dict):
-        wanted = (stated.get("height"), stated.get("width"))
-    refuse(
-        [*wanted] != [*size] or settings.get("do_center_crop") or settings.get("do_pad"),
-        f"{PREPROCESSOR} makes images of size {stated}, not by a resize to {list(size)}: give pixels",
-        CheckpointError,
-    )
-    if tuple(image.shape[1:]) != size:
-        refuse(
-            not settings.get("do_resize", True),
-            f"an image is {list(image.shape[1:])} and the model reads {list(size)}: "
-            f"{PREPROCESSOR} says not to resize",
-        )
-        image = _resized(image, size, settings.get("resample", DEFAULTS["resample"]))
+    own, shorter = OWN_DEFAULTS[CLASSES[kind]]
+    if settings:
+        given = {name: value for name, value in settings.items() if value is not None}
+        settings = {**DEFAULTS, **own, **given}
+    image = _framed(image, size, settings, shorter)
     pixels = image.float()
     if settings.get("do_rescale", True):
-        pixels = pixels * settings.get("rescale_factor", DEFAULTS["rescale_factor"])
+        pixels = (image.double() * settings.get("rescale_factor", DEFAULTS["rescale_factor"])).float()
     if settings.get("do_normalize"):
         mean, deviation = (
             _per_channel(settings[name], len(pixels), name) for name in ("image_mean", "image_std")
         )
         pixels = (pixels - mean) / deviation
     return pixels
+
+
+def _framed(image: Tensor, size: tuple[int, int], settings: Mapping[str, Any], shorter: bool) -> Tensor:
+    """Resize and crop bytes [C, H, W] -> [C, *size]; one number is the `shorter` side, or both."""
+    stated, crop = settings.get("size", size), settings.get("do_center_crop", False)
+    frame = _sides(stated, image, shorter)
+    made = _sides(settings.get("crop_size", size), image, False) if crop else frame
+    fixed = crop or frame == _sides(stated, image.transpose(1, 2), shorter)  # whatever image is given
+    refuse(
+        settings.get("do_pad") or (crop and "crop_size" not in settings) or (fixed and made != size),
+        f"{PREPROCESSOR} makes images of size {stated}, not by a resize to {list(size)}: give pixels",
+        CheckpointError,
+    )
+    if tuple(image.shape[1:]) != frame and settings.get("do_resize", True):
+        image = _resized(image, frame, settings.get("resample", DEFAULTS["resample"]))
+    if crop:
+        image = _cropped(image, size)
+    refuse(
+        tuple(image.shape[1:]) != size,
+        f"an image is {list(image.shape[1:])} and the model reads {list(size)}: "
+        f"{PREPROCESSOR} says not to resize or crop it to that",
+    )
+    return image
+
+
+def _sides(stated: Any, image: Tensor, shorter: bool) -> tuple[int, int]:
+    """Return height and width that a size of the settings means, for an image [C, H, W]."""
+    if isinstance(stated, int):
+        stated = {"shortest_edge": stated} if shorter else (stated, stated)
+    match stated:
+        case {"shortest_edge": int() as short} if not stated.get("longest_edge") and short > 0:
+            height, width = image.shape[1:]
+            long = int(short * max(height, width) / min(height, width))
+            return (long, short) if width <= height else (short, long)
+        case {"height": int() as height, "width": int() as width} | [int() as height, int() as width]:
+            return height, width
+    raise CheckpointError(
+        f"{PREPROCESSOR} has a size {stated!r}: supported are height and width, or shortest_edge alone; "
+        "give pixels"
+    )
+
+
+def _cropped(image: Tensor, size: tuple[int, int]) -> Tensor:
+    """Take the middle of an image [C, H, W] -> [C, *size]; what is too small stands amid zeros."""
+    for axis, wanted in enumerate(size, start=1):
+        missing = max(wanted - image.shape[axis], 0)
+        pads = (-(-missing // 2), missing // 2)  # before and after
+        image = torch.nn.functional.pad(image, (0, 0, *pads) if axis == 1 else pads)
+        image = image.narrow(axis, (image.shape[axis] - wanted) // 2, wanted)
+    return image
 
 
 def _resized(image: Tensor, size: tuple[int, int], resample: Any) -> Tensor:

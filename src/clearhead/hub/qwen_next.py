@@ -23,7 +23,8 @@ from clearhead.hub.llama import (
     llama_like,
     shape,
 )
-from clearhead.hub.llama_relatives import EXPERT, FUSED_EXPERTS, QWEN_SIZES
+from clearhead.hub.llama_relatives import QWEN_SIZES
+from clearhead.hub.qwen_moe import EXPERT_RULES, SHARED_EXPERT, mixture
 from clearhead.hub.rope import rope
 from clearhead.hub.rules import Rule, grouped, joined, same
 
@@ -35,14 +36,6 @@ DELTA_SIZES = {  # their key: what it is of the kind, and its value where the ke
     "linear_value_head_dim": ("d_value", 128),
     "linear_conv_kernel_dim": ("kernel", 4),
 }
-MIXTURE = (
-    field("num_experts", "n_experts", 512),
-    field("num_experts_per_tok", "n_active_experts", 10),
-    field("moe_intermediate_size", "d_expert", 512),
-    field("shared_expert_intermediate_size", "d_shared_expert", 512, least=1),
-    field("norm_topk_prob", "router_renormalise", True),
-    fixed({"router_order": "softmax_topk"}),
-)
 
 
 def delta_of(config: ModelConfig) -> GatedDeltaKind | None:
@@ -76,27 +69,6 @@ def _write_layers(config: ModelConfig) -> Json:
     return {"layer_types": types, **sizes}
 
 
-def _read_mixture(theirs: Json) -> Json:
-    values: Json = {}
-    for part in MIXTURE:
-        values |= part.read(theirs)
-    every, dense = theirs.get("decoder_sparse_step", 1), theirs.get("mlp_only_layers") or ()
-    layers = range(count_layers(theirs))
-    dense = tuple(layer for layer in layers if layer in dense or (layer + 1) % every)
-    if values["n_experts"] < 1 or len(dense) == len(layers):
-        return {}
-    return {**values, "dense_layers": dense}
-
-
-def _write_mixture(config: ModelConfig) -> Json:
-    if not config.n_experts:
-        return {"num_experts": 0}
-    written: Json = {"decoder_sparse_step": 1, "mlp_only_layers": list(config.dense_layers)}
-    for part in MIXTURE:
-        written |= part.write(config)
-    return written
-
-
 def _key_heads(config: ModelConfig) -> int:
     delta = delta_of(config)
     assert delta is not None  # the rule leads to parameters of such a layer
@@ -104,7 +76,7 @@ def _key_heads(config: ModelConfig) -> int:
 
 
 BY_HEAD, BY_KEY_HEAD = grouped(lambda config: config.n_heads), grouped(_key_heads)
-OURS, LINEAR, MLP = f"{BLOCK}.attention", f"{THEIRS}.linear_attn", f"{THEIRS}.mlp"
+OURS, LINEAR = f"{BLOCK}.attention", f"{THEIRS}.linear_attn"
 DELTA_RULES: tuple[Rule, ...] = (
     *joined(f"{LINEAR}.in_proj_qkvz", [f"{OURS}.{name}" for name in ("q", "k", "v", "gate")], BY_KEY_HEAD),
     *joined(f"{LINEAR}.in_proj_ba", [f"{OURS}.beta", f"{OURS}.decay"], BY_KEY_HEAD),
@@ -117,19 +89,6 @@ FULL_RULES = (
     *joined(f"{THEIRS}.self_attn.q_proj", [f"{OURS}.q", f"{OURS}.gate"], BY_HEAD),
     *(rule for rule in ATTENTION if "q_proj" not in rule.theirs),
     *QK_NORMS,
-)
-EXPERT_RULES = (
-    *same(
-        {
-            **{f"{MLP}.experts.{{j}}.{x}_proj": f"{EXPERT}.{{j}}.{x}" for x in ("gate", "up", "down")},
-            **{
-                f"{MLP}.shared_expert.{x}_proj": f"{BLOCK}.feedforward.shared.{x}"
-                for x in ("gate", "up", "down")
-            },
-            f"{MLP}.shared_expert_gate": f"{BLOCK}.feedforward.shared_gate",
-        }
-    ),
-    *FUSED_EXPERTS,
 )
 
 LLAMA_LIKE = llama_like(
@@ -149,7 +108,7 @@ LLAMA_LIKE = llama_like(
     fixed({"qk_norm": "head", "norm_unit_offset": True, "attention_gate": True}),
     rope(fraction=0.25),
     ConfigPart(_read_layers, _write_layers),
-    ConfigPart(_read_mixture, _write_mixture),
+    mixture(512, 10, 512, shared=512, summed=True),
     rules=(
         *EDGES,
         *NORMS,
@@ -157,6 +116,7 @@ LLAMA_LIKE = llama_like(
         *(dataclasses.replace(rule, beside=f"{OURS}.q_norm.weight") for rule in FULL_RULES),
         *FEEDFORWARD,
         *EXPERT_RULES,
+        *SHARED_EXPERT,
     ),
 )
 # A head that predicts several tokens at once. transformers leaves it out, and so do we.

@@ -38,6 +38,8 @@ USUAL: dict[str, dict[str, str]] = {
     "Qwen2": dict.fromkeys(("unk", "eos", "pad"), "<|endoftext|>"),
     "GPTNeoX": {**dict.fromkeys(("unk", "bos", "eos"), "<|endoftext|>"), "pad": "<|padding|>"},
     "T5": {"eos": "</s>", "unk": "<unk>", "pad": "<pad>"},
+    "Siglip": {"eos": "</s>", "unk": "<unk>", "pad": "</s>"},
+    "CLIP": {**dict.fromkeys(("unk", "eos", "pad"), "<|endoftext|>"), "bos": "<|startoftext|>"},
     "Marian": {"eos": "</s>", "unk": "<unk>", "pad": "<pad>"},
     "Llama": {"unk": "<unk>", "bos": "<s>", "eos": "</s>"},
     "Gemma": {"unk": "<unk>", "bos": "<bos>", "eos": "<eos>", "pad": "<pad>", "mask": "<mask>"},

@@ -29,7 +29,7 @@ Settings = dict[str, Any]
 # The class that a model's tokenizer has when no file names it.
 CLASSES = {
     **dict.fromkeys(("bert", "distilbert", "electra"), "Bert"),
-    **dict.fromkeys(("gpt2", "phi"), "GPT2"),
+    **dict.fromkeys(("gpt2", "phi", "opt", "gptj", "gpt_neo"), "GPT2"),
     "gpt_neox": "GPTNeoX",
     **dict.fromkeys(("roberta", "bart", "longformer"), "Roberta"),
     **dict.fromkeys(("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"), "Qwen2"),
@@ -41,6 +41,7 @@ CLASSES = {
     "albert": "Albert",
     "big_bird": "BigBird",
     "marian": "Marian",
+    **{"clip": "CLIP", "siglip": "Siglip"},
 }
 LIKE = {
     **dict.fromkeys(("Bart", "Longformer", "LED"), "Roberta"),
@@ -51,7 +52,7 @@ AS_IT_STANDS = ("mistral", "mixtral", "phi3", "olmo2", "stablelm", "granite")
 # The kind of model, and the id of the unknown token, that a class takes from tokenizer.json.
 MODELS = {
     **dict.fromkeys(("Bert", "MPNet"), ("WordPiece", 0)),
-    **dict.fromkeys(("Roberta", "GPT2", "Qwen2", "GPTNeoX", "Llama", "Gemma"), ("BPE", 0)),
+    **dict.fromkeys(("Roberta", "GPT2", "Qwen2", "GPTNeoX", "Llama", "Gemma", "CLIP"), ("BPE", 0)),
     **dict.fromkeys(("XLMRoberta", "Camembert"), ("Unigram", 3)),
     **{"T5": ("Unigram", 2), "Albert": ("Unigram", 1)},
     **{"BigBird": ("Unigram", 0), "DebertaV2": ("Unigram", 1)},
@@ -74,12 +75,15 @@ TEMPLATES = {
     "XLMRoberta": ("bos $A eos", "bos $A eos eos $B eos"),
     "Camembert": ("bos $A eos", "bos $A eos eos $B eos"),
     "T5": ("$A eos", "$A eos $B eos"),
+    "Siglip": ("$A eos", "$A eos $B eos"),
     "Marian": ("$A eos", "$A $B eos"),
 }
 QWEN2_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+
+CLIP_SPLIT = r"<\|startoftext\|>|<\|endoftext\|>|'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"
 
 
 def from_folder(folder: Path, settings: Settings) -> Tokenizer | None:
@@ -149,6 +153,9 @@ def from_json(folder: Path, stated: Tokenizer, settings: Settings) -> Tokenizer:
         key: value for key, value in settings.items() if key not in ("add_bos_token", "add_eos_token")
     }
     frame = stated.post_processor
+    pieces = from_folder(folder, settings) if kind == "Siglip" else None
+    if pieces is not None:  # its class reads the SentencePiece file, whatever stands beside it
+        return pieces
     if kind not in MODELS:
         _check_claims(folder, stated, kind, settings)
         add_named(folder, stated, "", settings, stated)
@@ -223,7 +230,30 @@ def _wordpiece(vocabulary: dict[str, int], settings: Settings) -> Tokenizer:
     )
 
 
+def _clip(vocabulary: dict[str, int], merges: list[Any], settings: Settings) -> Tokenizer:
+    """Return pieces of words in small letters, of which the last says that the word ends."""
+    unknown = special_tokens(settings, "CLIP")["unk"]
+    units = BPE(
+        vocabulary,
+        merges,
+        continuing_subword_prefix="",
+        end_of_word_suffix="</w>",
+        fuse_unk=False,
+        unk_token=unknown,
+    )
+    steps = [normalizers.NFC(), normalizers.Replace(Regex(r"\s+"), " "), normalizers.Lowercase()]
+    words = [
+        pre_tokenizers.Split(Regex(CLIP_SPLIT), behavior="removed", invert=True),
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+    ]
+    trimmed = decoders.Replace(Regex(r"^[\s\x1c-\x1f]+|[\s\x1c-\x1f]+$"), "")
+    spelled = decoders.Sequence([decoders.ByteLevel(), decoders.Replace("</w>", " "), trimmed])
+    return assembled(units, normalizers.Sequence(steps), pre_tokenizers.Sequence(words), spelled)
+
+
 def _byte_level(vocabulary: dict[str, int], merges: list[Any], kind: str, settings: Settings) -> Tokenizer:
+    if kind == "CLIP":
+        return _clip(vocabulary, merges, settings)
     units = BPE(vocabulary, merges, continuing_subword_prefix="", end_of_word_suffix="", fuse_unk=False)
     prefix = bool(settings.get("add_prefix_space", False))
     composed = normalizers.NFC() if kind in ("Qwen2", "GPTNeoX") else None
@@ -260,6 +290,9 @@ def completed(
     ids = {role: tokenizer.token_to_id(text) for role, text in special.items()}
     if kind in ("Roberta", "MPNet"):
         _frame_roberta(tokenizer, settings if kind == "Roberta" else {}, special, ids)
+    elif kind == "CLIP":
+        ends = {"sep": special["eos"], "cls": special["bos"]}
+        _frame_roberta(tokenizer, {"trim_offsets": False}, ends, {"sep": ids["eos"], "cls": ids["bos"]})
     else:
         _frame(tokenizer, kind, settings, special, ids)
     return tokenizer

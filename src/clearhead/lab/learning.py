@@ -5,6 +5,7 @@ Shapes: B batch, T length.
 
 import functools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -49,12 +50,8 @@ def prose(name: str = "stdlib-docs", characters: int = CHARACTERS) -> str:
 def text(name: str = "stdlib-docs", characters: int = CHARACTERS) -> Text:
     """Return an embedded text as ids; characters that are rare in it are one character."""
     whole = prose(name, characters)
-    counts: dict[str, int] = {}
-    for letter in whole:
-        counts[letter] = counts.get(letter, 0) + 1
-    letters = "\0" + "".join(
-        sorted(letter for letter, count in counts.items() if count >= len(whole) / 20_000)
-    )
+    common = (letter for letter, count in Counter(whole).items() if count >= len(whole) / 20_000)
+    letters = "\0" + "".join(sorted(common))
     numbers = {letter: number for number, letter in enumerate(letters)}
     ids = torch.tensor([numbers.get(letter, 0) for letter in whole])
     cut = len(ids) * 9 // 10

@@ -21,19 +21,24 @@ class TokenFront(nn.Module):
 
     def __init__(self, spec: StackSpec) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(spec.vocab_size, spec.d_embedding)
-        self.scale = spec.embedding_scale
+        width, D = spec.d_embedding, spec.d_model
+        self.tokens, self.scale = nn.Embedding(spec.vocab_size, width), spec.embedding_scale
+        self.project = nn.Linear(width, D, bias=False) if spec.project_tokens else None
 
     def forward(self, ids: Tensor, real: Tensor | None = None, tap: Tap = SILENT) -> Tensor:
-        """Map [B, T] -> [B, T, d_embedding]."""
-        vectors = tap.step("tokens", self.tokens(ids.long()))
-        return tap.step("scaled", vectors * self.scale) if self.scale != 1 else vectors
+        """Map [B, T] -> [B, T, d_summed]."""
+        x = tap.step("tokens", self.tokens(ids.long()))
+        x = tap.step("scaled", x * self.scale) if self.scale != 1 else x
+        return x if self.project is None else tap.step("project", self.project(x))
 
     @staticmethod
     def steps(spec: StackSpec, run: Pass, name: str, length: int) -> Iterator[Step]:
-        """Yield the table."""
-        V, width = spec.vocab_size, spec.d_embedding
-        yield Step(f"{name}.tokens", "embedding", V * width, kept=run.batch * length * INDEX)
+        """Yield the table, and what widens it."""
+        V, width, rows = spec.vocab_size, spec.d_embedding, run.batch * length
+        yield Step(f"{name}.tokens", "embedding", V * width, kept=rows * INDEX)
+        if spec.project_tokens:
+            kept = rows * width * run.size
+            yield linear_step(f"{name}.project", "embedding", rows, width, spec.d_model, False, kept=kept)
 
 
 class PatchFront(nn.Module):
@@ -42,7 +47,7 @@ class PatchFront(nn.Module):
     def __init__(self, spec: StackSpec) -> None:
         super().__init__()
         self.patch = spec.patch_size
-        self.project = nn.Linear(spec.n_channels * self.patch**2, spec.d_model)
+        self.project = nn.Linear(spec.n_channels * self.patch**2, spec.d_model, bias=spec.patch_bias)
         self.class_token = nn.Parameter(torch.zeros(spec.d_model)) if spec.class_token else None
 
     def forward(self, pixels: Tensor, real: Tensor | None = None, tap: Tap = SILENT) -> Tensor:
@@ -57,7 +62,8 @@ class PatchFront(nn.Module):
     @staticmethod
     def steps(spec: StackSpec, run: Pass, name: str, length: int) -> Iterator[Step]:
         """Yield the projection of every patch, and the class token."""
-        yield _projection(spec, run, name, spec.n_patches, spec.n_channels * spec.patch_size**2)
+        width = spec.n_channels * spec.patch_size**2
+        yield _projection(spec, run, name, spec.n_patches, width, spec.patch_bias)
         if spec.class_token:
             yield Step(f"{name}.class_token", "embedding", spec.d_model)
 
@@ -76,14 +82,14 @@ class VectorFront(nn.Module):
     @staticmethod
     def steps(spec: StackSpec, run: Pass, name: str, length: int) -> Iterator[Step]:
         """Yield the projection."""
-        yield _projection(spec, run, name, length, spec.d_input)
+        yield _projection(spec, run, name, length, spec.d_input, bias=True)
 
 
-def _projection(spec: StackSpec, run: Pass, name: str, length: int, width: int) -> Step:
+def _projection(spec: StackSpec, run: Pass, name: str, length: int, width: int, bias: bool) -> Step:
     """Return the step that projects rows of `length` inputs of this width; no gradient goes back to them."""
     rows, name = run.batch * length, f"{name}.project"
     kept = rows * width * run.size
-    return linear_step(name, "embedding", rows, width, spec.d_model, bias=True, gradients=1, kept=kept)
+    return linear_step(name, "embedding", rows, width, spec.d_model, bias, gradients=1, kept=kept)
 
 
 class FrameFront(nn.Module):
@@ -127,7 +133,7 @@ class Embedding(nn.Module):
 
     def __init__(self, spec: StackSpec, front: nn.Module | None = None) -> None:
         super().__init__()
-        width = spec.d_embedding
+        width = spec.d_summed
         self.front = front if front is not None else FRONTS[spec.input](spec)
         self.types = nn.Embedding(spec.n_types, width) if spec.n_types else None
         self.norm = make_norm(spec.norm, width) if spec.embedding_norm else None
@@ -161,7 +167,7 @@ def embedding_steps(
     spec: StackSpec, run: Pass, length: int, places: Iterator[Step], shared: bool
 ) -> Iterator[Step]:
     """Yield the steps of embedding `length` inputs; a `shared` front has its weights counted elsewhere."""
-    name, D, width = f"{spec.prefix}embedding", spec.d_model, spec.d_embedding
+    name, D, width = f"{spec.prefix}embedding", spec.d_model, spec.d_summed
     rows = run.batch * spec.n_tokens(length)
     for step in FRONTS[spec.input].steps(spec, run, f"{name}.front", length):
         yield step.reused() if shared else step

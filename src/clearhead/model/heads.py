@@ -142,7 +142,7 @@ def pool(hidden: Tensor, real: Tensor | None, how: str) -> Tensor:
         return (hidden * weight).sum(1) / weight.sum(1).clamp(min=1)
     rows, slots = (torch.arange(size, device=hidden.device) for size in hidden.shape[:2])
     if how == "cls":
-        return hidden[rows, torch.where(real, slots, len(slots) - 1).amin(1)]
+        return hidden[rows, torch.where(real, slots, real.shape[1] - 1).amin(1)]
     return hidden[rows, torch.where(real, slots, 0).amax(1)]
 
 

@@ -70,7 +70,7 @@ class LearnedPositions(PositionScheme):
 
     def __init__(self, spec: StackSpec) -> None:
         super().__init__(spec)
-        self.table = nn.Embedding(spec.max_positions + spec.position_offset, spec.d_embedding)
+        self.table = nn.Embedding(spec.max_positions + spec.position_offset, spec.d_summed)
 
     def embed(self, positions: Tensor, dtype: torch.dtype, tap: Tap = SILENT) -> Tensor:
         """Look up rows of the table, past its offset."""
@@ -79,7 +79,7 @@ class LearnedPositions(PositionScheme):
     @staticmethod
     def steps(spec: StackSpec, run: Pass, name: str, tokens: int) -> Iterator[Step]:
         """Yield the table."""
-        parameters = (spec.max_positions + spec.position_offset) * spec.d_embedding
+        parameters = (spec.max_positions + spec.position_offset) * spec.d_summed
         yield Step(f"{name}.table", "positions", parameters, kept=tokens * INDEX)
 
 
@@ -88,7 +88,7 @@ class SinusoidalPositions(PositionScheme):
 
     def embed(self, positions: Tensor, dtype: torch.dtype, tap: Tap = SILENT) -> Tensor:
         """Map [B|1, T] -> [B|1, T, D]."""
-        spec, width, places = self.spec, self.spec.d_embedding, positions + self.spec.position_offset
+        spec, width, places = self.spec, self.spec.d_summed, positions + self.spec.position_offset
         layout = (spec.sinusoid_layout, spec.sinusoid_ends)
         if spec.input == "patches":
             # Half of the columns tell the row of a patch, half its column; the class token gets zeros.

@@ -194,7 +194,7 @@ def _first_dimension(step: Step, config: ModelConfig) -> int:
     if step.n and step.weights:
         return step.n
     if name in ("tokens", "types"):
-        return step.parameters // spec.d_embedding
+        return step.parameters // (spec.d_embedding if name == "tokens" else spec.d_summed)
     if name == "table" and step.parameters % spec.d_model == 0:
         return step.parameters // spec.d_model
     return step.parameters // (1 + spec.norm.bias) if step.part == "norms" else step.parameters

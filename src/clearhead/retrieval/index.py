@@ -8,6 +8,7 @@ are not embedded again. One process at a time writes to the folder: it holds a l
 N passages, D width of a vector, Q queries.
 """
 
+import bisect
 import hashlib
 import json
 import warnings
@@ -15,11 +16,12 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
-from numpy.typing import NDArray
+import torch
 from safetensors.numpy import save
 
 from clearhead.api import Model
@@ -28,6 +30,7 @@ from clearhead.errors import CheckpointError, InputError, refuse
 from clearhead.hub.files import read_json, write_bytes, write_text
 from clearhead.hub.locks import locked_folder
 from clearhead.retrieval.graph import library, make_graph, near, read_graph
+from clearhead.retrieval.order import best, fuse
 from clearhead.retrieval.parts import PARTS, IndexPart, Vectors, read_entry, read_part
 from clearhead.retrieval.passages import WORDS, IndexedFile, IndexedPassage, find_files, read_passages
 from clearhead.retrieval.words import Postings, bm25, join, post
@@ -36,7 +39,8 @@ MANIFEST, VERSION = "index.json", 1
 BLOCK = 1024  # passages of a part
 PROBES = ("A quiet town by the river.", "Do 17 proteins fold within 3.5 seconds?")
 AGREE = 1e-3  # between vectors of length one that the same embedder made on different machines
-DEPTH, FUSED = 100, 60  # of fusing two rankings: passages of each, and the constant added to a rank
+TINY = 1e-30  # below every score of BM25 that is not 0
+DEPTH = 100  # of fusing two rankings: passages of each
 By = Literal["meaning", "words", "both"]
 Nearest = Literal["exact", "hnsw"]
 OnPassages = Callable[[str, int, int], None]
@@ -113,66 +117,60 @@ class Index:
         return self.search_all([query], k, by)[0]
 
     def search_all(self, queries: Sequence[str], k: int = 10, by: By = "both") -> list[list[Hit]]:
-        """Return the k nearest passages of each query.
+        """Return the k nearest passages of each query, as `rank` finds them."""
+        return [
+            [Hit(self.passage(number), score) for number, score in found.items()]
+            for found in self.rank(queries, k, by)
+        ]
+
+    def rank(self, queries: Sequence[str], k: int = 10, by: By = "both") -> list[dict[int, float]]:
+        """Return the numbers of the k nearest passages of each query with their scores, best first.
 
         `by` is "meaning" (cosine of the embedder's vectors; every passage is compared, or those that a graph
-        proposes), "words" (BM25), or "both", which sums the reciprocal ranks of the two.
+        proposes), "words" (BM25), or "both", which sums the reciprocal ranks of the two. No text is read:
+        `passage` does that.
         """
         refuse(k < 1, f"k {k} must be 1 or more")
         refuse(by not in get_args(By), f"by {by!r} is not known: choose from {', '.join(get_args(By))}")
         refuse(not all(query.strip() for query in queries), "a query is empty: write what to look for")
-        deep = k if by != "both" else max(k, DEPTH)
-        ranked: list[list[dict[int, float]]] = []  # of each way, of each query: scores by passage, best first
-        if by != "words":
-            ranked.append(self._by_meaning(queries, deep))
-        if by != "meaning":
-            ranked.append([_best(bm25(self.postings, query), deep, above=0.0) for query in queries])
-        found = ranked[0] if len(ranked) == 1 else [fuse(pair) for pair in zip(*ranked)]
-        return [[self._hit(*one) for one in list(each.items())[:k]] for each in found]
+        if by == "meaning":
+            return self._by_meaning(queries, k)
+        if by == "words":
+            return self._by_words(queries, k)
+        deep = max(k, DEPTH)
+        pairs = zip(self._by_meaning(queries, deep), self._by_words(queries, deep))
+        return [dict(list(fuse(pair).items())[:k]) for pair in pairs]
+
+    def passage(self, number: int) -> IndexedPassage:
+        """Return the passage of a number, counted from 0 over all parts."""
+        refuse(not 0 <= number < len(self), f"passage {number} is not one of 0 to {len(self) - 1}")
+        place = bisect.bisect_right(self._starts, number) - 1
+        file, part = self.parts[place]
+        return part.passage(number - self._starts[place], file)
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        """The number of the first passage of each part, and that after the last."""
+        return list(accumulate((len(part.ends) for _, part in self.parts), initial=0))
+
+    def _by_words(self, queries: Sequence[str], k: int) -> list[dict[int, float]]:
+        return [best(bm25(self.postings, query), k, TINY) for query in queries]
 
     def _by_meaning(self, queries: Sequence[str], k: int) -> list[dict[int, float]]:
         asked = embedded(self.model, queries, "query")  # Q D
         if self.graph is not None:
-            starts = np.cumsum([0, *(len(part.ends) for _, part in self.parts)])
-            return [
-                self._exactly(row, found, starts, k) for row, found in zip(asked, near(self.graph, asked, k))
-            ]
-        scores = [part.vectors @ asked.T for _, part in self.parts]  # N Q of each
-        whole = np.concatenate([*scores, np.zeros((0, len(queries)), np.float32)])
-        return [_best(column, k) for column in whole.T]
+            return [self._exactly(row, found, k) for row, found in zip(asked, near(self.graph, asked, k))]
+        scores = [asked @ part.vectors.T for _, part in self.parts]  # Q N of each
+        whole = np.concatenate([*scores, np.zeros((len(queries), 0), np.float32)], axis=1)
+        kept = torch.from_numpy(whole).topk(min(k, whole.shape[1]), sorted=False).values  # on all threads
+        return [best(row, k, low) for row, low in zip(whole, kept.amin(1).tolist() if kept.numel() else [])]
 
-    def _exactly(
-        self, asked: Vectors, found: list[int], starts: NDArray[np.int64], k: int
-    ) -> dict[int, float]:
+    def _exactly(self, asked: Vectors, found: list[int], k: int) -> dict[int, float]:
         """Return the k best of some passages by their vectors [D]."""
+        starts = self._starts
         places = np.searchsorted(starts, found, "right") - 1
         rows = [self.parts[place][1].vectors[number - starts[place]] for place, number in zip(places, found)]
-        return {found[at]: score for at, score in _best(np.stack(rows) @ asked, k).items()}
-
-    def _hit(self, number: int, score: float) -> Hit:
-        for file, part in self.parts:
-            if number < len(part.ends):
-                return Hit(part.passage(number, file), float(score))
-            number -= len(part.ends)
-        raise AssertionError("a passage beyond the last one")
-
-
-def _best(scores: NDArray[Any], k: int, above: float = -np.inf) -> dict[int, float]:
-    """Return the k best passages with their scores, best first, the earlier first of equal ones."""
-    kept = np.flatnonzero(scores > above)
-    if len(kept) > k:  # all that score as well as the k-th
-        kept = kept[scores[kept] >= np.partition(scores[kept], -k)[-k]]
-    order = kept[np.argsort(-scores[kept], kind="stable")][:k]
-    return {int(number): float(scores[number]) for number in order}
-
-
-def fuse(rankings: Sequence[dict[int, float]]) -> dict[int, float]:
-    """Return the sum of 1 / (60 + rank) of each passage over several rankings, best first."""
-    total: dict[int, float] = {}
-    for ranking in rankings:
-        for rank, number in enumerate(ranking, start=1):
-            total[number] = total.get(number, 0.0) + 1 / (FUSED + rank)
-    return dict(sorted(total.items(), key=lambda one: (-one[1], one[0])))
+        return {found[at]: score for at, score in best(np.stack(rows) @ asked, k).items()}
 
 
 def embedded(model: Model, texts: Sequence[str], side: Literal["query", "passage"]) -> Vectors:

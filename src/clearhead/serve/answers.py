@@ -22,7 +22,7 @@ from clearhead.serve.engine import ServeEngine
 from clearhead.serve.jobs import Asked, Job
 from clearhead.serve.metrics import Metrics
 from clearhead.serve.protocol import ChatBody, CompletionBody, finish_reason
-from clearhead.tasks.chat import chat_ids
+from clearhead.tasks.chat import turn_of
 from clearhead.tokens.labels import decoded
 
 DEFAULT_TOKENS = 16  # of a completion, as OpenAI's
@@ -49,13 +49,12 @@ def conversation(engine: ServeEngine, name: str, body: ChatBody) -> "ServedTexts
         body.max_tokens is not None and body.max_completion_tokens is not None,
         "max_tokens and max_completion_tokens are the same: give one of them",
     )
-    ids = chat_ids(engine.m, body.messages, body.chat_template_kwargs or {})
-    most = body.max_completion_tokens or body.max_tokens or max(1, engine.longest - len(ids))
+    most = body.max_completion_tokens or body.max_tokens or 0
+    ids, options = turn_of(engine.m, body.messages, body.chat_template_kwargs or {}, body.options(most))
+    options["max_new_tokens"] = most or max(1, engine.longest - len(ids))
     adapter = name if name in engine.adapters else ""
     asked = Asked(body.cache_salt or "", None, False, body.seconds, adapter, tuple(body.inside or ()))
-    return ServedTexts(
-        engine, name, True, [ids], body.options(most), body.seeds(body.n or 1), asked, body.best
-    )
+    return ServedTexts(engine, name, True, [ids], options, body.seeds(body.n or 1), asked, body.best)
 
 
 @dataclass

@@ -73,7 +73,7 @@ class GraphBlock(StepBlock):
             return super().attended(x, view, keys)
         given, (k, v) = keys.cache.given, keys.read()
         where = (given[:, 2:], given[:, 1], keys.cache.pool.size, keys.reach)
-        return paged_attend(self.projected(x), k, v, *where, *self.formula(view))
+        return paged_attend(self.projected(x), k, v, *where, self.formula(view))
 
 
 class GraphWriter:

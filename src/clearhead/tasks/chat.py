@@ -14,7 +14,8 @@ from clearhead.tasks.generation import NO_HOOKS, Hooks, generate
 from clearhead.tasks.results import Generation
 from clearhead.tokens.chat import ASSISTANT, KNOWN, ChatTemplate, Message
 
-PROBE = ({"role": "user", "content": "a"}, {"role": ASSISTANT, "content": "b"})  # to see how a turn ends
+# To see how a turn ends; no template writes these words itself.
+PROBE = ({"role": "user", "content": "xyzzy"}, {"role": ASSISTANT, "content": "plugh"})
 
 
 def chat_template(m: Bundle) -> ChatTemplate:
@@ -80,9 +81,27 @@ def chat_ids(m: Bundle, messages: Sequence[Message], more: Mapping[str, Any]) ->
 def turn_end(m: Bundle) -> int | None:
     """Return the special token that follows an answer in the model's template; None where none does."""
     ((text, spans),) = chat_template(m).learned(PROBE)
-    tokens = m.text_tokenizer.encode(text[spans[-1].said :], add_special_tokens=False).ids
+    said = text[spans[-1].first :] if spans else ""
+    tokens = m.text_tokenizer.encode(said.partition("plugh")[2], add_special_tokens=False).ids
     added = m.text_tokenizer.get_added_tokens_decoder()
     return next((token for token in tokens if token in added and added[token].special), None)
+
+
+def turn_of(
+    m: Bundle, messages: Sequence[Message], more: Mapping[str, Any], options: Mapping[str, Any]
+) -> tuple[list[int], dict[str, Any]]:
+    """Return the ids of a conversation, and the options of `generate` with which its answer ends as a turn.
+
+    A template that refuses to be probed for the end of a turn leaves it to the model's own tokens.
+    """
+    ids = chat_ids(m, messages, more)
+    try:
+        end = turn_end(m)
+    except InputError:
+        end = None
+    if end is None or end in m.stops:
+        return ids, dict(options)
+    return ids, {**options, "stop_tokens": (*(options.get("stop_tokens") or ()), end)}
 
 
 def chat(
@@ -93,8 +112,6 @@ def chat(
     `options` are fields of a request, and `template`: a mapping of what the template takes besides, such as
     tools.
     """
-    asked = {name: value for name, value in options.items() if name != "template"}
-    ids, end = chat_ids(m, messages, options.get("template") or {}), turn_end(m)
-    if end is not None and end not in m.stops:
-        asked["stop_tokens"] = (*asked.get("stop_tokens", ()), str(m.text_tokenizer.id_to_token(end)))
+    plain = {name: value for name, value in options.items() if name != "template"}
+    ids, asked = turn_of(m, messages, options.get("template") or {}, plain)
     return generate(m, [ids], asked, hooks)[0][0]

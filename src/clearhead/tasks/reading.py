@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any, TypedDict
 
 import torch
-import torch.nn.functional as nnf
 from tokenizers import Encoding
 from torch import Tensor
 
@@ -17,14 +16,13 @@ from clearhead.batches.padding import by_length, padded, real_tokens
 from clearhead.bundle import Bundle
 from clearhead.errors import InputError, refuse
 from clearhead.hub import encodings, pixels, sentences
-from clearhead.model.heads import pool
 from clearhead.model.transformer import Output, evaluating
 from clearhead.tasks.results import Answer, Candidate, Classification, Span, Tags, Word
 from clearhead.tasks.spec import USES
 from clearhead.tokens.labels import decoded
 
 WINDOW, STRIDE = 384, 128  # tokens of a window over a long context, and of the overlap of two
-TOGETHER = 256  # tokens that a CPU reads together: of more, what is between two products leaves its cache
+TOGETHER = 256  # tokens for each thread of a CPU: of more, what is between two products leaves its cache
 
 
 def check_head(m: Bundle, task: str) -> None:
@@ -59,7 +57,7 @@ def outputs_of(
     """Run the model on rows of like length: yield the places of a batch, the output and the mask [B, T]."""
     refuse(batch_size < 1, f"batch_size {batch_size} must be 1 or more")
     device, typed = next(m.model.parameters()).device, types and m.config.n_types > 1
-    most = TOGETHER if device.type == "cpu" else math.inf
+    most = TOGETHER * torch.get_num_threads() if device.type == "cpu" else math.inf
     lengths = [len(row) for row in rows]
     for places in by_length(lengths, lambda count, longest: count <= batch_size and count * longest <= most):
         some = [rows[place] for place in places]
@@ -90,13 +88,26 @@ def embed(m: Bundle, texts: Sequence[str], batch_size: int = 32, prompt: str | N
         prompt is not None and m.sentences is None,
         f"prompt {prompt!r} was asked for, and this model has no prompts (config_sentence_transformers.json)",
     )
-    read = texts if m.sentences is None else [how.read(text, prompt) for text in texts]
-    rows = m.encode(list(read), m.max_length)
-    vectors = torch.empty(len(rows), m.config.d_model)
+    before = how.before(prompt)
+    rows = m.encode([how.read(before + text) for text in texts], m.max_length)
+    skipped = 0 if how.pools_prompt or not before else _prompt_length(m, how.read(before))
+    order, found = list[int](), list[Tensor]()
     for places, output, mask in outputs_of(m, rows, (), batch_size, "none"):
-        pooled = pool(output.hidden, mask, how.pooling).float()  # B D
-        vectors[places] = (nnf.normalize(pooled, dim=-1) if how.normalise else pooled).cpu()
+        order += places
+        counted = mask & (torch.arange(mask.shape[1], device=mask.device) >= skipped)
+        found.append(how.vectors(output.hidden, counted).float())  # B D
+    vectors = torch.empty(len(rows), how.width(m.config.d_model))
+    if found:
+        vectors[order] = torch.cat(found).cpu()  # brought from the device once, since each time waits for it
     return vectors
+
+
+def _prompt_length(m: Bundle, prompt: str) -> int:
+    """Return how many tokens a prompt has at the beginning of a text; a special one that ends it is none."""
+    (ids,) = m.encode([prompt], m.max_length)
+    known = m.text_tokenizer.get_added_tokens_decoder()
+    special = {*m.special.values(), *(token for token, added in known.items() if added.special)}
+    return len(ids) - (bool(ids) and ids[-1] in special)
 
 
 # Classes ---------------------------------------------------------------------------------------------------

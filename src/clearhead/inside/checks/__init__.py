@@ -8,6 +8,7 @@ dtype can tell apart.
     independent  the model against `plainly`, which shares no code with it, and against transformers
     forward      kernels, batches, padding, caches, copies on disk; pruning, the lens, devices, the compiler
     training     accumulated gradients, resumed runs
+    towers       of two towers, the rows of each, and both against transformers
 """
 
 import time
@@ -21,6 +22,7 @@ from clearhead.inside.checks.forward import forward_rows, inside_rows
 from clearhead.inside.checks.independent import formula_rows, reference_rows
 from clearhead.inside.checks.quantized import quantized_rows
 from clearhead.inside.checks.rows import LARGE, TOLERANCE, Check, Comparison, Inputs
+from clearhead.inside.checks.towers import named
 from clearhead.inside.checks.training import training_rows
 from clearhead.model.taps import unwrapped
 from clearhead.model.transformer import Transformer, evaluating
@@ -54,8 +56,12 @@ def check(
     )
     count = sum(weight.numel() for weight in model.parameters())
     done = []
-    with torch.no_grad(), evaluating(model):
-        rows = [*checks_for(model, compile), *(reference_rows(m) if reference else ())]
+    towers = m.towers if isinstance(m, Model) else None
+    with torch.no_grad(), evaluating(model if towers is None else towers):
+        rows = [*checks_for(model, compile)]
+        if towers is not None:
+            rows = [*named("text", rows), *named("image", checks_for(towers.image, compile))]
+        rows += reference_rows(m) if reference else []
         for row in (row for row in rows if row.fits):
             on_row(row)
             if row.copies and count > LARGE and not large:

@@ -24,10 +24,12 @@ from clearhead.api import Model, load
 from clearhead.config.kinds import read_kind
 from clearhead.errors import InputError, MissingExtraError, refuse
 from clearhead.generate.decode import greedy
+from clearhead.hub.registry import ONE_TOWER
 from clearhead.inside.checks.forward import cache_forms, through
 from clearhead.inside.checks.long import long_rows, reach
 from clearhead.inside.checks.plainly import plainly
 from clearhead.inside.checks.rows import TOLERANCE, Comparison, Inputs, gap
+from clearhead.inside.checks.towers import reference_towers
 from clearhead.model.feedforward import FeedForward
 from clearhead.model.taps import edit
 from clearhead.model.transformer import Transformer
@@ -177,7 +179,13 @@ def reference_rows(m: Model | Transformer) -> list[Comparison]:
         raise InputError(
             "a comparison with transformers needs the directory: pass what ch.load gave, not a bare model"
         )
-    their_class, folder = _their_class(m), m.folder
+    if m.towers is not None:
+        return reference_towers(m)
+    refuse(
+        m.description is not None and m.description.kind in ONE_TOWER,
+        f"{m.folder} is one tower of two: the comparison with transformers is of both, in their directory",
+    )
+    named_class, folder = their_class(m), m.folder
     kind = "hidden state" if m.config.head in ("none", "embedding") else "logit"
     largest, tokens = f"largest difference of a {kind}", f"of {NEW_TOKENS} greedy tokens, how many differ"
 
@@ -185,10 +193,15 @@ def reference_rows(m: Model | Transformer) -> list[Comparison]:
     def opened() -> tuple[Inputs, Any]:
         """Open the directory in both, in float32."""
         where, named = (folder, {}) if folder.is_dir() else (folder.parent, {"gguf_file": folder.name})
-        theirs = their_class.from_pretrained(where, attn_implementation="eager", dtype=torch.float32, **named)
+        theirs = named_class.from_pretrained(where, attn_implementation="eager", dtype=torch.float32, **named)
         length = reach(m.config, usual=REFERENCE_LENGTH)
         rows = 1 if length > REFERENCE_LENGTH else None
-        return Inputs(load(folder, dtype=torch.float32).model.eval(), rows, length), theirs.eval()
+        inputs = Inputs(load(folder, dtype=torch.float32).model.eval(), rows, length)
+        padding = getattr(theirs.config, "pad_token_id", None)
+        inputs.main = _real_tokens(inputs.main, padding)
+        if "source" in inputs.given:
+            inputs.given["source"] = _real_tokens(inputs.given["source"], padding)
+        return inputs, theirs.eval()
 
     return [
         Comparison("clearhead = transformers", largest, lambda: _difference(*opened()), REFERENCE_TOLERANCE),
@@ -202,7 +215,7 @@ def reference_rows(m: Model | Transformer) -> list[Comparison]:
     ]
 
 
-def _their_class(m: Model) -> Any:
+def their_class(m: Model) -> Any:
     """Return the class of transformers that a directory names."""
     try:
         import transformers
@@ -231,7 +244,7 @@ def _difference(inputs: Inputs, their_model: Any) -> float:
         out = inputs.model(main, global_mask=marked)
         theirs = their_model(**{"pixel_values" if inputs.kind == "patches" else "input_ids": main}, **named)
     if "logits" in theirs:
-        return _largest(out.logits, theirs.logits)
+        return _largest(out.logits, theirs.logits.reshape(out.logits.shape))  # one class may have no axis
     if "prediction_logits" in theirs:
         return _largest(out.logits, theirs.prediction_logits)
     if "start_logits" in theirs:
@@ -271,6 +284,13 @@ def _wrong_tokens(inputs: Inputs, their_model: Any) -> float:
     )[:, prompt.shape[1] :]
     ours = greedy(model, prompt, tokens, source=source)
     return float((ours[:, : theirs.shape[1]] != theirs).sum())
+
+
+def _real_tokens(x: Tensor, padding: int | None) -> Tensor:
+    """Replace the padding id: some classes count positions, or find the last token, by where it stands."""
+    if padding is None or x.is_floating_point():
+        return x
+    return torch.where(x == padding, 1 if padding == 0 else padding - 1, x)
 
 
 def _whole_source(inputs: Inputs) -> Tensor | None:

@@ -34,6 +34,8 @@ MOST = 2048  # tokens of a row; a length beyond is reached by position alone
 USUAL = 128  # tokens of a row where no length matters
 PAST = 8  # tokens past a length at which something changes
 SHORT, NEW = 6, 3  # tokens of the row beside a long one; how many tokens of each row follow its prompt
+# Of a copy whose layers are all dense.
+UNMIXED = {"n_experts": 0, "dense_layers": (), "d_expert": None, "d_shared_expert": 0, "router_bias": False}
 STREAM, WINDOW, SINKS = 24, 9, 3  # tokens of a stream, and how many and which of them it keeps
 
 
@@ -291,6 +293,8 @@ def shallow(lively: Transformer, config: ModelConfig, kept: Sequence[int] = ()) 
         for kind in ("attention", "cross")
     }
     kinds = tuple(str(deepest.kinds[layer]) for layer in kept)
+    dense = tuple(number for number, layer in enumerate(kept) if layer in config.dense_layers)
+    mixture = {"dense_layers": dense} if len(dense) < counts[-1] else UNMIXED
     made.config = lively.config.replace(
         n_layers=counts[-1],
         n_encoder_layers=counts[0] if len(stacks) > 1 else None,
@@ -299,7 +303,7 @@ def shallow(lively: Transformer, config: ModelConfig, kept: Sequence[int] = ()) 
         attention=kinds if len({*kinds}) > 1 else kinds[:1],  # stacks of unequal depth have one kind
         depth_capacity=tuple(deepest.capacities[layer] for layer in kept) if len(stacks) == 1 else 1.0,
         rope_skips=tuple(number for number, layer in enumerate(kept) if layer in config.rope_skips),
-        dense_layers=tuple(number for number, layer in enumerate(kept) if layer in config.dense_layers),
+        **mixture,
         pruned_heads={name: heads for name, heads in pruned.items() if heads},
     )
     for stack, spec in zip(stacks, made.config.stacks):

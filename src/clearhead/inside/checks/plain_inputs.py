@@ -135,6 +135,8 @@ class PlainInputs:
         if plan.input == "tokens":
             table = self.weights[self.table(stack)].detach()
             e = table[x.to(table.device)].cpu().double() * config.embedding_scale
+            if config.project_tokens:
+                e = e @ self.weight(self.table(stack).replace("tokens", "project")).T
             if config.n_types:
                 e = e + self.weight(f"{stack}.embedding.types.weight")[row.types]
         elif plan.input == "frames":
@@ -154,7 +156,7 @@ class PlainInputs:
             e = e + torch.tensor([_sinusoid(place, plan) for place in places], dtype=torch.float64)
         if config.embedding_norm:
             e = self.norm(f"{stack}.embedding.norm", e)
-        if config.embedding_projection and plan.input == "tokens":
+        if plan.embedding_projection:
             e = self.linear(f"{stack}.embedding.project", e)
         return e * self.loudness
 
@@ -197,7 +199,7 @@ class PlainInputs:
 
 def _sinusoid(place: int, plan: StackSpec) -> list[float]:
     """Return the sinusoid of a place; a patch has its row in the first half, its column in the second."""
-    width = plan.d_embedding
+    width = plan.d_summed
     if plan.input != "patches":
         return _wave(place, width, plan)
     if place < plan.class_token:

@@ -34,7 +34,8 @@ def facts_of(config: ModelConfig, name: str, x: Tensor) -> dict[str, Any]:
     inner = "Fx" if ".experts." in name and spec.d_expert != spec.d_ff else "F"
     weighed = "softmax(all), the chosen" + (" / their sum" if config.router_renormalise else "")
     return {
-        "W": "D" if spec.d_embedding == spec.d_model else "W",
+        "W": "D" if (spec.d_embedding if ".front." in name else spec.d_summed) == spec.d_model else "W",
+        "front_bias": "" if spec.project_tokens else " + b",
         "N": "N" if spec.input == "patches" else "T",
         "Ev": "E" if spec.d_value == spec.d_head else "Ev",
         "Tin": "Tin" if spec.input == "frames" else "T",

@@ -48,7 +48,7 @@ WORDS = {
         "An image has no words, so squares of it take their place.",
     ),
     "embedding.front.project": Words(
-        "project", "B {N} D", "x · W + b", "Brings each input vector to the width of the model."
+        "project", "B {N} D", "x · W{front_bias}", "Brings each input vector to the width of the model."
     ),
     "embedding.front.class_token": Words(
         *("class token", "B T D", "[class token; x]"),

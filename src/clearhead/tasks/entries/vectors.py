@@ -28,6 +28,7 @@ from clearhead.tasks.entries.regression import CORRELATIONS
 from clearhead.tasks.spec import ENCODER, Answers, TaskSpec, sampled
 from clearhead.tokens.training import READER
 
+POOLED = ("cls", "mean", "last")  # poolings that can be trained
 CHUNK = 1024  # anchors compared with all texts at a time
 
 
@@ -97,6 +98,12 @@ def _ready(loaded: Bundle, recipe: Recipe) -> str:
     if loaded.sentences is None:
         loaded.sentences = Sentences("mean", normalise=True)
     how = loaded.sentences
+    extra = [*([how.pooling] if how.pooling not in POOLED else []), *(layer.kind for layer in how.layers)]
+    refuse(
+        extra,
+        f"{loaded.folder} makes a text's vector by {', '.join(extra)}, which training does not: "
+        f"it takes one pooling of {', '.join(POOLED)}, and Normalize",
+    )
     refuse(
         how.prompt is not None or how.lowercase,
         f"{loaded.folder} puts a prompt before every text, or lowers it, which training does not: "

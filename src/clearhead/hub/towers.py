@@ -1,0 +1,146 @@
+"""Directories of two towers, read and written: each tower as any model, and what joins them beside it."""
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from clearhead.config import ModelConfig
+from clearhead.errors import CheckpointError
+from clearhead.hub import checkpoint, export
+from clearhead.hub.files import read_json, read_json_if_any, refuse
+from clearhead.hub.registry import TOWERS
+from clearhead.hub.rules import Rule, matches
+from clearhead.hub.stored import common_dtype
+from clearhead.hub.tower_tables import PREFIXES, Tower, TowersTable
+from clearhead.hub.weights import cast, open_weights
+from clearhead.hub.writing import Outgoing
+from clearhead.model.kinds.towers import Towers, TowersConfig
+from clearhead.model.transformer import Transformer
+
+
+@dataclass(frozen=True)
+class TowersDescription:
+    """What the config.json of two towers says."""
+
+    theirs: dict[str, Any]
+    config: TowersConfig
+    table: TowersTable
+
+    def tower(self, name: Tower) -> checkpoint.Description:
+        """Return the description of one tower, as if it were alone."""
+        section, architecture = self.table.section(self.theirs, name), self.table.tower(name)
+        config = self.config.text if name == "text" else self.config.image
+        return checkpoint.Description(section, config, architecture.model_type)
+
+
+def has_towers(folder: Path) -> bool:
+    """Return whether a directory holds two towers."""
+    kind = read_json_if_any(folder / "config.json").get("model_type") if folder.is_dir() else None
+    return isinstance(kind, str) and kind in TOWERS
+
+
+def describe_towers(folder: Path) -> TowersDescription:
+    """Read the config.json of two towers."""
+    theirs = read_json(folder / "config.json")
+    table = TOWERS[theirs["model_type"]]
+    return TowersDescription(theirs, table.read(theirs), table)
+
+
+def new_description(config: TowersConfig) -> TowersDescription:
+    """Return what towers that were built here are saved as: the table that is exactly their config."""
+    for table in TOWERS.values():
+        theirs = table.write(config)
+        if theirs is not None:
+            return TowersDescription(theirs, config, table)
+    raise CheckpointError(
+        f"no architecture of two towers is exactly this one ({', '.join(TOWERS)} were tried): "
+        "save its towers, m.text and m.image"
+    )
+
+
+class JoinedTowers(Towers):
+    """Two towers with the config.json that they came with, or that is written for them."""
+
+    def __init__(
+        self,
+        config: TowersConfig,
+        text: Transformer | None = None,
+        image: Transformer | None = None,
+        description: TowersDescription | None = None,
+    ) -> None:
+        super().__init__(config, text, image)
+        self.description = new_description(config) if description is None else description
+
+    @property
+    def theirs(self) -> dict[str, Any]:
+        """The config.json."""
+        return self.description.theirs
+
+    def outgoing(self, dtype: torch.dtype | None = None) -> dict[str, Outgoing]:
+        """Return the tensors that the towers are written as, by name; sources are names of parameters."""
+        parameters, tensors = dict(self.named_parameters()), dict[str, Outgoing]()
+        towers: tuple[tuple[Tower, Transformer], ...] = (("text", self.text), ("image", self.image))
+        for name, tower in towers:
+            for bare, one in export.outgoing(tower, self.description.tower(name), dtype).items():
+                sources = tuple(f"{name}.{source}" for source in one.sources)
+                tensors[PREFIXES[name] + bare] = dataclasses.replace(one, sources=sources)
+        own = [name for name in parameters if not name.startswith(("text.", "image."))]
+        for rule in matches(self.description.table.rules, own):
+            ours = [parameters[each] for each in rule.ours]
+            tensors[rule.theirs] = _made(rule, ours, self.config.image, dtype)
+        return tensors
+
+
+@torch.inference_mode(False)
+def load_towers(folder: Path, dtype: torch.dtype | None = None, mapped: bool = False) -> JoinedTowers:
+    """Return the towers of a directory, on the CPU; see `checkpoint.load_model`."""
+    description = describe_towers(folder)
+    table, config = description.table, description.config
+    entries = open_weights(folder, mapped)
+    dtype = dtype or common_dtype(description.theirs, entries.values())
+    found = table.tensors(entries, folder)
+    text, _ = checkpoint.load_model(folder, description.tower("text"), dtype, mapped, found["text"])
+    image, _ = checkpoint.load_model(folder, description.tower("image"), dtype, mapped, found["image"])
+    model = JoinedTowers(config, text, image, description)
+    parameters = dict(model.named_parameters())
+    own = {name for name in parameters if not name.startswith(("text.", "image."))}
+    for rule in matches(table.rules, own):
+        refuse(
+            rule.theirs not in found["joint"],
+            f"{folder}: no tensor fills {rule.ours[0]}: {rule.theirs} is missing, the file is incomplete",
+        )
+        entry = found["joint"].pop(rule.theirs)
+        shapes = [tuple(parameters[name].shape) for name in rule.ours]
+        read = entry.read()
+        fits = read.numel() == sum(parameters[name].numel() for name in rule.ours)
+        refuse(
+            not fits or not read.is_floating_point(),
+            f"{folder}: tensor {rule.theirs} has shape {entry.shape} and dtype {entry.dtype}, and "
+            f"{rule.ours[0]} needs {shapes[0]} in floating point: config.json does not fit",
+        )
+        loaded = rule.operation.load([read], shapes, config.image)
+        for name, shape, tensor in zip(rule.ours, shapes, loaded):
+            own.discard(name)
+            _put(model, name, cast(tensor, dtype or entry.dtype, rule.theirs).clone().reshape(shape))
+    for name in [*found["joint"], *own][:1]:
+        raise CheckpointError(f"{folder}: tensor {name} has no place: config.json and weights do not fit")
+    return model.eval()
+
+
+def _put(model: Towers, name: str, tensor: Tensor) -> None:
+    path, last = ("." + name).rsplit(".", 1)
+    setattr(model.get_submodule(path[1:]), last, nn.Parameter(tensor))
+
+
+def _made(rule: Rule, ours: list[nn.Parameter], config: ModelConfig, dtype: torch.dtype | None) -> Outgoing:
+    given = dtype or ours[0].dtype
+
+    def make(sources: list[Tensor]) -> Tensor:
+        return rule.operation.save([cast(one, given, rule.theirs) for one in sources], config)[0]
+
+    empty = [torch.empty(one.shape, dtype=given, device="meta") for one in ours]
+    return Outgoing(tuple(rule.operation.save(empty, config)[0].shape), given, rule.ours, make)

@@ -1,0 +1,32 @@
+"""One picture of how fast a model is here: a panel for each job, a bar for each program, and the limit."""
+
+from clearhead.plot import canvas
+from clearhead.plot.canvas import BLUE, RED, Figure, new, plain
+from clearhead.speed.compare import SpeedReport
+
+OTHERS = "#9aa5b1"  # bars of other programs
+
+
+def draw_speed(found: SpeedReport, title: str) -> Figure:
+    """Draw tokens or pictures a second of each program, clearhead's bar in colour."""
+    heights = [len(job.timings) + 1.2 for job in found.jobs]
+    figure = new(7.6, 0.34 * sum(heights) + 0.9)
+    machine = found.machine
+    figure.suptitle(plain(f"{title}: {machine.dtype} on {machine.name}"), fontsize=11)
+    grid = figure.subplots(len(found.jobs), 1, squeeze=False, height_ratios=heights)
+    for axes, job in zip(grid[:, 0], found.jobs):
+        names = [one.program for one in job.timings]
+        rates = [one.per_second for one in job.timings]
+        bars = axes.barh(names, rates, color=[BLUE, *[OTHERS] * (len(names) - 1)])
+        said = [f"{one.per_second:,.0f}" for one in job.timings]
+        for place, one in enumerate(job.timings[1:], start=1):
+            said[place] += f"  (clearhead: {one.ours_over_this:.2f} x)"
+        axes.bar_label(bars, said, padding=4, fontsize=8)
+        limit = rates[0] / job.share_of_limit
+        axes.axvline(limit, color=RED, linestyle="--", linewidth=1)
+        axes.set_xlim(0, 1.3 * max(limit, *rates))
+        canvas.name(axes, f"{job.name}; dashed: the limit, by {job.bound_by}", "", size=9)
+        axes.invert_yaxis()
+        axes.tick_params(labelsize=8)
+    grid[-1, 0].set_xlabel("tokens or pictures a second")
+    return figure

@@ -1,0 +1,64 @@
+"""llama.cpp in a process of its own: where it gives up, it ends its process, and that must not be ours."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from clearhead.errors import InputError
+
+
+class Llama:
+    """llama.cpp's server over one GGUF file, one row at a time."""
+
+    def __init__(self, path: Path, length: int, threads: int) -> None:
+        """Open a file; a row has `length` tokens at most."""
+        context = get_context("spawn")
+        self._pipe, there = context.Pipe()
+        self._process = context.Process(target=_answer, args=(there, str(path), length, threads), daemon=True)
+        self._process.start()
+        there.close()
+        self._received()
+
+    def write(self, ids: list[int], new: int) -> None:
+        """Write so many tokens after a prompt, greedily."""
+        self._pipe.send({"prompt": ids, "max_tokens": new})
+        self._received()
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.join()
+
+    def _received(self) -> None:
+        try:
+            self._pipe.recv()
+        except EOFError:
+            self._process.join()
+            raise InputError(f"its process ended with code {self._process.exitcode}") from None
+
+
+def _answer(pipe: Connection, path: str, length: int, threads: int) -> None:
+    """Open the file, then answer what is asked, until the pipe is closed."""
+    silent = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(silent, 1)
+    os.dup2(silent, 2)  # it writes there by itself
+    there: Any = importlib.import_module("xllamacpp")
+    given = there.CommonParams()
+    given.model.path, given.n_ctx, given.n_parallel, given.warmup = path, length, 1, False
+    given.cpuparams.n_threads = given.cpuparams_batch.n_threads = threads
+    given.n_gpu_layers, given.verbosity = 0, 0
+    server = there.Server(given)
+    pipe.send(None)
+    while True:
+        try:
+            asked = pipe.recv()
+        except EOFError:
+            return
+        fixed = {"temperature": 0.0, "top_k": 1, "cache_prompt": False, "ignore_eos": True}
+        server.handle_completions(asked | fixed)
+        pipe.send(None)

@@ -1,0 +1,225 @@
+"""The jobs in each program that is installed and opens the same directory.
+
+A program is a function from a job to what runs it once, or None where it has no such job. One that cannot
+open the model says why in one line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as nnf
+from torch import Tensor, nn
+
+from clearhead.api import Model
+from clearhead.errors import ClearheadError, refuse
+from clearhead.inside.checks.independent import their_class
+from clearhead.speed.jobs import SpeedJob
+from clearhead.speed.llama import Llama
+
+Run = Callable[[], Any]
+Program = Callable[[SpeedJob], Run | None]
+BATCH = 32  # texts at a time, where a program is left to its usual way of reading
+
+
+class Rival(NamedTuple):
+    """A program with the model open, and how it is closed."""
+
+    name: str
+    runs: Program
+    close: Callable[[], None] = lambda: None
+
+
+def ours(m: Model) -> Rival:
+    """Return clearhead by its usual calls."""
+    device = next(m.model.parameters()).device
+
+    def runs(job: SpeedJob) -> Run | None:
+        if job.kind == "train":
+            return training(m.model, job.ids.to(device), lambda ids: answer_of(m.model(**asked(m, ids))))
+        if job.kind != "read":
+            rows = job.ids.tolist()
+            return lambda: [one.ids for one in m.generate(rows, job.new, stop_tokens=[])]
+        if not job.texts:
+            return lambda: (
+                m.classify(list(job.ids.numpy())) if m.config.head == "classifier" else m.model(job.ids)
+            )
+        read = m.classify if m.config.head == "classifier" else m.embed
+        return lambda: read(list(job.texts))
+
+    return Rival("clearhead", runs)
+
+
+def asked(m: Model, ids: Tensor) -> dict[str, Tensor]:
+    """Return the arguments of a pass that learns: an encoder-decoder reads the same row on both sides."""
+    return {"ids": ids, "source": ids} if m.config.family == "encoder-decoder" else {"ids": ids}
+
+
+def answer_of(out: Any) -> Tensor:
+    """Return the logits of a model's answer, or its states where it has no head."""
+    names = ("logits", "hidden", "last_hidden_state")
+    return next(found for name in names if isinstance(found := getattr(out, name, None), Tensor))
+
+
+def training(model: nn.Module, ids: Tensor, answer: Callable[[Tensor], Tensor]) -> Run:
+    """Return a step of AdamW whose rate is zero: all is computed, and the weights stay as they are."""
+    learned = [one for one in model.parameters() if one.requires_grad]
+    optimizer = torch.optim.AdamW(learned, lr=0.0, weight_decay=0.0)
+
+    def step() -> None:
+        before = model.training
+        model.train()
+        found = answer(ids)
+        if found.shape[:2] == ids.shape and found.shape[-1] > int(ids.max()):
+            loss = nnf.cross_entropy(found.float().flatten(0, 1), ids.flatten())
+        else:
+            loss = found.float().pow(2).mean()
+        torch.autograd.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        model.train(before)
+
+    return step
+
+
+def transformers(m: Model, folder: Path) -> Rival:
+    """Open the directory in transformers, in the same dtype, with its usual attention."""
+    import transformers as there
+
+    there.logging.disable_progress_bar()
+    weight, found = next(m.model.parameters()), their_class(m)
+    named = {} if folder.is_dir() else {"gguf_file": folder.name}
+    where = folder if folder.is_dir() else folder.parent
+    model = found.from_pretrained(where, dtype=weight.dtype, **named).to(weight.device).eval()
+    twice = m.config.family == "encoder-decoder"
+
+    def runs(job: SpeedJob) -> Run | None:
+        ids = job.ids.to(weight.device)
+        if job.kind == "train":
+            more = {"decoder_input_ids": ids} if twice else {}
+            quiet = {} if m.config.family == "encoder" else {"use_cache": False}
+            return training(model, ids, lambda ids: answer_of(model(input_ids=ids, **more, **quiet)))
+        if job.kind == "read":
+            return _read_there(m, model, job, ids)
+        options = {"max_new_tokens": job.new, "min_new_tokens": job.new, "do_sample": False, "num_beams": 1}
+        mask, before = torch.ones_like(ids), 0 if twice else ids.shape[1]
+        return lambda: model.generate(ids, attention_mask=mask, pad_token_id=0, **options)[
+            :, before:
+        ].tolist()
+
+    return Rival("transformers", runs)
+
+
+def _read_there(m: Model, model: Any, job: SpeedJob, pictures: Tensor) -> Run:
+    """Return reading as its documents show it: texts in batches of 32, padded, and the mean of the states."""
+    if not job.texts:
+        return torch.no_grad()(lambda: model(pixel_values=pictures))
+
+    @torch.no_grad()
+    def read() -> None:
+        for start in range(0, len(job.texts), BATCH):
+            rows = m.encode(list(job.texts[start : start + BATCH]), m.max_length)
+            ids, mask = m.batch(rows)
+            out = model(input_ids=ids, attention_mask=mask.long())
+            if "last_hidden_state" in out:
+                weights = mask[..., None].to(out.last_hidden_state.dtype)
+                (out.last_hidden_state * weights).sum(1) / weights.sum(1)
+
+    return read
+
+
+def sentence_transformers(m: Model, folder: Path) -> Rival:
+    """Open a sentence encoder in sentence-transformers."""
+    from sentence_transformers import SentenceTransformer
+
+    model = SentenceTransformer(str(folder), device=str(next(m.model.parameters()).device))
+
+    def runs(job: SpeedJob) -> Run | None:
+        if job.kind != "read":
+            return None
+        return lambda: model.encode(list(job.texts), show_progress_bar=False)
+
+    return Rival("sentence-transformers", runs)
+
+
+def ctranslate2(m: Model, folder: Path) -> Rival:
+    """Convert the directory for CTranslate2, in float32."""
+    there = importlib.import_module("ctranslate2")
+
+    refuse(m.config.head != "lm" or m.config.family == "encoder", "only models that write are compared")
+    refuse(not folder.is_dir(), "it opens directories only")
+    converted = tempfile.TemporaryDirectory()
+    there.converters.TransformersConverter(str(folder)).convert(converted.name, force=True)
+    device = next(m.model.parameters()).device.type
+    kept = {"device": device, "compute_type": "float32", "intra_threads": torch.get_num_threads()}
+    twice = m.config.family == "encoder-decoder"
+    model = (there.Translator if twice else there.Generator)(converted.name, **kept)
+    tokenizer = m.text_tokenizer
+
+    def runs(job: SpeedJob) -> Run | None:
+        if job.kind not in ("first", "decode"):
+            return None
+        rows = [[tokenizer.id_to_token(token) for token in row] for row in job.ids.tolist()]
+        if twice:
+            lengths = {"max_decoding_length": job.new, "min_decoding_length": job.new, "beam_size": 1}
+            return lambda: [one.hypotheses[0] for one in model.translate_batch(rows, **lengths)]
+        given = {"max_length": job.new, "min_length": job.new, "include_prompt_in_result": False}
+        return lambda: [one.sequences_ids[0] for one in model.generate_batch(rows, **given)]
+
+    return Rival("CTranslate2", runs, converted.cleanup)
+
+
+def llama_cpp(m: Model, folder: Path) -> Rival:
+    """Write a GGUF file and open it in llama.cpp, one row at a time."""
+    weight = next(m.model.parameters())
+    refuse(weight.device.type != "cpu", "it is compared on a CPU only")
+    refuse(m.tokenizer is None, "it opens no model without a tokenizer")
+    with tempfile.TemporaryDirectory() as written:
+        path = Path(written) / "model.gguf"
+        m.save(path, "float32" if weight.dtype == torch.float32 else "float16")
+        there = Llama(path, min(4096, m.config.max_positions), torch.get_num_threads())
+
+    def runs(job: SpeedJob) -> Run | None:
+        if job.kind not in ("first", "decode") or len(job.ids) > 1:
+            return None
+        ids = job.ids[0].tolist()
+        return lambda: there.write(ids, job.new)
+
+    return Rival("llama.cpp", runs, there.close)
+
+
+# By the name that people type: the package it needs, and how it opens a directory.
+PEERS: dict[str, tuple[str, Callable[[Model, Path], Rival]]] = {
+    "transformers": ("transformers", transformers),
+    "sentence-transformers": ("sentence_transformers", sentence_transformers),
+    "ctranslate2": ("ctranslate2", ctranslate2),
+    "llama.cpp": ("xllamacpp", llama_cpp),
+}
+
+
+def opened(m: Model, names: tuple[str, ...] | None) -> Iterator[Rival | str]:
+    """Open the model in each program that is installed, or in those named; else say why not."""
+    for name in PEERS if names is None else names:
+        package, open_there = PEERS[name]
+        if importlib.util.find_spec(package) is None:
+            refuse(names is not None, f"{name} is not installed: pip install {package.replace('_', '-')}")
+            continue
+        if names is None and name == "sentence-transformers" and m.sentences is None:
+            continue
+        if m.folder is None:
+            yield f"{name} is left out: the model has no directory"
+            continue
+        try:
+            with contextlib.redirect_stdout(None):
+                yield open_there(m, m.folder)
+        except ClearheadError as error:
+            yield f"{name} is left out: {error}"
+        except Exception as error:  # whatever another program says of a model it does not know
+            yield f"{name} is left out: {str(error).splitlines()[0] if str(error) else type(error).__name__}"

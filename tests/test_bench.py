@@ -1,0 +1,107 @@
+"""`clearhead bench`: what is timed, beside whom, and the least that it could take."""
+
+import json
+
+import pytest
+import torch
+import transformers
+
+import clearhead as ch
+from clearhead.cli import main
+from clearhead.errors import InputError
+from clearhead.speed import machine
+from clearhead.speed.compare import compare
+from clearhead.speed.jobs import Sizes, jobs_of
+from clearhead.speed.llama import Llama
+from clearhead.speed.machine import Machine
+from tests.test_plain_faults import refused
+from tests.test_tasks import saved
+
+SMALL = Sizes(prompt=8, new=4, batches=(1, 3))
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    """Measure the machine by small matrices: what it says of this machine is not what is tested."""
+    monkeypatch.setitem(machine.READ, "cpu", 2**20)
+    monkeypatch.setitem(machine.WIDTH, "cpu", 64)
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory):
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("decoder")
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.LlamaConfig(
+        vocab_size=64, num_key_value_heads=2, max_position_embeddings=40, tie_word_embeddings=False, **sizes
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def test_every_program_writes_the_same_tokens_and_no_weight_changes(decoder):
+    m = ch.load(decoder)
+    before = {name: weight.clone() for name, weight in m.model.named_parameters()}
+    found = compare(m, sizes=SMALL, peers=["transformers"], rounds=1)
+    assert [job.kind for job in found.jobs] == ["first", "decode", "decode", "train"]
+    for job in found.jobs:
+        ours, theirs = job.timings
+        assert (ours.program, theirs.program) == ("clearhead", "transformers")
+        assert theirs.ours_over_this == pytest.approx(theirs.seconds / ours.seconds)
+        assert job.share_of_limit == pytest.approx(job.least_seconds / ours.seconds)
+        assert theirs.same_tokens == (None if job.kind == "train" else 1.0)
+    assert all(torch.equal(before[name], weight) for name, weight in m.model.named_parameters())
+
+
+def test_the_least_is_what_must_be_read_and_computed(decoder):
+    """By hand: every weight but the table of tokens once a step, and the keys and values of three rows."""
+    m = ch.load(decoder)
+    job = jobs_of(m, ("decode",), SMALL)[1]
+    weights = sum(one.numel() for one in m.model.parameters()) - 64 * 16
+    cached = 3 * (16 + 4) * 2 * 2 * 2 * 4  # rows, tokens, layers, keys and values, heads, width of a head
+    assert job.read == 4 * (4 * weights + 3 * cached)
+    made = Machine("", 1, "float32", bandwidth=1e6, arithmetic=1e9)
+    assert made.least(2e6, 1e9) == 2.0 and made.least(1e6, 3e9) == 3.0
+
+
+def test_quantized_weights_are_read_at_their_size(decoder):
+    dense, small = ch.load(decoder), ch.load(decoder, quantize="int8")
+    assert jobs_of(small, ("decode",), SMALL)[0].read < 0.6 * jobs_of(dense, ("decode",), SMALL)[0].read
+    assert all(job.kind != "train" for job in jobs_of(small, ("decode", "train"), SMALL))
+
+
+def test_encoders_read_texts(tmp_path):
+    saved(tmp_path, "BertForSequenceClassification", num_labels=2)
+    (job,) = compare(ch.load(tmp_path), ("read",), peers=["transformers"], rounds=1).jobs
+    assert [one.program for one in job.timings] == ["clearhead", "transformers"]
+    assert job.name.startswith("48 texts") and job.timings[0].per_second > 0
+
+
+def test_a_program_that_ends_its_process_is_named(tmp_path):
+    (tmp_path / "no.gguf").write_bytes(b"GGUF")
+    with pytest.raises(InputError, match="its process ended with code"):
+        Llama(tmp_path / "no.gguf", 16, 1)
+
+
+def test_the_command(decoder, capsys, tmp_path):
+    given = ["bench", str(decoder), "--prompt", "8", "--new", "2", "--batches", "1", "--rounds", "1"]
+    main([*given, "--against", "none", "--json", "--plot", str(tmp_path / "a.png")])
+    body = json.loads(capsys.readouterr().out)
+    assert [job["kind"] for job in body["jobs"]] == ["first", "decode", "train"]
+    assert body["machine"]["bandwidth"] > 0 and (tmp_path / "a.png").stat().st_size > 1000
+    main([*given, "--against", "transformers"])
+    shown = capsys.readouterr().out
+    assert "transformers" in shown and "of it" in shown
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--against", "transfomers"], 'did you mean "transformers"'),
+        (["--rounds", "0"], "rounds is 0"),
+        (["--new", "0"], "1 at least"),
+        (["--parts", "read"], "none of read suits this model"),
+    ],
+)
+def test_what_it_refuses(decoder, capsys, more, said):
+    assert said in refused(capsys, "bench", decoder, *more)
