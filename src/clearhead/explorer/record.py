@@ -192,9 +192,8 @@ def _stops(
     named = [pair for pair, edge in zip(carried, edges) if edge["value"] > 0][:NAMED]
     wanted = dict.fromkeys([*named, *first, *carried, *at])
     groups: dict[tuple[str, int], list[str]] = {}
-    for name, reader in list(wanted)[
-        : max(len(named) + len(first), STOP_NUMBERS // (5 * share * max(source, own)))
-    ]:
+    room = STOP_NUMBERS // (5 * share * max(source, own))
+    for name, reader in list(wanted)[: max(len(named) + len(first), room)]:
         groups.setdefault((heads[name].part, reader), []).append(name)
     found: list[dict[str, Any]] = []
     for (_, reader), some in groups.items():

@@ -172,7 +172,8 @@ def looks(
     for one in known:
         if f"{one.part}.z" in slope and slope[f"{one.part}.z"].any():
             table = _carried(seen, one, slope[f"{one.part}.z"], to=results.on_cpu)
-            edges += [Edge(f"{one}.{number}", *cell) for number, *cell in _cells(table, count)]
+            cells = _cells(table, count)
+            edges += [Edge(f"{one}.{number}", row, place, value) for number, row, place, value in cells]
     for name in others:
         if name in slope:
             part = name.replace("blocks.", "").replace(".feedforward.out", "")

@@ -7,6 +7,7 @@ import { el, figure, replace } from "./dom.js";
 import { enlarged } from "./enlarged.js";
 import { paintAt, scaleBar } from "./heatmap.js";
 import { whenNear, whileWorking } from "./near.js";
+import { leadingHead } from "./selection.js";
 import { unpack } from "./source.js";
 
 const ATTENTION_KINDS = { self: "Self-attention", encoder: "Encoder", cross: "Cross-attention" };
@@ -337,7 +338,9 @@ export const attentionSection = {
         const rolled = chosen === "rollout" && kind !== "cross";
         const pinned = headOf(app.store.get("head"));
         if (pinned && pinned.kind !== kind) return await goTo(pinned.kind);
-        const [layer, number] = pinned ? [pinned.layer, pinned.number] : [small.layers[0], 0];
+        const leading = headOf(leadingHead(app));
+        const first = pinned || (leading?.kind === kind ? leading : { layer: small.layers[0], number: 0 });
+        const { layer, number } = first;
         app.store.values.head = headName(layer, number);
         chosen = rolled ? "rollout" : headName(layer, number);
         drawGrid();

@@ -20,7 +20,8 @@ function costCurve(points, chosen) {
   const height = 220;
   const left = 64;
   const bottom = 34;
-  const names = { forward: "FLOPs of one pass", cache: "bytes of the cache" };
+  const there = ([name]) => points.some((point) => point[name] > 0); // an encoder keeps no cache
+  const names = Object.fromEntries(Object.entries({ forward: "FLOPs of one pass", cache: "bytes of the cache" }).filter(there));
   const xs = points.map((point) => Math.log2(point.length));
   const all = points.flatMap((point) => [point.forward, point.cache]).filter((value) => value > 0).map(Math.log10);
   const low = Math.min(...all);
@@ -40,7 +41,7 @@ function costCurve(points, chosen) {
   return el(
     "figure",
     { class: "wide", tabindex: "0", role: "group", "aria-label": "By length" },
-    svg("svg", { viewBox: `0 0 ${width} ${height}`, class: "chart", role: "img", "aria-label": "FLOPs of a pass and bytes of the cache by length" }, rules, ticks, svg("text", { x: width - 16, y: height - 2, "text-anchor": "end" }, "tokens"), levels, lines),
+    svg("svg", { viewBox: `0 0 ${width} ${height}`, class: "chart", role: "img", "aria-label": `${Object.values(names).join(" and ")} by length` }, rules, ticks, svg("text", { x: width - 16, y: height - 2, "text-anchor": "end" }, "tokens"), levels, lines),
     el("figcaption", { class: "legend" }, Object.entries(names).map(([name, words]) => el("span", {}, el("span", { class: `swatch swatch-${name}` }), words))),
   );
 }

@@ -3,6 +3,7 @@
 import { amountColour, css, inkOn, signedColour } from "./colour.js";
 import { el, figure, percent, replace, tokenText } from "./dom.js";
 import { whenNear, whileWorking } from "./near.js";
+import { leadingHead } from "./selection.js";
 
 const HEAD_ROWS = 24; // sources that are listed; of more, those with the largest shares
 
@@ -29,11 +30,7 @@ export const headSection = {
     let body = null;
     let at = 4;
 
-    /** The pinned head; else the one that the path names; else the first. */
-    const nameOf = () => {
-      const leading = app.store.get("leading");
-      return app.store.get("head") || (leading?.run === app.store.get("run")?.run && leading.head) || headFirst(app.store.get("model"));
-    };
+    const nameOf = () => app.store.get("head") || leadingHead(app) || headFirst(app.store.get("model"));
     const shade = (stop, value, most) => (["softmax", "mix"].includes(stop) ? amountColour(value / most) : signedColour((0.8 * value) / most));
     const said = (stop, value) => (value === null ? "hidden" : stop === "softmax" ? percent(value) : figure(value));
 

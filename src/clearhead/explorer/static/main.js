@@ -160,10 +160,12 @@ function followLoading(app) {
 const pause = (milliseconds) => new Promise((done) => setTimeout(done, milliseconds));
 
 async function startLive(app) {
+  const example = app.source.get("example").catch(() => null);
   let model = await app.source.fresh("model");
   showModel(model);
-  if (!model.ready) {
-    const shown = await app.source.get("example").catch(() => null);
+  if (model.ready) app.source.drop((path) => path === "example"); // nobody needs it
+  else {
+    const shown = await example;
     if (shown && !model.ready) {
       app.store.set("example", true);
       const live = app.source;

@@ -16,6 +16,12 @@ export function askedOf(app, run) {
   return `position=${columnOf(run, app.store.get("position"))}${more}`;
 }
 
+/** The head that the path of this run names: what views begin with where nobody has pinned one. */
+export function leadingHead(app) {
+  const leading = app.store.get("leading");
+  return leading && leading.run === app.store.get("run")?.run ? leading.head : null;
+}
+
 /** What the address holds: {text, ids, target text, ..., position, head, ...}; what it does not name is null. */
 export function readSelection(hash) {
   const stated = new URLSearchParams(hash.replace(/^#/, ""));

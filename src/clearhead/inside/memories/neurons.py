@@ -118,9 +118,9 @@ def passages(m: Model, texts: Iterable[Any]) -> Iterator[Passage]:
     """Yield the stretches of each text that the model reads at once; texts without a token are left out."""
     for number, given in enumerate(texts):
         if isinstance(given, inputs.Prepared):
-            ids = given.tokens.ids
-            answers = ids if m.config.family == "encoder" else (*ids[1:], NOTHING)
-            yield Passage(given, number, 0, answers or (NOTHING,) * len(given.tokens))
+            read = given.tokens.ids or (NOTHING,) * len(given.tokens)
+            answers = read if m.config.family == "encoder" else (*read[1:], NOTHING)
+            yield Passage(given, number, 0, answers)
         elif m.config.family == "encoder-decoder":
             source, target = given if isinstance(given, tuple) else (given, None)
             if len(source):
