@@ -11,13 +11,13 @@ from clearhead.cli import main
 from clearhead.errors import InputError
 from clearhead.speed import machine
 from clearhead.speed.compare import compare
-from clearhead.speed.jobs import Sizes, jobs_of
+from clearhead.speed.jobs import SpeedSizes, jobs_of
 from clearhead.speed.llama import Llama
 from clearhead.speed.machine import Machine
 from tests.test_plain_faults import refused
 from tests.test_tasks import saved
 
-SMALL = Sizes(prompt=8, new=4, batches=(1, 3))
+SMALL = SpeedSizes(prompt=8, new=4, batches=(1, 3))
 
 
 @pytest.fixture(autouse=True)

@@ -60,11 +60,11 @@ def bench(
     """
     model = load_model(folder, tokenizer, device, dtype, plot)
     from clearhead.speed.compare import compare
-    from clearhead.speed.jobs import Sizes
+    from clearhead.speed.jobs import SpeedSizes
 
     peers = () if against == ("none",) else against
     with progress() as on_progress:
-        found = compare(model, parts, Sizes(prompt, new, batches), peers, rounds, on_progress)
+        found = compare(model, parts, SpeedSizes(prompt, new, batches), peers, rounds, on_progress)
     print_notes(found.notes)
     name = folder.resolve().name
     show_result(found.to_dict(), json, _shown(found, name), plot, lambda: _draw(found, name))

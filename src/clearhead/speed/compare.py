@@ -13,7 +13,7 @@ from clearhead.api import Model
 from clearhead.errors import InputError, nearest, refuse
 from clearhead.inside.results import Result
 from clearhead.model.transformer import evaluating
-from clearhead.speed.jobs import KINDS, Kind, Sizes, SpeedJob, jobs_of
+from clearhead.speed.jobs import KINDS, Kind, SpeedJob, SpeedSizes, jobs_of
 from clearhead.speed.machine import Machine, measure_machine, timed
 from clearhead.speed.peers import PEERS, Rival, Run, opened, ours
 
@@ -55,7 +55,7 @@ class SpeedReport(Result):
 def compare(
     m: Model,
     kinds: Sequence[Kind] = KINDS,
-    sizes: Sizes | None = None,
+    sizes: SpeedSizes | None = None,
     peers: Sequence[str] | None = None,
     rounds: int = 3,
     on_progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
@@ -70,7 +70,7 @@ def compare(
         rounds: runs of each program, in turn, after one to warm up; the median counts.
         on_progress: called with a stage, how much of it is done, and how much there is.
     """
-    sizes = sizes or Sizes()
+    sizes = sizes or SpeedSizes()
     refuse(rounds < 1, f"rounds is {rounds}: at least one is needed")
     refuse(min((sizes.prompt, sizes.new, *sizes.batches)) < 1, "prompt, new and batches are 1 at least")
     for name in peers or ():

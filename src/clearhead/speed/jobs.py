@@ -22,7 +22,7 @@ READ = (48, 4, 160)  # texts that are read, tokens of the shortest and of the lo
 
 
 @dataclass(frozen=True)
-class Sizes:
+class SpeedSizes:
     """How much of each job is done."""
 
     prompt: int = 512  # tokens before the first token
@@ -44,7 +44,7 @@ class SpeedJob:
     texts: tuple[str, ...] = ()
 
 
-def jobs_of(m: Model, kinds: tuple[Kind, ...], sizes: Sizes) -> list[SpeedJob]:
+def jobs_of(m: Model, kinds: tuple[Kind, ...], sizes: SpeedSizes) -> list[SpeedJob]:
     """Return the jobs that suit a model, of the kinds asked for."""
     config, made = m.config, []
     writes = config.head == "lm" and config.family != "encoder"
