@@ -13,7 +13,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
-from rich.cells import cell_len
 from tyro.conf import Positional, arg
 
 import clearhead as ch
@@ -121,6 +120,8 @@ class Printed:
     def _put(self, word: str) -> None:
         if not word:
             return
+        from rich.cells import cell_len
+
         if self.column and self.column + cell_len(self.gap + word) > (self.width or 0):
             print()
             self.column, self.gap = 0, ""
