@@ -66,7 +66,7 @@ GROUPS: dict[str, dict[str, Command]] = {
         "bench": Command("bench:bench", "time a model here, beside what else is installed"),
         "plan": Command("plan:plan", "find the mesh of devices to train a model on"),
         "quantize": Command("quantize:quantize", "round weights to 8 or 4 bits, and say what that cost"),
-        "convert": Command("models:convert", "save a model in the Hugging Face format"),
+        "convert": Command("models:convert", "save a model for Hugging Face, GGUF or ONNX"),
     },
 }
 COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
