@@ -69,7 +69,7 @@ def architecture_of(theirs: dict[str, Any]) -> Architecture:
             f"{kind} has two towers, and this needs one: add /text or /image to the name of the directory"
         )
     if not isinstance(kind, str) or kind not in known:
-        names = sorted({**known, **TOWERS})
+        names = sorted({**ARCHITECTURES, **TOWERS})
         hint = nearest(kind, names) if isinstance(kind, str) else ""
         raise CheckpointError(f"config.json has model_type {kind!r}{hint}: known are {', '.join(names)}")
     return known[kind]

@@ -33,8 +33,9 @@ def facts_of(config: ModelConfig, name: str, x: Tensor) -> dict[str, Any]:
     hides = masks and float(x.min()) == torch.finfo(x.dtype).min
     inner = "Fx" if ".experts." in name and spec.d_expert != spec.d_ff else "F"
     weighed = "softmax(all), the chosen" + (" / their sum" if config.router_renormalise else "")
+    of_tokens = ".front." in name or name.startswith("head.")  # as wide as their table
     return {
-        "W": "D" if (spec.d_embedding if ".front." in name else spec.d_summed) == spec.d_model else "W",
+        "W": "D" if (spec.d_embedding if of_tokens else spec.d_summed) == spec.d_model else "W",
         "front_bias": "" if spec.project_tokens else " + b",
         "N": "N" if spec.input == "patches" else "T",
         "Ev": "E" if spec.d_value == spec.d_head else "Ev",

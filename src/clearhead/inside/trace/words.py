@@ -290,7 +290,7 @@ WORDS = {
     ),
     # Head
     "head.transform": Words(
-        *("transform", "B T {W}", "x · W + b"),
+        *("transform", "B T {W}", "x · W{pooler_bias}"),
         "One more layer on each state before it is compared with the tokens.",
     ),
     "head.activation": Words("activate", "B T {W}", "{head_activation}(x)", "The bend of that layer."),
