@@ -39,14 +39,15 @@ def llama_server(path: Path, length: int = 256) -> Any:
 
 
 def llama_greedy(server: Any, prompt: str | list[int], tokens: int) -> tuple[list[int], list[float]]:
-    """Return llama.cpp's greedy tokens after a prompt, with their log-probabilities.
+    """Return llama.cpp's greedy tokens after a prompt, and log-probabilities of those that end a character.
 
-    Its server leaves out tokens that end within a character.
+    Its server leaves the others out of what it says of log-probabilities, and of its text.
     """
     asked = {"prompt": prompt, "max_tokens": tokens, "temperature": 0.0, "top_k": 1, "logprobs": 1}
-    made = server.handle_completions(asked | {"cache_prompt": False, "repeat_penalty": 1.0})
+    whole = {"return_tokens": True, "verbose": True}
+    made = server.handle_completions(asked | whole | {"cache_prompt": False, "repeat_penalty": 1.0})
     found = (made["choices"][0]["logprobs"] or {}).get("content") or []
-    return [one["id"] for one in found], [one["logprob"] for one in found]
+    return made["__verbose"]["tokens"], [one["logprob"] for one in found]
 
 
 def main() -> None:
