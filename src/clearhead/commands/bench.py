@@ -111,4 +111,5 @@ def _row(job: str, one: Timing) -> tuple[str, ...]:
 
 
 def _rate(per_second: float) -> str:
-    return f"{per_second:,.1f}" if per_second < 1000 else f"{per_second:,.0f}"
+    digits = 2 if per_second < 10 else 1 if per_second < 1000 else 0
+    return f"{per_second:,.{digits}f}"

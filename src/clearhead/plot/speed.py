@@ -18,7 +18,7 @@ def draw_speed(found: SpeedReport, title: str) -> Figure:
         names = [one.program for one in job.timings]
         rates = [one.per_second for one in job.timings]
         bars = axes.barh(names, rates, color=[BLUE, *[OTHERS] * (len(names) - 1)])
-        said = [f"{one.per_second:,.0f}" for one in job.timings]
+        said = [f"{one.per_second:,.{2 if one.per_second < 10 else 0}f}" for one in job.timings]
         for place, one in enumerate(job.timings[1:], start=1):
             said[place] += f"  (clearhead: {one.ours_over_this:.2f} x)"
         axes.bar_label(bars, said, padding=4, fontsize=8)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
+import io
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -217,8 +218,10 @@ def opened(m: Model, names: tuple[str, ...] | None) -> Iterator[Rival | str]:
             yield f"{name} is left out: the model has no directory"
             continue
         try:
-            with contextlib.redirect_stdout(None):
-                yield open_there(m, m.folder)
+            said = io.StringIO()  # bars and greetings of other programs
+            with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+                rival = open_there(m, m.folder)
+            yield rival
         except ClearheadError as error:
             yield f"{name} is left out: {error}"
         except Exception as error:  # whatever another program says of a model it does not know
