@@ -27,6 +27,17 @@ def tab_to(watched, condition, most=80):
 
 
 @pytest.mark.ledger("F2")
+def test_tokens_that_are_read_keep_the_focus(watched, served):
+    """The tokens of a text are asked for while one types: an answer that comes late changes nothing."""
+    seen = watched().open(served("decoder").url)
+    seen.page.locator('#input-tokens [data-token="1"]').focus()
+    with seen.page.expect_response("**/tokens"):
+        seen.page.evaluate("document.getElementById('input-text').dispatchEvent(new Event('input'))")
+    seen.page.wait_for_timeout(50)
+    assert focused(seen, "data-token") == "1"
+
+
+@pytest.mark.ledger("F2")
 def test_keys_alone(watched, served):
     """No pointer is ever used: text, run, heads, an ablation, the lens, a slider, theme, tour."""
     m, text = toy("decoder"), "they speak of England"

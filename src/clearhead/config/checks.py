@@ -115,8 +115,9 @@ def check_specs(config: Fields, stacks: Sequence[StackSpec]) -> None:
     for stack in stacks:
         _check(_heads(stack))
         _check(_mixture(stack))
+        first = dict(zip(stack.block_of[::-1], stack.kinds[::-1], strict=True))
         for layer, kind in enumerate(stack.kinds):
-            _check(_kind(config, stack, layer, kind))
+            _check(_kind(config, stack, layer, kind, first[stack.block_of[layer]]))
     _check(_positions(config))
     for stack in stacks if config.positions == "rope" else ():
         _check(_rope(config, stack))
@@ -169,10 +170,9 @@ def _mixture(stack: StackSpec) -> Rules:
     ]
 
 
-def _kind(config: Fields, stack: StackSpec, layer: int, kind: Kind) -> Rules:
-    """Check a kind of attention against what else the config asks of its layer."""
+def _kind(config: Fields, stack: StackSpec, layer: int, kind: Kind, first: Kind) -> Rules:
+    """Check a kind of attention against what else the config asks of its layer; `first` owns its weights."""
     said = f'attention "{kind}" of layer {layer}'
-    first = stack.kinds[stack.block_of.index(stack.block_of[layer])]
     rules: Rules = [
         (
             not (kind.shares and first.shares) and kind != first,

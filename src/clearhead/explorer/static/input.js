@@ -160,8 +160,8 @@ export const inputSection = {
       const found = await app.source.post("tokens", { text: typed, ...(pair.value && !boxes.pair.hidden ? { pair: pair.value } : {}) }).catch(() => null);
       const read = run.source || run.tokens;
       if (!found || text.value !== typed || app.store.get("run") !== run) return;
-      if (found.tokens.ids.join() === read.ids.join()) return showTokens(run), tint();
       const list = run.source ? source : tokens;
+      if (found.tokens.ids.join() === read.ids.join()) return list.querySelector(".typed") ? (showTokens(run), tint()) : null;
       replace(list, found.tokens.labels.slice(0, INPUT_CHIPS).map((label, place) => el("li", {}, el("span", { class: `chip typed${found.tokens.special[place] ? " special" : ""}` }, tokenText(label)))));
       const count = found.tokens.labels.length;
       about.textContent = `${figure(count)} ${count === 1 ? "token" : "tokens"}, not read yet: press Run`;
