@@ -105,6 +105,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=float, default=4)
     parser.add_argument("--lr", type=float, default=2e-5)
     parser.add_argument("--peer", action="store_true")
+    parser.add_argument("--only", choices=("sts", "scifact"), default=None)
     parser.add_argument("--tiny", action="store_true")
     given = parser.parse_args()
     parts = {part: sts(given.data / "sts_benchmark", part) for part in ("train", "dev", "test")}
@@ -127,6 +128,8 @@ def main() -> None:
             ("sts", parts["train"], ["train.metric=spearman"], "CoSENTLoss"),
             ("scifact", pairs, ["train.metric=ndcg"], "MultipleNegativesRankingLoss"),
         ):
+            if given.only not in (None, task):
+                continue
             write(folder / f"{task}.jsonl", rows)
             batch = 8 if given.tiny else 64
             settings = [
