@@ -70,6 +70,18 @@ def test_quantized_weights_are_read_at_their_size(decoder):
     assert all(job.kind != "train" for job in jobs_of(small, ("decode", "train"), SMALL))
 
 
+def test_few_bits_are_those_of_llama_cpp(shared, monkeypatch):
+    """stories260K in four bits: the file for llama.cpp is Q4_0, and it writes."""
+    pytest.importorskip("xllamacpp")
+    kinds, save = [], ch.Model.save
+    monkeypatch.setattr(ch.Model, "save", lambda m, path, kind: (kinds.append(kind), save(m, path, kind)))
+    folder = shared / "weights/stories260K"
+    m = ch.load(folder / "hf", tokenizer=folder / "tok512.bin", quantize="int4")
+    found = compare(m, ("decode",), SpeedSizes(new=4, batches=(1,)), ["llama.cpp"], rounds=1)
+    assert kinds == ["Q4_0"] and found.notes == ()
+    assert [one.program for one in found.jobs[0].timings] == ["clearhead", "llama.cpp"]
+
+
 def test_encoders_read_texts(tmp_path):
     saved(tmp_path, "BertForSequenceClassification", num_labels=2)
     (job,) = compare(ch.load(tmp_path), ("read",), peers=["transformers"], rounds=1).jobs

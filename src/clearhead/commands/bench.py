@@ -48,6 +48,10 @@ def bench(
     tokenizer: Tokenizer = None,
     device: Device = "cpu",
     dtype: Dtype = None,
+    quantize: Annotated[
+        Literal["int8", "int4"] | None,
+        option("round weights first; llama.cpp then has Q8_0 or Q4_0, and other programs do not round"),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Time a model here, beside what else is installed and what the machine allows.
@@ -56,9 +60,10 @@ def bench(
       clearhead bench my-gpt/
       clearhead bench my-gpt/ --device cuda --dtype bfloat16 --batches 1 32
       clearhead bench my-gpt/ --parts decode --against transformers llama.cpp
+      clearhead bench my-gpt/ --parts decode --quantize int4
       clearhead bench my-encoder/ --plot speed.png --json
     """
-    model = load_model(folder, tokenizer, device, dtype, plot)
+    model = load_model(folder, tokenizer, device, dtype, plot, quantize=quantize)
     from clearhead.speed.compare import compare
     from clearhead.speed.jobs import SpeedSizes
 

@@ -130,10 +130,11 @@ def load_model(
     dtype: str | None = None,
     plot: Path | None = None,
     parallel: Mapping[str, int] | None = None,
+    quantize: str | None = None,
 ) -> ch.Model:
     """Return the model of a directory, on a device and in a dtype, once the inputs are checked."""
     check_inputs(folder, plot)
-    return ch.load(folder, dtype, device, tokenizer=tokenizer, parallel=parallel)
+    return ch.load(folder, dtype, device, tokenizer=tokenizer, parallel=parallel, quantize=quantize)
 
 
 def print_notes(notes: Iterable[str]) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from clearhead.api import Model
 from clearhead.costs import Cost, cost
 from clearhead.errors import refuse
+from clearhead.quant.layers import quantized_parts
 
 Kind = Literal["first", "decode", "read", "train"]
 KINDS: tuple[Kind, ...] = ("first", "decode", "read", "train")
@@ -70,12 +71,14 @@ def jobs_of(m: Model, kinds: tuple[Kind, ...], sizes: SpeedSizes) -> list[SpeedJ
 
 
 def _learns(m: Model) -> bool:
-    return all(one.is_floating_point() for one in _stored(m))
+    return not quantized_parts(m.model)
 
 
 def _stored(m: Model) -> list[Tensor]:
     """Return parameters, and of quantized layers what stands in their place."""
-    return [*m.model.parameters(), *(one for one in m.model.buffers() if not one.is_floating_point())]
+    parts = quantized_parts(m.model).values()
+    codes = {one.data_ptr(): one for part in parts for one in part.buffers()}  # a table may be the head's
+    return [*m.model.parameters(), *codes.values()]
 
 
 def _weights(m: Model) -> float:
