@@ -333,6 +333,9 @@ def test_what_cannot_be_transcribed_is_said_in_one_line(folder, tmp_path, capsys
     soundfile.write(tmp_path / "nan.wav", np.full(99, np.nan, np.float32), 16_000, subtype="FLOAT")
     soundfile.write(tmp_path / "silent.wav", np.zeros(0, np.float32), 16_000)
     (tmp_path / "rate.wav").write_bytes(clip.read_bytes()[:24] + b"\x01\0\0\0" + clip.read_bytes()[28:])
+    (tmp_path / "cut.wav").write_bytes(clip.read_bytes()[:-1001])
+    (tmp_path / "piped.wav").write_bytes(clip.read_bytes()[:40] + b"\xff" * 4 + clip.read_bytes()[44:])
+    soundfile.write(tmp_path / "loud.wav", np.full(99, 1e30, np.float32), 16_000, subtype="FLOAT")
     (tmp_path / "text.wav").write_text("no sound\n" * 99)
     (tmp_path / "empty.flac").write_bytes(b"")
     (tmp_path / "long.raw").write_bytes(b"\x7f" * 4096)
@@ -348,6 +351,11 @@ def test_what_cannot_be_transcribed_is_said_in_one_line(folder, tmp_path, capsys
         ([folder, tmp_path / "rate.wav"], "1 samples a second: 1,000 to"),
         ([folder, tmp_path / "long.raw"], "long.raw cannot be read as sound"),
         ([folder, tmp_path / "cut.flac"], "cut.flac cannot be read as sound"),
+        (
+            [folder, tmp_path / "cut.wav"],
+            "cut.wav is cut short: its header promises 1,001 bytes of sound more",
+        ),
+        ([folder, tmp_path / "loud.wav"], "loud.wav holds samples as large as 1e+30: they must be about -1"),
         ([folder, tmp_path / "none.wav"], "none.wav is no file"),
         ([folder, tmp_path], "is no file"),
         ([folder], "no sound was given"),
@@ -365,6 +373,7 @@ def test_what_cannot_be_transcribed_is_said_in_one_line(folder, tmp_path, capsys
     rows = [json.loads(line) for line in out.splitlines()]
     assert code == 1 and rows[0]["language"] in ("en", "de") and "Format not" in rows[1]["error"]
     assert rows[0]["text"] == ch.load(folder).transcribe(clip).text
+    assert rows[0]["text"] == ch.load(folder).transcribe(tmp_path / "piped.wav").text  # length unknown then
     monkeypatch.setitem(__import__("sys").modules, "soundfile", None)
     code, out, err = run("transcribe", folder, clip, capsys=capsys)
     assert code == 2 and "pip install 'clearhead[audio]'" in err
