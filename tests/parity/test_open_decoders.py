@@ -24,6 +24,13 @@ BIGCODE = {"vocab_size": 61, "n_embd": 24, "n_layer": 2, "n_head": 4, "n_positio
 TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
 KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
 WINDOW = {"use_sliding_window": True, "sliding_window": 6}
+ODD = {**SMALL, "vocab_size": 53, "hidden_size": 30, "intermediate_size": 37, "num_hidden_layers": 2}
+ODD |= {"num_attention_heads": 5, "num_key_value_heads": 1}
+EVEN = {**ODD, "hidden_size": 40, "intermediate_size": 36}  # experts of the reference want rows of 16 bytes
+LINEAR = {"rope_type": "linear", "factor": 3.0}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 16}
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16, "rope_theta": 500.0}
 CASES = {
     "OPT": {
         "no biases, untied": {**OPT, **UNTIED, "enable_bias": False},
@@ -70,17 +77,28 @@ CASES = {
     "GPTBigCode": {
         "one key head": {**BIGCODE, "activation_function": "relu"},
         "all key heads, untied": {**BIGCODE, **UNTIED, "multi_query": False, "n_inner": 37},
+        "one key head of five": {**BIGCODE, "n_embd": 35, "n_head": 5, "layer_norm_epsilon": 1e-3},
     },
     "Cohere": {
         "untied, biases": {**SMALL, **UNTIED, "attention_bias": True, "logit_scale": 0.3},
+        "one key head, scaled rotation": {**ODD, "rope_scaling": LINEAR, "layer_norm_eps": 1e-3},
+        "every key head": {**ODD, "num_key_value_heads": None, "hidden_act": "relu", "rope_theta": 90.0},
     },
     "Cohere2": {
         "every other layer": {**SMALL, "sliding_window": 7, "layer_types": KINDS},
         "three of four": {**SMALL, "num_hidden_layers": 5, "sliding_window": 6, "num_key_value_heads": 1},
+        "no layer rotates, biases, untied": {
+            **{**ODD, **UNTIED, "layer_types": ["full_attention"] * 2, "attention_bias": True},
+            "logit_scale": 2.0,
+        },
     },
     "Starcoder2": {
         "window": {**SMALL, "sliding_window": 7},
         "no biases, untied": {**SMALL, **UNTIED, "use_bias": False, "hidden_act": "relu", "head_dim": 6},
+        "one key head, scaled rotation": {
+            **{**ODD, "rope_scaling": LLAMA3, "hidden_act": "gelu", "sliding_window": 9},
+            "norm_epsilon": 1e-3,
+        },
     },
     "Nemotron": {
         "plain": {**SMALL, "head_dim": 8},
@@ -88,27 +106,51 @@ CASES = {
             **{**SMALL, **TIED, "partial_rotary_factor": 1.0, "attention_bias": True, "mlp_bias": True},
             **{"head_dim": 6, "norm_eps": 1e-3},
         },
+        "one key head, part of six rotates": {**ODD, "partial_rotary_factor": 0.34, "hidden_act": "gelu"},
     },
     "Glm": {
         "plain": {**SMALL, "head_dim": 8},
         "no biases": {**SMALL, **TIED, "head_dim": 12, "attention_bias": False, "partial_rotary_factor": 1.0},
+        "one key head, scaled rotation": {
+            **{**ODD, "head_dim": 10, "hidden_act": "gelu", "rope_scaling": LINEAR, "rope_theta": 90.0},
+            "partial_rotary_factor": 0.4,
+        },
     },
-    "Glm4": {"plain": {**SMALL, "head_dim": 8, "rms_norm_eps": 1e-3}},
+    "Glm4": {
+        "plain": {**SMALL, "head_dim": 8, "rms_norm_eps": 1e-3},
+        "no biases, tied": {**ODD, **TIED, "head_dim": 8, "attention_bias": False, "hidden_act": "relu"},
+        "scaled rotation, whole heads": {
+            **{**ODD, "head_dim": 10, "partial_rotary_factor": 1.0, "rope_scaling": YARN},
+        },
+    },
     "Olmo3": {
         "three of four": {**SMALL, "num_hidden_layers": 5, "sliding_window": 6, "attention_bias": True},
         "scaled where full": {
             **{**SMALL, **TIED, "sliding_window": 7, "layer_types": KINDS, "num_key_value_heads": 1},
             "rope_scaling": {"rope_type": "linear", "factor": 3.0},
         },
+        "no window, one key head": {**ODD, "layer_types": ["full_attention"] * 2, "rope_scaling": YARN},
     },
     "Olmoe": {
         "plain": {**MIXED, "intermediate_size": 12},
         "sum of one": {**MIXED, "norm_topk_prob": True, "attention_bias": True, "num_experts_per_tok": 4},
+        "one of three, tied": {
+            **{**EVEN, **TIED, "num_experts": 3, "num_experts_per_tok": 1, "hidden_act": "gelu"},
+            "rope_scaling": LLAMA3,
+        },
     },
     "GraniteMoe": {
         "factors": {
             **{**SMALL, "num_local_experts": 3, "embedding_multiplier": 6.0, "residual_multiplier": 0.3},
             **{"attention_multiplier": 0.2, "logits_scaling": 7.0, "attention_bias": True},
+        },
+        "all of three, tied": {
+            **{**EVEN, **TIED, "num_local_experts": 3, "num_experts_per_tok": 3, "rms_norm_eps": 1e-3},
+            **{"attention_multiplier": 0.35, "logits_scaling": 0.3, "hidden_act": "gelu"},
+        },
+        "one of four, wide heads": {
+            **{**EVEN, "num_local_experts": 4, "num_experts_per_tok": 1, "head_dim": 12},
+            **{"rope_theta": 90.0, "num_key_value_heads": 5, "residual_multiplier": 1.7},
         },
     },
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json as jsonlib
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -40,6 +41,20 @@ def transcribe(
     max_new_tokens: Annotated[
         int | None, option("tokens of a window at most; default: what the model has room for")
     ] = None,
+    temperature: Annotated[
+        tuple[float, ...],
+        option("how freely tokens are drawn, 0: the best each time; several are tried in order", metavar="T"),
+    ] = (0.0,),
+    compression_ratio_threshold: Annotated[
+        float | None, option("a window that repeats itself more is read again; default of several T: 1.35")
+    ] = None,
+    logprob_threshold: Annotated[
+        float | None, option("one whose tokens are less probable, too; default of several T: -1")
+    ] = None,
+    no_speech_threshold: Annotated[
+        float | None, option("above it, such an improbable window is silence; default of several T: 0.6")
+    ] = None,
+    seed: Annotated[int, option("for tokens that are drawn")] = 0,
     output: Annotated[Path | None, option("write there, whole or not at all, in place of stdout")] = None,
     json: Annotated[bool, option("a JSON object for each file, on one line")] = False,
     batch_size: Annotated[int, option("windows of 30 seconds at a time")] = 8,
@@ -53,6 +68,7 @@ def transcribe(
       clearhead transcribe whisper/ talk.wav
       clearhead transcribe whisper/ talk.flac --timestamps
       clearhead transcribe whisper/ rede.wav --language german --task translate
+      clearhead transcribe whisper/ talk.wav --temperature 0 0.2 0.4 0.6 0.8 1
       clearhead transcribe whisper/ clips/*.wav --json --output clips.jsonl
     """
     refuse(not files, "no sound was given: name one file or several after the directory")
@@ -64,6 +80,10 @@ def transcribe(
     asked: dict[str, Any] = {
         **{"language": language, "task": task, "timestamps": timestamps},
         **{"max_new_tokens": max_new_tokens, "batch_size": batch_size},
+        **{"temperature": temperature, "seed": seed},
+        "compression_ratio_threshold": compression_ratio_threshold,
+        "logprob_threshold": logprob_threshold,
+        "no_speech_threshold": no_speech_threshold,
     }
     model.transcribe([], **asked)  # a mistake in the options is said once, before any sound is read
     failed: list[ClearheadError] = []
@@ -90,7 +110,8 @@ def transcribe(
 def body(made: Transcription) -> dict[str, Any]:
     """Return a transcript as JSON values."""
     segments = [{"start": one.start, "end": one.end, "text": one.text} for one in made.segments]
-    return {"text": made.text, "language": made.language, "seconds": made.seconds, "segments": segments}
+    said = {"text": made.text, "language": made.language, "seconds": made.seconds, "segments": segments}
+    return {**said, "windows": [asdict(one) for one in made.windows]} if made.windows else said
 
 
 def lines(made: Transcription, timestamps: bool) -> list[str]:

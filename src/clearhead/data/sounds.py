@@ -19,6 +19,8 @@ SUFFIXES = (".wav", ".flac", ".ogg", ".mp3")
 RATES = range(1_000, 1_000_001)  # samples a second of a file
 MOST_SECONDS = 6 * 3600  # of one file; a few bytes of FLAC can hold hours of silence
 BLOCK = 2**20  # numbers read at a time, of all channels
+LOUDEST = 1e6  # of a sample; full scale is 1, or 32,768 where somebody forgot to divide
+STREAMED = 0x7FFFF000  # a WAV of this size or more was written before its length was known
 
 
 def read_sound(path: Path | io.BytesIO, rate: int, most: float = MOST_SECONDS) -> Samples:
@@ -27,6 +29,12 @@ def read_sound(path: Path | io.BytesIO, rate: int, most: float = MOST_SECONDS) -
     refuse(isinstance(path, Path) and not path.is_file(), f"{name} is no file: give a sound file; {FORMATS}")
     size = path.stat().st_size if isinstance(path, Path) else len(path.getbuffer())
     refuse(not size, f"{name} is empty: give a sound file; {FORMATS}")
+    missing = missing_bytes(path)
+    refuse(
+        missing > 0,
+        f"{name} is cut short: its header promises {missing:,} bytes of sound more than it holds; copy it "
+        "again, or convert what is there with another program",
+    )
     reader = _library("soundfile", "reading sound")
     try:
         with reader.SoundFile(path) as file:
@@ -43,6 +51,23 @@ def read_sound(path: Path | io.BytesIO, rate: int, most: float = MOST_SECONDS) -
         raise InputError(f"{name} cannot be read as sound: {reason.rstrip('.')}; {FORMATS}") from None
 
 
+def missing_bytes(path: Path | io.BytesIO) -> int:
+    """Return how many bytes of sound a WAV file lacks, by its own header; 0 for anything else."""
+    file = path.open("rb") if isinstance(path, Path) else io.BytesIO(path.getvalue())
+    with file:
+        end = file.seek(0, io.SEEK_END)
+        file.seek(0)
+        head = file.read(12)
+        if (head[:4], head[8:]) != (b"RIFF", b"WAVE"):
+            return 0
+        while len(chunk := file.read(8)) == 8:
+            size = int.from_bytes(chunk[4:], "little")
+            if chunk[:4] == b"data":
+                return 0 if size >= STREAMED else max(0, file.tell() + size - end)
+            file.seek(size + size % 2, io.SEEK_CUR)
+    return 0
+
+
 def _mixed(file: Any, name: str, most: float) -> Iterator[Samples]:
     """Yield the mean of a file's channels, piece by piece: whatever its header says, no more is held."""
     left = int(most * file.samplerate)
@@ -56,6 +81,10 @@ def resampled(samples: Samples, given: int, rate: int, name: str = "the sound") 
     """Return samples [N] of one rate at another, [N * rate / given]; errors call them `name`."""
     refuse(not len(samples), f"{name} holds no sound: it has 0 samples")
     refuse(not np.isfinite(samples).all(), f"{name} holds samples that are no numbers (NaN or infinite)")
+    refuse(
+        float(np.abs(samples).max()) > LOUDEST,
+        f"{name} holds samples as large as {float(np.abs(samples).max()):.0e}: they must be about -1 to 1",
+    )
     if given == rate:
         return samples
     return np.asarray(

@@ -9,7 +9,8 @@ from clearhead.errors import CheckpointError, nearest
 from clearhead.fast.lora import LoraLinear, merge
 from clearhead.hub.architecture import Architecture
 from clearhead.hub.files import read_json, refuse
-from clearhead.hub.peft import SETTINGS, Adapter, RankUpdate, read_adapter, write_adapter
+from clearhead.hub.peft import Adapter, RankUpdate, read_adapter, write_adapter
+from clearhead.hub.peft_settings import SETTINGS
 from clearhead.model.transformer import Transformer
 
 

@@ -96,7 +96,7 @@ def gguf_tokenizer(header: GgufHeader) -> Tokenizer | None:
     if not _texts(tokens) or len(set(tokens)) != len(tokens) or len(kinds) != len(tokens):
         raise CheckpointError(f"{wrong}: {FIELD}tokens must be texts that differ, each with its type")
     with refusing(wrong, CheckpointError):
-        made = _byte_level(header, tokens) if kind == "gpt2" else _pieces(header, tokens, kinds)
+        made = _byte_level(header, tokens, kinds) if kind == "gpt2" else _pieces(header, tokens, kinds)
         for special in (False, True):
             wanted = CONTROL if special else USER_DEFINED
             listed = [text for text, one in zip(tokens, kinds) if one == wanted]
@@ -108,8 +108,10 @@ def _texts(value: object) -> bool:
     return isinstance(value, list) and all(isinstance(one, str) for one in value)
 
 
-def _byte_level(header: GgufHeader, tokens: Sequence[str]) -> Tokenizer:
+def _byte_level(header: GgufHeader, tokens: Sequence[str], kinds: Sequence[int]) -> Tokenizer:
     merges, pre = header.fields.get(f"{FIELD}merges"), header.fields.get(f"{FIELD}pre", "default")
+    if merges is None and all(len(text) == 1 for text, kind in zip(tokens, kinds) if kind == NORMAL):
+        merges = []  # of single bytes alone; an empty list is left out of a file
     refuse(not _texts(merges), f"{header.path} has no {FIELD}merges of texts")
     split = ALIKE.get(pre, pre)
     refuse(

@@ -7,9 +7,8 @@ Shapes: R rank, D width in, N width out.
 """
 
 import math
-import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,30 +17,19 @@ import torch
 from torch import Tensor, nn
 
 from clearhead.config import ModelConfig
-from clearhead.errors import CheckpointError
 from clearhead.hub.architecture import Architecture
 from clearhead.hub.checkpoint import empty_model, matching_rules, more
 from clearhead.hub.files import read_json, refuse, whole_folder, write_json
+from clearhead.hub.peft_settings import SETTINGS, by_pattern, checked_settings, is_named, is_target
 from clearhead.hub.rules import JOINED_TRANSPOSED, TRANSPOSED, Rule
 from clearhead.hub.weights import Entry, open_tensors
 from clearhead.hub.writing import Outgoing, write_tensors
 from clearhead.model.dtypes import wide
 from clearhead.model.transformer import Transformer
 
-SETTINGS, STEM = "adapter_config.json", "adapter_model"
+STEM = "adapter_model"
 PREFIX, ENDS = "base_model.model.", (".lora_A.weight", ".lora_B.weight")
 TASKS = {"decoder": "CAUSAL_LM", "encoder-decoder": "SEQ_2_SEQ_LM"}
-# Fields that decide nothing once an adapter is trained, and those that are honoured.
-WITHOUT_EFFECT = {
-    *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
-    *("lora_dropout", "fan_in_fan_out", "loftq_config", "eva_config", "corda_config", "lora_ga_config"),
-    *("megatron_core", "qalora_group_size", "runtime_config", "layers_pattern"),
-}
-HONOURED = {
-    *("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "target_modules", "exclude_modules"),
-    *("layers_to_transform", "peft_type", "bias", "init_lora_weights"),
-}
-PLAIN_STARTS = (None, True, False, "gaussian", "orthogonal", "eva")  # others change the base model's weights
 
 
 @dataclass(frozen=True)
@@ -68,7 +56,7 @@ Adapter = Mapping[str, RankUpdate]  # by the name of our layer
 
 def read_adapter(folder: Path, config: ModelConfig, architecture: Architecture) -> Adapter:
     """Return the updates of an adapter's directory; refuse one that does not fit the model in every layer."""
-    settings = _checked(folder, read_json(folder / SETTINGS))
+    settings = checked_settings(folder, read_json(folder / SETTINGS))
     refuse(
         not (folder / f"{STEM}.safetensors").is_file(),
         f"{folder} holds {SETTINGS} and no {STEM}.safetensors: pickled adapters are not read",
@@ -83,7 +71,7 @@ def read_adapter(folder: Path, config: ModelConfig, architecture: Architecture) 
         f"{folder}: the adapter updates {wrong and known[wrong[0]]}{more(wrong)}, which is no linear layer "
         "of this model: it is an adapter of another one",
     )
-    targeted = {name for name in layers if _is_target(settings, name)}
+    targeted = {name for name in layers if is_target(settings, name)}
     if settings["target_modules"] == "all-linear":
         targeted = {name for name in targeted if ".blocks." in f".{layers[name].ours[0]}"} | {*known}
     differing = sorted(targeted ^ {*known})
@@ -98,19 +86,25 @@ def read_adapter(folder: Path, config: ModelConfig, architecture: Architecture) 
         a, b = found[stored]
         rule = layers[name]
         sizes = [tuple(model.get_parameter(one).shape) for one in rule.ours]
-        rank = _by_pattern(settings, "rank_pattern", name, settings["r"])
+        rank = by_pattern(settings, "rank_pattern", name, settings["r"])
         shapes = ((rank, sizes[0][1]), (sum(size[0] for size in sizes), rank))
         refuse(
             (a.shape, b.shape) != shapes,
             f"{folder}: the update of {stored} has shapes {a.shape} and {b.shape}, and the model and rank "
             f"{rank} need {shapes[0]} and {shapes[1]}",
         )
+        kinds = {str(one.dtype).removeprefix("torch.") for one in (a, b) if not one.dtype.is_floating_point}
+        refuse(
+            kinds,
+            f"{folder}: the update of {stored} has numbers of {' and '.join(sorted(kinds))}: they must be "
+            "floating-point",
+        )
         updates |= _divided(
             rule,
             RankUpdate(
                 wide(a.read()).clone(),
                 wide(b.read()).clone(),
-                float(_by_pattern(settings, "alpha_pattern", name, settings["lora_alpha"])),
+                float(by_pattern(settings, "alpha_pattern", name, settings["lora_alpha"])),
                 settings["use_rslora"],
             ),
             [size[0] for size in sizes],
@@ -138,55 +132,6 @@ def _is_flipped(rule: Rule) -> bool:
     return rule.operation in (TRANSPOSED, JOINED_TRANSPOSED)
 
 
-def _checked(folder: Path, given: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings with defaults; refuse by name what is not honoured."""
-    usual = {"r": 8, "lora_alpha": 8, "rank_pattern": {}, "alpha_pattern": {}, "use_rslora": False}
-    settings = {**usual, **{key: value for key, value in given.items() if value is not None}}
-    wrong = f"{folder / SETTINGS} has"
-    kind = settings.get("peft_type", "LORA")
-    refuse(kind != "LORA", f"{wrong} peft_type {kind!r}: only LORA is supported")
-    bias = settings.get("bias", "none")
-    refuse(bias != "none", f"{wrong} bias {bias!r}: only updates without biases are supported")
-    start = settings.get("init_lora_weights")
-    refuse(
-        start not in PLAIN_STARTS,
-        f"{wrong} init_lora_weights {start!r}, which changes the model's own weights: convert it with PEFT",
-    )
-    for key, value in settings.items():
-        refuse(
-            key not in WITHOUT_EFFECT | HONOURED and value not in (False, [], {}, ""),
-            f"{wrong} {key} {str(value)[:40]}, which is not supported: merge the adapter with PEFT instead",
-        )
-    numbers = [settings["r"], *_table(folder, settings, "rank_pattern").values()]
-    refuse(
-        not all(type(one) is int and one >= 1 for one in numbers),
-        f"{wrong} a rank in r or rank_pattern that is no whole number from 1 on",
-    )
-    alphas = [settings["lora_alpha"], *_table(folder, settings, "alpha_pattern").values()]
-    refuse(
-        not all(type(one) in (int, float) and math.isfinite(one) for one in alphas),
-        f"{wrong} a factor in lora_alpha or alpha_pattern that is no number",
-    )
-    refuse(type(settings["use_rslora"]) is not bool, f"{wrong} use_rslora that is neither true nor false")
-    targets = settings.get("target_modules")
-    refuse(
-        not (isinstance(targets, str) or (isinstance(targets, list) and all(map(_is_text, targets)))),
-        f"{wrong} target_modules {str(targets)[:40]}: they must be names of layers",
-    )
-    return settings
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
-
-
-def _table(folder: Path, settings: dict[str, Any], key: str) -> dict[str, Any]:
-    found = settings[key]
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{folder / SETTINGS} has {key} {str(found)[:40]}: it must be a table")
-    return found
-
-
 def _paired(folder: Path, entries: Mapping[str, Entry]) -> dict[str, tuple[Entry, Entry]]:
     """Return A and B of each of their layers; refuse any other tensor by name."""
     names = [name.removeprefix(PREFIX) for name in entries]
@@ -202,43 +147,6 @@ def _paired(folder: Path, entries: Mapping[str, Entry]) -> dict[str, tuple[Entry
         missing = next((end for end in ENDS if stem + end not in bare), None)
         refuse(missing, f"{folder}: the adapter has only one of lora_A and lora_B of {stem}")
     return {stem: (bare[stem + ENDS[0]], bare[stem + ENDS[1]]) for stem in stems}
-
-
-def _is_target(settings: Mapping[str, Any], name: str) -> bool:
-    """Return whether the settings choose a layer, by their own reading of names and expressions."""
-    if _named(settings.get("exclude_modules") or [], name):
-        return False
-    if settings["target_modules"] == "all-linear":
-        return True
-    numbers = settings.get("layers_to_transform")
-    if numbers is None or numbers == []:
-        return _named(settings["target_modules"], name)
-    patterns = settings.get("layers_pattern") or [r"[^.]*"]
-    found = (
-        re.match(rf"(?:^|.*?\.){pattern}\.(\d+)\.", name)
-        for pattern in ([patterns] if isinstance(patterns, str) else patterns)
-    )
-    first = next(filter(None, found), None)
-    chosen = numbers if isinstance(numbers, list) else [numbers]
-    return first is not None and int(first.group(1)) in chosen and _named(settings["target_modules"], name)
-
-
-def _named(names: str | Iterable[str], name: str) -> bool:
-    if isinstance(names, str):
-        try:
-            return re.fullmatch(names, name) is not None
-        except re.error as error:
-            raise CheckpointError(f"{SETTINGS} has the expression {names!r:.60}: {error}") from None
-    return any(name == one or name.endswith(f".{one}") for one in names)
-
-
-def _by_pattern(settings: Mapping[str, Any], key: str, name: str, usual: Any) -> Any:
-    """Return the value of the first pattern that ends the name of a layer."""
-    try:
-        found = (value for one, value in settings[key].items() if re.match(rf"(.*\.)?({one})$", name))
-        return next(found, usual)
-    except re.error as error:
-        raise CheckpointError(f"{SETTINGS} has a {key} that is no expression: {error}") from None
 
 
 def _divided(rule: Rule, update: RankUpdate, widths: list[int], config: ModelConfig) -> dict[str, RankUpdate]:
@@ -327,7 +235,7 @@ def _settings(
     }
     (rank, _), (alpha, _) = (Counter(some.values()).most_common(1)[0] for some in (ranks, alphas))
     short = sorted({name.rpartition(".")[2] for name in updates})
-    fits = {name for name in layers if _named(short, name)} == {*updates}
+    fits = {name for name in layers if is_named(short, name)} == {*updates}
     return {
         "peft_type": "LORA",
         "task_type": TASKS.get(config.family) if config.head == "lm" else None,

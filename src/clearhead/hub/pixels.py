@@ -211,6 +211,8 @@ def _channels_first(image: Tensor, channels: int, last: bool) -> Tensor:
 def read_image(file: Path | io.BytesIO, channels: int, name: str, most: int | None = None) -> Array:
     """Read an image file as bytes [H, W, C]; refuse one of more than `most` pixels. Errors call it `name`."""
     pillow = _pillow("reading images")
+    special = isinstance(file, Path) and file.exists() and not file.is_file()  # a pipe would be waited for
+    refuse(special, f"{name} cannot be read as an image: it is a directory or a device, and no file")
     try:
         with pillow.open(file) as picture:
             if most is not None and picture.width * picture.height > most:

@@ -115,6 +115,18 @@ class Segment:
 
 
 @dataclass(frozen=True)
+class WindowReading:
+    """How the transcript of one window was judged, at the temperature it was taken at."""
+
+    start: float  # seconds from the beginning of the sound
+    temperature: float
+    logprob: float  # mean log-probability of its tokens
+    compression_ratio: float  # of its tokens' bytes; text that repeats itself has a high one
+    no_speech: float | None  # probability that nothing is said; None where logprob left no doubt
+    skipped: bool  # taken for silence, and left out
+
+
+@dataclass(frozen=True)
 class Transcription:
     """What was said in one sound."""
 
@@ -123,3 +135,4 @@ class Transcription:
     language: str | None  # its code, such as "en"; None where the model has no tokens for languages
     ids: list[int]  # the new tokens of all windows, those for times among them
     seconds: float  # how long the sound is
+    windows: tuple[WindowReading, ...] = ()  # where temperatures or thresholds were asked for

@@ -22,7 +22,6 @@ from clearhead.bundle import Bundle
 from clearhead.data.sounds import Samples, read_sound, resampled
 from clearhead.errors import InputError, nearest, refuse
 from clearhead.generate.decode import Ends, decode
-from clearhead.generate.engine import decode_compiled
 from clearhead.generate.own import with_own
 from clearhead.generate.prompts import Prompts
 from clearhead.generate.request import Request, make_request
@@ -30,8 +29,9 @@ from clearhead.generate.timestamps import Timestamps, language_of, segments_of
 from clearhead.hub.languages import CODES, LANGUAGES
 from clearhead.hub.spectrogram import Spectrogram, spectrogram_of
 from clearhead.model.transformer import evaluating
+from clearhead.tasks.fallback import WindowBatch, make_fallback, read_windows
 from clearhead.tasks.reading import fitting
-from clearhead.tasks.results import Segment, Transcription
+from clearhead.tasks.results import Segment, Transcription, WindowReading
 from clearhead.tokens.labels import decoded
 
 Sound = str | Path | io.BytesIO | np.ndarray | Tensor  # a file, or samples [N], of several channels [N, C]
@@ -49,6 +49,11 @@ class TranscribeOptions(TypedDict, total=False):
     rate: int | None
     max_new_tokens: int | None
     batch_size: int
+    temperature: float | Sequence[float]
+    compression_ratio_threshold: float | None
+    logprob_threshold: float | None
+    no_speech_threshold: float | None
+    seed: int
 
 
 @dataclass(frozen=True)
@@ -87,6 +92,7 @@ class Hearing:
     at: int = 0  # the frame that the next window begins with
     ids: list[int] = field(default_factory=list)
     segments: list[tuple[float, float, list[int]]] = field(default_factory=list)
+    windows: list[WindowReading] = field(default_factory=list)
 
 
 def check_hears(m: Bundle) -> None:
@@ -114,6 +120,11 @@ def voice_of(m: Bundle) -> Voice:
         size = m.config.vocab_size
         return {name: token for name, token in found.items() if type(token) is int and 0 <= token < size}
 
+    refuse(
+        bool(stated.get("condition_on_prev_tokens")),
+        "generation_config.json has condition_on_prev_tokens true: here a window is read without the text "
+        "of the one before, so set it to false",
+    )
     english = not stated.get("is_multilingual", "lang_to_id" in stated)
     no_times = stated.get("no_timestamps_token_id", m.text_tokenizer.token_to_id(NO_TIMES))
     refuse(
@@ -160,9 +171,20 @@ def transcribe(
     rate: int | None = None,
     max_new_tokens: int | None = None,
     batch_size: int = 8,
+    temperature: float | Sequence[float] = 0.0,
+    compression_ratio_threshold: float | None = None,
+    logprob_threshold: float | None = None,
+    no_speech_threshold: float | None = None,
+    seed: int = 0,
 ) -> list[Transcription]:
     """Return what is said in each sound; see `Model.transcribe`."""
     voice = voice_of(m)
+    thresholds = {
+        "compression_ratio_threshold": compression_ratio_threshold,
+        "logprob_threshold": logprob_threshold,
+        "no_speech_threshold": no_speech_threshold,
+    }
+    fallback = make_fallback(temperature, thresholds, m.generation)
     refuse(batch_size < 1, f"batch_size {batch_size} must be 1 or more")
     refuse(task not in TASKS, f'task "{task}" is not known: choose {" or ".join(TASKS)}')
     refuse(
@@ -184,14 +206,13 @@ def transcribe(
             # Transcripts that begin alike are read together.
             alike = [one for one in waiting if one.times == waiting[0].times][:batch_size]
             starts = [voice.begin(one.language, task, one.times) for one in alike]
-            request, ends = _request(m, voice, alike[0].times, len(starts[0]), max_new_tokens)
+            request, ends = _request(m, voice, alike[0].times, len(starts[0]), max_new_tokens, seed)
             prompts = Prompts(starts, _windows(m, voice, alike))
-            if steps is None:
-                rows = decode(runner, request, prompts, ends)
-            else:
-                rows = decode_compiled(runner, request, prompts, ends, steps=steps)
-            for one, row in zip(alike, rows):
-                _note(voice, one, row.ids)
+            begun = [one.at * voice.sound.seconds for one in alike]
+            silence = None if voice.no_times is None else voice.no_times - 1
+            batch = WindowBatch(m.model, runner, steps, request, ends, prompts, begun, silence)
+            for one, (ids, judged) in zip(alike, read_windows(batch, fallback)):
+                _note(voice, one, ids, judged)
     return [_written(m, voice, one) for one in heard]
 
 
@@ -271,14 +292,15 @@ def _tell_languages(m: Bundle, voice: Voice, heard: list[Hearing], named: int | 
 
 
 def _request(
-    m: Bundle, voice: Voice, times: bool, begun: int, max_new_tokens: int | None
+    m: Bundle, voice: Voice, times: bool, begun: int, max_new_tokens: int | None, seed: int = 0
 ) -> tuple[Request, Ends]:
     """Return how the tokens of a window are chosen, and what ends it."""
     positions = m.config.max_positions
     stated = m.generation.get("max_length")
     room = min(positions, stated + begun) - begun if type(stated) is int else positions - begun
     refuse(room < 1, f"the model has {positions} positions and a transcript begins with {begun} tokens")
-    asked: dict[str, Any] = {"max_new_tokens": room if max_new_tokens is None else min(room, max_new_tokens)}
+    most = room if max_new_tokens is None else min(room, max_new_tokens)
+    asked: dict[str, Any] = {"max_new_tokens": most, "seed": seed}
     stops = frozenset(token for token in m.stops if token < m.config.vocab_size)
     rule = None
     if times and voice.no_times is not None:
@@ -287,9 +309,14 @@ def _request(
     return make_request(with_own(m.own_options, asked, hooked=True)), Ends(stops, rule=rule)
 
 
-def _note(voice: Voice, heard: Hearing, ids: list[int]) -> None:
-    """Add what was written of a window, and go on where it ended."""
+def _note(voice: Voice, heard: Hearing, ids: list[int], judged: WindowReading | None) -> None:
+    """Add what was written of a window, and go on where it ended; a skipped one is passed over."""
     left = min(voice.frames, len(heard.frames) - heard.at)
+    if judged is not None:
+        heard.windows.append(judged)
+        if judged.skipped:
+            heard.at += left
+            return
     offset = heard.at * voice.sound.seconds
     if voice.no_times is None or not heard.times:
         found, steps = [(0, left // voice.stride, list(ids))], None
@@ -314,4 +341,5 @@ def _written(m: Bundle, voice: Voice, heard: Hearing) -> Transcription:
     ]
     codes = {token: code for code, token in voice.languages.items()}
     language = None if heard.language is None else codes[heard.language]
-    return Transcription(text(heard.ids), parts, language, heard.ids, round(heard.seconds, 3))
+    seconds, windows = round(heard.seconds, 3), tuple(heard.windows)
+    return Transcription(text(heard.ids), parts, language, heard.ids, seconds, windows)
