@@ -170,6 +170,7 @@ def opened(browser: Browser, url: str) -> dict[str, float]:
     page.fill("#compare-text", " ".join(str(7 * n % 5000) for n in range(256)))
     page.click("#compare-run")
     until(page, "() => document.querySelector('#patch-tokens canvas, #patch-tokens button')", 300)
+    until(page, "() => !document.querySelector('#compare [aria-busy]')", 300)  # patches are new interventions
     page.wait_for_timeout(500)
     found["A / B, read elsewhere"] = page.evaluate(ASKED, ["#compare [data-position='200']", "#compare-kl"])
     page.close()

@@ -1,9 +1,11 @@
 """Every kind of model, live and as a file: no empty view, numbers of `inside`, the address restores it."""
 
-import re
+import io
+import json
 
 import pytest
 import torch
+from PIL import Image
 
 import clearhead as ch
 from clearhead.explorer.findings import findings, shapes
@@ -17,11 +19,10 @@ from clearhead.inside.similarity import similarity
 from tests.browser.test_export import offline
 from tests.browser.test_kinds import NEAR, saved
 from tests.browser.test_numbers import INPUTS, column_of
-from tests.explorer.toys import serving, toy
+from tests.explorer.toys import picture, serving, toy
 
 KINDS = ("decoder", "encoder", "vectors", "classifier", "tagger", "encoder-decoder", "vit")
 PAIR = ("they speak of the king", "the men shall not")
-SECOND = {"encoder": "the men [MASK] the king's England", "tagger": "they shall not speak England"}
 BARE = """() => {
   const section = document.querySelector("#views section:not([hidden])");
   const body = section.querySelector(".body");
@@ -109,24 +110,73 @@ def test_a_checkpoint_of_another_architecture_has_no_empty_view(watched, name, t
 
 
 @pytest.mark.ledger("K3")
-@pytest.mark.parametrize("family", ["encoder", "tagger"])
-def test_patching_from_the_page_is_the_command_s(watched, served, family):
-    m, given = toy(family), INPUTS[family][0]
-    column = column_of(family, prepare(m, given))
+@pytest.mark.parametrize("family", ["encoder", "classifier", "tagger", "encoder-decoder", "vit"])
+def test_patching_from_the_page_is_the_command_s(watched, served, family, tmp_path):
+    """Head by head and token by token, live and in a file; `test_the_bench` has the decoder's."""
+    m, (given, *target) = toy(family), INPUTS[family]
     seen = watched().open(served(family).url)
-    seen.read(given)
-    other = SECOND[family]
-    if len(prepare(m, given).tokens) != len(prepare(m, other).tokens):
-        other = given.replace("the", "of") if family == "encoder" else given.replace("of", "the")
-    seen.look("compare", "#compare-run")
-    seen.page.fill("#compare-text", other)
+    if family == "vit":
+        seen.see("one.png", png(given))
+        seen.look("compare", "#compare-image")
+        other = picture(8)
+        seen.page.set_input_files(
+            "#compare-image", {"name": "two.png", "mimeType": "image/png", "buffer": png(other)}
+        )
+    else:
+        seen.read(given, *target)
+        seen.look("compare", "#compare-run")
+        other = as_long(m, given)
+        seen.page.fill("#compare-text", other)
     seen.page.click("#compare-run")
-    found = patch(m, given, other, parts=("heads",), position=column)
-    seen.page.locator("#patch-heads canvas.heat").wait_for()
-    shown = seen.page.locator("#patch-heads canvas.heat").get_attribute("data-values")
-    values = [float(one) for one in re.findall(r"-?[\d.]+(?:e-?\d+)?", shown)]
-    assert values == pytest.approx(found.maps[0].values.flatten().tolist(), abs=1e-4)
-    assert seen.wrong == []
+    column = column_of(family, prepare(m, given, *target))
+    asked = {"position": column, "target": target[0] if target else None}
+    found = patch(m, given, other, parts=("heads", "residual"), **asked)
+    assert float(found.maps[0].values.nan_to_num().abs().max()) > 1e-3
+    expected = {
+        "#patch-heads": [one for one in found.maps if one.part.endswith("heads")],
+        "#patch-tokens": [one for one in found.maps if one.part == "residual"],
+    }
+    seen.page.locator("#patch-tokens canvas.heat").first.wait_for()
+    seen.wait("() => !document.querySelector('#compare [aria-busy]')")
+    file, tried = saved(seen, watched, tmp_path / "page.html")
+    file.look("compare", "#patch-tokens canvas.heat")
+    for page in (seen, file):
+        for selector, maps in expected.items():
+            shown = [json.loads(one) for one in attributes(page, f"{selector} canvas.heat", "data-values")]
+            wanted = [one.values.flatten().tolist() for one in maps]
+            assert [len(one) for one in shown] == [len(one) for one in wanted] != []
+            for ours, theirs in zip(shown, wanted):
+                assert [x or 0.0 for x in ours] == pytest.approx(
+                    [0.0 if x != x else x for x in theirs], abs=1e-4
+                )
+    assert (seen.wrong, file.wrong, tried) == ([], [], [])
+
+
+def as_long(m, text):
+    """Another text with as many tokens: one word of it is another."""
+    words = text.split()
+    others = [
+        " ".join([*words[:place], new, *words[place + 1 :]])
+        for place in range(len(words))
+        for new in ("the", "of", "men", "king", "shall", "speak", "England")
+        if words[place] not in (new, "[MASK]")
+    ]
+    count = len(prepare(m, text).first_tokens)
+    return next(one for one in others if len(prepare(m, one).first_tokens) == count)
+
+
+def attributes(seen, selector, name):
+    """An attribute of all elements that a selector finds."""
+    return seen.page.eval_on_selector_all(
+        selector, "(all, name) => all.map((one) => one.getAttribute(name))", name
+    )
+
+
+def png(pixels):
+    """Pixels as the bytes of a file."""
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "PNG")
+    return buffer.getvalue()
 
 
 @pytest.mark.ledger("F2")

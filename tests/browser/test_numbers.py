@@ -27,7 +27,10 @@ INPUTS = {
     "classifier": ("Москва и люди; they shall",),
     "vit": (picture(3),),
     "tagger": ("they shall speak of England",),
+    "vectors": ("they speak of the king",),
 }
+ANSWERING = (*FAMILIES, "tagger")
+EVERY = (*ANSWERING, "vectors")
 SETTINGS = [
     (0.7, 0, 1, 0),
     (1.5, 7, 1, 0),
@@ -94,6 +97,7 @@ def test_tokens(live, family):
 
 
 @pytest.mark.ledger("K1")
+@pytest.mark.parametrize("family", EVERY, indirect=True)
 def test_flow(live, family):
     watched, prepared, given = shown(live, family)
     seen = trace(prepared.m, *given)
@@ -134,6 +138,7 @@ def test_flow(live, family):
 
 
 @pytest.mark.ledger("K2")
+@pytest.mark.parametrize("family", EVERY, indirect=True)
 def test_attention(live, family):
     """Each pixel of a head has its weight's colour; thumbnails show entropy; chips show where tokens look."""
     watched, prepared, given = shown(live, family)
@@ -193,6 +198,7 @@ def off_by(watched, pattern) -> float:
 
 
 @pytest.mark.ledger("K3")
+@pytest.mark.parametrize("family", ANSWERING, indirect=True)
 def test_lens(live, family):
     watched, prepared, given = shown(live, family)
     seen = lens(prepared.m, *given, top=5)
@@ -227,6 +233,7 @@ def test_lens(live, family):
 
 
 @pytest.mark.ledger("F2")
+@pytest.mark.parametrize("family", ANSWERING, indirect=True)
 def test_next(live, family):
     """Check the probabilities of what comes next at every column, and of the tokens that follow if known."""
     watched, prepared, _ = shown(live, family)
@@ -291,6 +298,7 @@ def test_sliders_are_the_sampling_functions(live, family):
 
 
 @pytest.mark.ledger("K3")
+@pytest.mark.parametrize("family", ANSWERING, indirect=True)
 def test_ablation(live, family):
     watched, prepared, (given, *target) = shown(live, family)
     watched.look("ablate", "[data-heads]")

@@ -1,7 +1,10 @@
 """One selection for the whole page: in every view, in the address, in a file; and a path that adds up."""
 
+import re
+
 import pytest
 
+import clearhead as ch
 from clearhead.explorer.record import export, record
 from clearhead.explorer.session import Opened
 from clearhead.inside.attention import attention
@@ -13,6 +16,10 @@ from tests.browser.test_numbers import INPUTS, column_of, shown
 from tests.explorer.toys import hostile, serving, toy
 
 TEXT = "they speak of the king"
+COVERED = """() => {
+  const box = (one) => document.querySelector(one).getBoundingClientRect();
+  return box(".tour").bottom - box("section.toured").top;
+}"""
 
 
 def selected(seen):
@@ -42,6 +49,13 @@ def test_one_selection_and_the_address_keeps_it(watched, served):
     assert selected(seen) == dict.fromkeys(("chip", "next", "lens", "attention"), 3)
     labels = prepare(toy("decoder"), TEXT).tokens.labels
     assert seen.texts("#attention-row") == [labels[3]]
+    seen.look("ablate", "[data-heads]").first.click()
+    seen.page.locator("#ablate-answer", has_text=f"read at “{labels[3]}”").wait_for()
+    seen.page.click("#ablate-reset")
+    seen.look("compare", "#compare-run").click()
+    seen.page.locator("#compare-kl").wait_for()
+    assert seen.values("#compare-shown [data-position][aria-pressed=true]", "data-position") == [3]
+    seen.look("attention", "canvas.heat")
     seen.wait("() => location.hash.includes('position=3') && location.hash.includes('head=1.1')")
     again = watched().open(seen.page.url)
     again.look("attention", "canvas.heat")
@@ -93,8 +107,14 @@ def test_the_tour_shows_what_it_tells(watched, served):
         titles.append(seen.texts("#tour-title")[0])
         if titles[-1] == "Two stacks":
             seen.page.locator('#attention-head[data-head^="cross."]').wait_for()
-        card, section = (seen.page.locator(one).bounding_box() for one in (".tour", "section.toured"))
-        assert card["y"] + card["height"] <= section["y"] + 1
+        if titles[-1] == "Where it looks":
+            head, row, share = re.match(
+                r"In head (\S+), “(.+)” gives ([\d.]+ %)", seen.texts("#tour-words")[0]
+            ).groups()
+            seen.page.locator(f'#attention-head[data-head="{head}"]').wait_for()
+            seen.page.locator("#attention-row", has_text=row).wait_for()
+            assert share in seen.texts("#attention-large .looks small")
+        assert seen.page.evaluate(COVERED) <= 1  # both at once: the page may be scrolling
         seen.page.click("#tour-next")
     assert {"Softmax", "Values are mixed", "Positions", "Two stacks"} <= set(titles)
     assert seen.wrong == []
@@ -205,8 +225,17 @@ def test_inside_a_head_every_stop_is_a_step_of_the_trace(live, family):
 
 
 @pytest.mark.ledger("F2")
-def test_an_unknown_word_is_said(watched):
-    """One plain sentence for what the tokenizer does not know."""
+def test_an_unknown_word_and_a_missing_tokenizer_are_said(watched):
+    """One plain sentence each: what the tokenizer does not know, and that there is none."""
+    bare = ch.Model(toy("decoder").model)
+    with serving(Opened("bare", lambda: bare, {"ids": [3, 4, 5]})) as served:
+        seen = watched().open(served.url)
+        assert "This model has no tokenizer: it reads token ids." in seen.texts("#input-about")[0]
+        seen.page.fill("#input-text", "they speak")
+        seen.page.click("#input-run")
+        seen.page.locator("#input .problem", has_text="give token ids, whole numbers").wait_for()
+        seen.read("3 4 5 6")
+        assert seen.wrong == []
     with serving(Opened("words", lambda: hostile("classifier"))) as served:
         seen = watched().open(served.url)
         seen.read("nobody¦__proto__")

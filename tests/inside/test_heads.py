@@ -26,6 +26,7 @@ from clearhead.inside.paths import looks, paths
 from clearhead.model.attention import Attention
 from tests.harness import V, build, config
 from tests.hub.packages import packaged
+from tests.once import once
 from tests.tokens.toys import trained
 
 pytestmark = pytest.mark.ledger("K3")
@@ -266,15 +267,25 @@ def trained_on_repeats(n_layers: int, seed: int, steps: int = 350) -> ch.Transfo
     return model.eval()
 
 
+def induction_models(factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with both trained models, "1" and "2" by their layers."""
+
+    def make(folder: Path) -> None:
+        for n_layers in (1, 2):
+            Model(trained_on_repeats(n_layers, seed=1)).save(folder / str(n_layers))
+
+    return once(factory, "induction", make)
+
+
 def test_two_layers_learn_induction_and_one_does_not(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """To find what came after a token, keys must know what stood before them: that takes two layers."""
+    folder = induction_models(tmp_path_factory)
     found: dict[int, HeadRoles] = {}
     for n_layers in (1, 2):
-        model = trained_on_repeats(n_layers, seed=1)
+        model = load(folder / str(n_layers)).model
         found[n_layers] = head_roles(model)
-        Model(model).save(tmp_path / str(n_layers))
     assert "induction" in found[2].roles
     named = found[2].named("induction")
     assert named and all(head.layer == 1 for head in named)
@@ -290,7 +301,7 @@ def test_two_layers_learn_induction_and_one_does_not(
     into = [one for one in looks(model, ids, edge.part, 13, edge.source) if one.reader == edge.source]
     best = max(into, key=lambda one: one.value)
     assert (best.part[0], best.source) == ("0", edge.source - 1)
-    main(["heads", str(tmp_path / "2"), "--json"])
+    main(["heads", str(folder / "2"), "--json"])
     rows = json.loads(capsys.readouterr().out)["roles"]["heads"]
     assert [row["head"] for row in rows if row["role"] == "induction"] == [
         str(head) for head, role in zip(found[2].heads, found[2].roles) if role == "induction"

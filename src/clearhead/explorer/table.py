@@ -29,7 +29,7 @@ VIEWS: dict[str, tuple[Callable[..., Any], tuple[Callable[[str], Any], ...], dic
     "stages": (PageRun.stages, (), {}),
     "trace": (PageRun.trace, (), {}),
     "step": (PageRun.step, (str,), {}),
-    "attention": (PageRun.attention, (str, whole), {}),
+    "attention": (PageRun.attention, (str, whole), {"head": None}),
     "thumbnails": (PageRun.thumbnails, (str,), {}),
     "rollout": (PageRun.rollout, (str,), {}),
     "lens": (PageRun.lens, (), {"first": None, "count": None}),

@@ -162,21 +162,31 @@ class PageRun:
         """Trace a pass; of each step's result keep what the page shows."""
         return trace(self.m, self.prepared, keep_values=_corner)
 
-    def attention(self, kind: str, layer: int) -> dict[str, Any]:
-        """Return the patterns of one attention [H, T, S]."""
-        return self.attentions(kind, [layer])[0]
+    def attention(self, kind: str, layer: int, head: int | None = None) -> dict[str, Any]:
+        """Return the patterns of one attention [H, T, S], or of one of its heads [1, T, S]."""
+        (found,) = maps_of(self.prepared, [kind], [layer], self.cells).of(kind)
+        if head is None:
+            return self._heads(found)
+        last = len(found.pattern) - 1
+        refuse(not 0 <= head <= last, f"there is no head {head} in layer {layer}: heads are 0 to {last}")
+        own, bits = slice(head, head + 1), found.recorded_entropies
+        one = replace(
+            found, pattern=found.pattern[own], recorded_entropies=None if bits is None else bits[own]
+        )
+        return self._heads(one, head)
 
-    def attentions(self, kind: str, layers: list[int] | None = None) -> list[dict[str, Any]]:
-        """Return the patterns of some or all layers of a kind, from one pass."""
-        return [self._heads(each) for each in maps_of(self.prepared, [kind], layers, self.cells).of(kind)]
+    def attentions(self, kind: str) -> list[dict[str, Any]]:
+        """Return the patterns of all layers of a kind, from one pass."""
+        return [self._heads(each) for each in maps_of(self.prepared, [kind], None, self.cells).of(kind)]
 
-    def _heads(self, found: LayerMap) -> dict[str, Any]:
+    def _heads(self, found: LayerMap, first: int = 0) -> dict[str, Any]:
+        """Return the heads of a map, whose numbers begin with `first`."""
         roles = self.roles()
+        named = {f"{found.name}.{first + place}": one for place, one in enumerate(found.heads())}
         return {
             **{"kind": found.kind, "layer": found.layer},
             "heads": [
-                {"name": str(one.head), "role": roles.get(str(one.head)), "entropy": one.entropy}
-                for one in found.heads()
+                {"name": name, "role": roles.get(name), "entropy": one.entropy} for name, one in named.items()
             ],
             "rows": list(found.queries.labels),
             "columns": list(found.keys.labels),

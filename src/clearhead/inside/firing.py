@@ -19,6 +19,7 @@ from clearhead.errors import refuse
 from clearhead.inside import inputs, results
 from clearhead.inside.direct import AskedLogit, parts_of
 from clearhead.inside.frozen import exact
+from clearhead.model.dtypes import wide
 from clearhead.model.taps import tap_names
 from clearhead.quant.layers import weight_of
 
@@ -70,8 +71,10 @@ def firing(
         tap = f"blocks.{term.layer}.feedforward.post"
         if term.kind == "feedforward" and term.layer is not None and tap in taps:
             posts[term.layer] = exact(asked.seen[tap][0][read.rows])  # R F
-            down = exact(weight_of(blocks[term.layer], "feedforward.down"))  # D F
-            values[term.layer] = (posts[term.layer] * (part.slope @ down)).sum(0)
+            down = wide(
+                weight_of(blocks[term.layer], "feedforward.down").detach()
+            )  # D F: as float64, a long copy
+            values[term.layer] = (posts[term.layer] * exact(part.slope.to(down) @ down)).sum(0)
     best = sorted(
         (
             (layer, int(unit), float(table[unit]))

@@ -6,9 +6,9 @@ import { amountColour, signedColour } from "./colour.js";
 import { el, figure, replace } from "./dom.js";
 import { enlarged } from "./enlarged.js";
 import { paintAt, scaleBar } from "./heatmap.js";
-import { whenNear, whileWorking } from "./near.js";
+import { askAhead, whenNear, whileWorking } from "./near.js";
 import { leadingHead } from "./selection.js";
-import { unpack } from "./source.js";
+import { headPattern, unpack } from "./source.js";
 
 const ATTENTION_KINDS = { self: "Self-attention", encoder: "Encoder", cross: "Cross-attention" };
 const ATTENTION_RANKED = 8; // heads in a row where they are ordered by size
@@ -274,17 +274,13 @@ export const attentionSection = {
       const name = headName(layer, number);
       mark(name);
       try {
-        const body = await app.source.get(`run/${run.run}/attention/${kind}/${layer}`);
+        const [found, other] = [await headPattern(app.source, run, kind, layer, number), await besideOf(run)];
         if (app.store.get("run") !== run || chosen !== name) return;
-        const { shape, values: weights } = unpack(body.pattern);
-        const size = shape[1] * shape[2];
-        const head = body.heads[number];
+        const { body, head, matrix } = found;
         const does = roleOf(head.name) || head.role;
-        const other = await besideOf(run);
-        if (chosen !== name) return;
-        if (other) return showPair(body, number, other, run);
+        if (other) return showPair(found, other, run);
         const words = `Entropy ${figure(head.entropy)} bits: ${head.entropy < 1 ? "it looks at one or two places" : `as if it looked at ${figure(2 ** head.entropy, 2)} places alike`}.${body.aggregated > 1 ? ` Each cell stands for ${body.aggregated} tokens.` : ""}`;
-        show({ name: head.name, title: `Head ${head.name}${does ? `: ${does}` : ""}`, words, matrix: weights.subarray(number * size, (number + 1) * size), rows: body.rows, columns: body.columns, scale: "attention weight" }, run, body.aggregated);
+        show({ name: head.name, title: `Head ${head.name}${does ? `: ${does}` : ""}`, words, matrix, rows: body.rows, columns: body.columns, scale: "attention weight" }, run, body.aggregated);
       } catch (error) {
         problem.textContent = error.message;
       }
@@ -294,24 +290,17 @@ export const attentionSection = {
     async function besideOf(run) {
       const found = headOf(app.store.get("beside"));
       if (!found || found.kind !== kind || app.store.get("beside") === chosen) return null;
-      const body = await app.source.get(`run/${run.run}/attention/${kind}/${found.layer}`);
-      return picked(body, found.number);
+      return titled(await headPattern(app.source, run, kind, found.layer, found.number));
     }
 
-    /** One head of a layer's patterns. */
-    function picked(body, number) {
-      const { shape, values: weights } = unpack(body.pattern);
-      const size = shape[1] * shape[2];
-      const { name } = body.heads[number];
-      return { name, title: `${name}${roleOf(name) ? ` ${roleOf(name)}` : ""}`, matrix: weights.subarray(number * size, (number + 1) * size) };
-    }
+    const titled = ({ head, matrix }) => ({ name: head.name, title: `${head.name}${roleOf(head.name) ? ` ${roleOf(head.name)}` : ""}`, matrix });
 
-    function showPair(body, number, other, run) {
+    function showPair(found, other, run) {
       const own = kind !== "encoder";
       large.closest(".panes").classList.add("paired");
-      panel = { redraw: () => showPair(body, number, other, run) };
+      panel = { redraw: () => showPair(found, other, run) };
       followRow = () => {};
-      besidePanel(large, picked(body, number), other, { ...body, scale: "attention weight" }, (row) => { if (own && row >= 0) app.store.set("position", row * body.aggregated); });
+      besidePanel(large, titled(found), other, { ...found.body, scale: "attention weight" }, (row) => { if (own && row >= 0) app.store.set("position", row * found.body.aggregated); });
     }
 
     async function showRollout() {
@@ -366,6 +355,12 @@ export const attentionSection = {
       if (!found || !small) return;
       if (found.kind === kind) open(found.layer, found.number);
       else goTo(found.kind);
+    });
+    askAhead(app, async (run) => {
+      const first = headOf(app.store.get("head")) || headOf(leadingHead(app));
+      if (!first || first.kind !== (kind || first.kind)) return;
+      await app.source.get(`run/${run.run}/thumbnails/${first.kind}`);
+      await headPattern(app.source, run, first.kind, first.layer, first.number);
     });
     whenNear(root, app, (run) => {
       const pinned = headOf(app.store.get("head"));

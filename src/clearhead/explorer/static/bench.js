@@ -56,6 +56,7 @@ export const compareSection = {
     replace(root, controls, problem, shown);
     let other = null; // the second run
     let sent = null; // the text that it was made of
+    let frame = null; // of both runs: their tokens, and where the rest goes
     let asked = 0;
 
     const sides = () => [app.store.get("run"), other];
@@ -126,8 +127,7 @@ export const compareSection = {
       const [one, two] = sides();
       const chip = (run, place, key) => {
         if (place === null) return el("span", { class: "chip gap", "aria-hidden": "true" }, "·");
-        const here = place === (key === "position" ? app.store.get("position") : run.columns.length === run.tokens.labels.length ? placeOf(run) : -1);
-        return el("button", { type: "button", class: "chip", [`data-${key}`]: place, "aria-pressed": String(here), "aria-label": `${key === "position" ? "A" : "B"}: read at ${run.tokens.labels[place]}, ${place}`, onclick: () => app.store.set(key, place) }, tokenText(run.tokens.labels[place]));
+        return el("button", { type: "button", class: "chip", [`data-${key}`]: place, "aria-label": `${key === "position" ? "A" : "B"}: read at ${run.tokens.labels[place]}, ${place}`, onclick: () => app.store.set(key, place) }, tokenText(run.tokens.labels[place]));
       };
       const cells = pairs.map(([mine, theirs]) => el("li", { class: mine !== null && theirs !== null && one.tokens.labels[mine] === two.tokens.labels[theirs] ? null : "differs" }, chip(one, mine, "position"), chip(two, theirs, "at")));
       const title = (run, side) => el("h3", {}, `${side}: ${nameOf(run)}`);
@@ -253,32 +253,54 @@ export const compareSection = {
       );
     }
 
+    /** Mark the token that is read on each side. */
+    function markPlaces() {
+      const [, two] = sides();
+      const read = { position: app.store.get("position"), at: two.columns.length === two.tokens.labels.length ? placeOf(two) : -1 };
+      for (const [key, here] of Object.entries(read)) for (const chip of shown.querySelectorAll(`[data-${key}]`)) chip.setAttribute("aria-pressed", String(Number(chip.dataset[key]) === here));
+    }
+
+    /** Where tokens, answers, maps and patches of two runs go: made once, so that another place loses no focus. */
+    function framed(first, second) {
+      if (frame?.first === first && frame.second === second && shown.firstChild) return frame;
+      const pairs = benchAligned(first.tokens.labels, second.tokens.labels);
+      const [answer, lens, heads, below] = [el("div", {}), el("div", {}), el("div", {}), el("div", {})];
+      replace(patchHeads);
+      replace(patchTokens);
+      replace(patchWords);
+      replace(shown, tokensOf(pairs), el("div", { class: "bench bench-top" }, answer, lens, heads), below);
+      frame = { first, second, pairs, answer, lens, heads, below };
+      return frame;
+    }
+
     async function show() {
       const [first, second] = sides();
       if (!first || !second) return replace(shown);
       const mine = ++asked;
+      const stale = () => mine !== asked || other !== second || app.store.get("run") !== first;
       problem.textContent = "";
       try {
         const [one, two] = await Promise.all([first, second].map(nextOf));
-        const pairs = benchAligned(first.tokens.labels, second.tokens.labels);
-        const maps = [];
-        let lens = null;
+        if (stale()) return null;
+        const { pairs, answer, lens, heads, below } = framed(first, second);
+        markPlaces();
+        replace(answer, answers(one, two));
+        const why = one && two ? unpatched(first, second, one, two) : null;
+        const patches = one && first.model === second.model && !why;
+        if (!patches) replace(below, why && el("p", { class: "soft" }, why));
+        else if (!below.querySelector("#patch")) replace(below, el("div", { id: "patch" }, el("h4", {}, "Patch: what of A brings its answer back in B?"), patchWords, el("div", { class: "row toolbar" }, el("div", {}, el("label", { for: "patch-part" }, "Of each layer, token by token, take"), part)), el("div", { class: "bench" }, patchHeads, patchTokens), progress.root, patchSaid));
         if (one && two && one.probabilities.length === two.probabilities.length) {
           const choice = app.store.get("target") ?? one.order[0];
           const label = one.names.get(choice) || two.names.get(choice) || `id ${choice}`;
-          const soft = (error) => el("p", { class: "soft" }, error.message);
-          maps.push(el("div", { "aria-busy": "true" }), await headMap(choice, label).catch(soft));
-          lens = async () => { const map = await lensMap(choice, label, pairs, one.probabilities.length).catch(soft); if (mine === asked) maps[0].replaceWith(map); };
+          const put = async (node, work) => { const map = await work.catch((error) => el("p", { class: "soft" }, error.message)); if (!stale()) replace(node, map); };
+          await whileWorking(heads, put(heads, headMap(choice, label)));
+          await whileWorking(lens, put(lens, lensMap(choice, label, pairs, one.probabilities.length)));
         }
-        if (mine !== asked || other !== second || app.store.get("run") !== first) return;
-        const why = one && two ? unpatched(first, second, one, two) : null;
-        const patches = one && first.model === second.model && !why && el("div", { id: "patch" }, el("h4", {}, "Patch: what of A brings its answer back in B?"), patchWords, el("div", { class: "row toolbar" }, el("div", {}, el("label", { for: "patch-part" }, "Of each layer, token by token, take"), part)), el("div", { class: "bench" }, patchHeads, patchTokens), progress.root, patchSaid);
-        replace(shown, tokensOf(pairs), el("div", { class: "bench bench-top" }, answers(one, two), maps), patches || (why && el("p", { class: "soft" }, why)));
-        if (lens) await lens();
-        if (patches) await Promise.all([patched(patchHeads, "heads"), patched(patchTokens, part.value)]);
+        if (patches && !stale()) await Promise.all([whileWorking(patchHeads, patched(patchHeads, "heads")), whileWorking(patchTokens, patched(patchTokens, part.value))]);
       } catch (error) {
         if (mine === asked) problem.textContent = error.message;
       }
+      return null;
     }
 
     app.store.on("model", (model) => {

@@ -2,10 +2,8 @@
 
 import { bytes, el, figure, replace } from "./dom.js";
 import { heatmap, scaleBar } from "./heatmap.js";
-import { whenNear } from "./near.js";
+import { askAhead, whenNear } from "./near.js";
 import { unpack } from "./source.js";
-
-const FLOW_AHEAD = 1e9; // parameters times tokens of a pass that is traced before anybody asks
 
 /** Steps as a tree along their paths: {name, steps, groups, parameters, flops, bytes, seconds}. */
 function flowTree(steps) {
@@ -248,14 +246,7 @@ export const flowSection = {
         problem.textContent = error.message;
       }
     });
-    /** The trace takes a pass of its own: of a small model it is fetched when nothing else is asked for, and is there when somebody looks. */
-    app.store.listen("run", async (run) => {
-      const model = app.store.get("model");
-      if (!run || !app.source.live || model.parameters * run.tokens.labels.length > FLOW_AHEAD) return;
-      await new Promise((done) => setTimeout(done, 1200));
-      await app.source.idle();
-      if (app.store.get("run") === run) app.source.get(`run/${run.run}/trace`).catch(() => null);
-    });
+    askAhead(app, (run) => app.source.get(`run/${run.run}/trace`)); // a pass of its own
     app.store.on("model", () => {
       open.clear();
       chosen = null;

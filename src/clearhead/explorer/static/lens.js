@@ -3,15 +3,15 @@
 import { amountColour, css, inkOn, signedColour } from "./colour.js";
 import { el, figure, percent, replace, svg, tokenText } from "./dom.js";
 import { scaleBar } from "./heatmap.js";
-import { whenNear, whileWorking } from "./near.js";
+import { askAhead, whenNear, whileWorking } from "./near.js";
 import { saveButtons } from "./picture.js";
 import { columnOf } from "./selection.js";
 import { LensTables } from "./source.js";
 
 const LENS_SHOWS = { p: "probability of the best choice", final: "probability of the final choice", entropy: "entropy in bits" };
-const LENS_WIDE = 64; // columns that are drawn at once
-const LENS_PIECE = 8; // columns that are asked for at once, where their scores are many
-const LENS_DRAWN = 500; // milliseconds between two drawings of a grid that is being filled
+const LENS_WIDE = 32; // columns that are drawn at once, about two screens
+const LENS_PIECE = 4; // columns that are asked for at once, where their scores are many
+const LENS_DRAWN = 60; // milliseconds until a grid that is being filled is drawn, and drawn again
 const LENS_SCORES = 1e6; // of all layers and columns, that are asked for in one piece: they come within 100 ms
 
 /** A small chart: a value by layer. */
@@ -52,6 +52,7 @@ export const lensSection = {
     let view = null;
     let first = 0;
     let chosen = [0, 0];
+    let drawnAs = ""; // the columns and colours of the grid
     let partsWait = false; // until somebody looks
 
     function value(layer, column) {
@@ -105,7 +106,7 @@ export const lensSection = {
     }
 
     function cell(layer, column, most) {
-      if (!view.has(column)) return el("td", { role: "gridcell", class: "soft" }, "…");
+      if (!view.has(column)) return el("td", { role: "gridcell", class: "soft", "data-layer": layer, "data-column": column }, "…");
       const best = view.top(layer, column)[0];
       const amount = value(layer, column);
       const colour = amountColour(Math.min(amount / most, 1));
@@ -118,59 +119,110 @@ export const lensSection = {
           "data-column": column,
           "data-value": amount,
           "data-id": best.id,
-          title: `${best.label}: ${percent(best.p)}`,
           style: { background: css(colour), color: inkOn(colour) },
-          onclick: () => pinCell(layer, column, false),
         },
         tokenText(best.label, "mono token", 9),
       );
+    }
+
+    /** The cell of an event: [layer, column]; null where it is none, or not there yet. */
+    function cellOf(event) {
+      const found = event.target.closest("td[data-value]");
+      return found && [Number(found.dataset.layer), Number(found.dataset.column)];
+    }
+
+    /** What the cell under the pointer says, in full. */
+    function entitle(event) {
+      const at = cellOf(event);
+      const best = at && view.has(at[1]) ? view.top(...at)[0] : null;
+      if (best) event.target.closest("td").title = `${best.label}: ${percent(best.p)}`;
+    }
+
+    const mostShown = () => (shows.value === "entropy" ? view.mostEntropy : 1);
+
+    /** Put columns that have come into a grid that is drawn already; where its colours change, draw all of it. */
+    function fillColumns(columns) {
+      const rows = [...grid.querySelectorAll("tbody tr")];
+      if (drawnAs !== `${first} ${shows.value} ${mostShown()}` || rows.length !== view.layers.length) return draw();
+      const focused = grid.contains(document.activeElement);
+      rows.forEach((row, layer) => { for (const column of columns) row.children[column - first + 1].replaceWith(cell(layer, column, mostShown())); });
+      return columns.includes(chosen[1]) ? choose(chosen[0], chosen[1], focused) : null;
     }
 
     function draw() {
       if (!view) return;
       const last = Math.min(first + LENS_WIDE, view.columns.length);
       const columns = Array.from({ length: last - first }, (_, i) => first + i);
-      const most = shows.value === "entropy" ? view.mostEntropy : 1;
+      const most = mostShown();
+      const focused = grid.contains(document.activeElement);
+      drawnAs = `${first} ${shows.value} ${most}`;
       const head = el("tr", { role: "row" }, el("th", { role: "columnheader", class: "corner" }, "layer"), columns.map((column) => el("th", { role: "columnheader", title: view.columns[column] }, tokenText(view.columns[column], "mono token", 9))));
       const rows = view.layers.map((name, layer) => el("tr", { role: "row" }, el("th", { role: "rowheader", class: "corner" }, name), columns.map((column) => cell(layer, column, most))));
-      replace(grid, el("table", { class: "lens", role: "grid", "aria-label": `What the model would say, by layer and position; colour: ${LENS_SHOWS[shows.value]}`, onkeydown: keys }, el("thead", { role: "rowgroup" }, head), el("tbody", { role: "rowgroup" }, rows)));
+      replace(grid, el("table", { class: "lens", role: "grid", "aria-label": `What the model would say, by layer and position; colour: ${LENS_SHOWS[shows.value]}`, onkeydown: keys, onpointerover: entitle, onclick: (event) => { const at = cellOf(event); if (at) pinCell(...at, false); } }, el("thead", { role: "rowgroup" }, head), el("tbody", { role: "rowgroup" }, rows)));
       replace(scale, scaleBar(shows.value === "entropy" ? "bits" : "probability", 0, shows.value === "entropy" ? Number(most.toFixed(1)) : 1));
-      const step = (by) => () => { first = Math.min(Math.max(first + by, 0), Math.max(view.columns.length - LENS_WIDE, 0)); draw(); whileWorking(root, fillLens(app.store.get("run"))); };
+      const step = (by) => () => { first = Math.min(Math.max(first + by, 0), Math.max(view.columns.length - LENS_WIDE, 0)); showWindow(app.store.get("run")); };
       replace(window, view.columns.length > LENS_WIDE ? [el("button", { type: "button", onclick: step(-LENS_WIDE) }, "Earlier tokens"), el("span", { class: "soft" }, `${first} to ${last - 1} of ${view.columns.length}`), el("button", { type: "button", onclick: step(LENS_WIDE) }, "Later tokens")] : null);
-      choose(chosen[0], Math.min(Math.max(chosen[1], first), last - 1), false);
+      choose(chosen[0], Math.min(Math.max(chosen[1], first), last - 1), focused);
       const marked = grid.querySelector('td[aria-selected="true"]');
       if (marked) grid.scrollLeft = marked.offsetLeft + marked.offsetWidth - grid.clientWidth;
     }
 
-    /** Ask for the columns that are drawn and not there yet, those around the chosen one first. */
+    /** The columns to ask for next, those around the chosen one first: {start, count, left}; null where all are there. */
+    function nextPiece(run, tables, from, at) {
+      const last = Math.min(from + LENS_WIDE, run.columns.length);
+      const missing = Array.from({ length: last - from }, (_, i) => from + i).filter((column) => !tables.has(column));
+      if (!missing.length) return null;
+      const { layers, vocab_size } = app.store.get("model");
+      const most = Math.max(tables.has(at) ? LENS_PIECE : 1, Math.floor(LENS_SCORES / ((layers + 1) * (vocab_size || 1)))); // the chosen column first
+      const middle = missing.reduce((best, column) => (Math.abs(column - at) < Math.abs(best - at) ? column : best));
+      let start = middle;
+      while (start > from && middle - start < most / 2 && !tables.has(start - 1)) start -= 1;
+      let count = 1;
+      while (count < most && start + count < last && !tables.has(start + count)) count += 1;
+      return { start, count, left: missing.length - count, path: `run/${run.run}/lens?first=${start}&count=${count}` };
+    }
+
+    /** Ask for the columns that are drawn and not there yet; what comes is put into the grid. */
     async function fillLens(run) {
       const here = view;
       const stale = () => app.store.get("run") !== run || view !== here;
-      let drawn = -LENS_DRAWN;
-      for (;;) {
-        const last = Math.min(first + LENS_WIDE, run.columns.length);
-        const missing = Array.from({ length: last - first }, (_, i) => first + i).filter((column) => !here.has(column));
-        waits.hidden = !missing.length;
-        if (!missing.length) return;
-        bar.max = last - first;
-        bar.value = last - first - missing.length;
-        const { layers, vocab_size } = app.store.get("model");
-        const most = Math.max(here.has(chosen[1]) ? LENS_PIECE : 1, Math.floor(LENS_SCORES / ((layers + 1) * (vocab_size || 1)))); // the chosen column first
-        const middle = missing.reduce((best, column) => (Math.abs(column - chosen[1]) < Math.abs(best - chosen[1]) ? column : best));
-        let start = middle;
-        while (start > first && middle - start < most / 2 && !here.has(start - 1)) start -= 1;
-        let count = 1;
-        while (count < most && start + count < last && !here.has(start + count)) count += 1;
-        const piece = await app.source.get(`run/${run.run}/lens?first=${start}&count=${count}`);
+      let drawn = performance.now();
+      let fresh = [];
+      for (let piece = nextPiece(run, here, first, chosen[1]); piece; piece = nextPiece(run, here, first, chosen[1])) {
+        waits.hidden = false;
+        bar.max = Math.min(LENS_WIDE, run.columns.length - first);
+        bar.value = bar.max - piece.left - piece.count;
+        const body = await app.source.get(piece.path);
         if (stale()) return;
-        here.add(start, piece);
-        if (missing.length > count && performance.now() - drawn < LENS_DRAWN) continue;
-        const focused = grid.contains(document.activeElement);
-        draw();
+        here.add(piece.start, body);
+        fresh.push(...Array.from({ length: piece.count }, (_, i) => piece.start + i).filter((column) => column >= first && column < first + LENS_WIDE));
+        if (piece.left && performance.now() - drawn < LENS_DRAWN) continue;
+        fillColumns(fresh);
+        fresh = [];
         drawn = performance.now();
-        if (focused) grid.querySelector('td[tabindex="0"]')?.focus();
       }
+      waits.hidden = true;
     }
+
+    /** Draw the columns around the chosen one, and ask for those that are not there. */
+    function showWindow(run) {
+      draw();
+      if (app.source.live) whileWorking(root, fillLens(run));
+    }
+
+    /** Where the grid begins, and the cell that is chosen in it. */
+    function placed(run) {
+      const column = columnOf(run, app.store.get("position"));
+      const from = Math.max(0, run.columns.length - LENS_WIDE);
+      return [column < from ? Math.max(0, column - LENS_WIDE / 2) : from, column];
+    }
+
+    askAhead(app, async (run) => {
+      if (run.task === "embed" || view?.columns === run.columns) return;
+      const [[from, at], tables] = [placed(run), new LensTables(run.columns)];
+      for (let piece = nextPiece(run, tables, from, at); piece && app.store.get("run") === run; piece = nextPiece(run, tables, from, at)) tables.add(piece.start, await app.source.get(piece.path));
+      await app.source.get(`run/${run.run}/contributions?position=${at}`);
+    });
 
     async function showParts(column) {
       const run = app.store.get("run");
@@ -226,12 +278,11 @@ export const lensSection = {
       if (run.task === "embed") return;
       try {
         const tables = new LensTables(run.columns);
-        chosen = [Math.min(app.store.get("layer") ?? Infinity, app.store.get("model").layers), columnOf(run, app.store.get("position"))];
-        first = Math.max(0, run.columns.length - LENS_WIDE);
-        if (chosen[1] < first) first = Math.max(0, chosen[1] - LENS_WIDE / 2);
+        const [from, column] = placed(run);
+        [first, chosen] = [from, [Math.min(app.store.get("layer") ?? Infinity, app.store.get("model").layers), column]];
         if (!app.source.live) tables.add(0, await app.source.get(`run/${run.run}/lens`));
         if (app.store.get("run") !== run) return;
-        view = tables;
+        [view, drawnAs] = [tables, ""];
         if (app.source.live) await fillLens(run);
         else draw();
       } catch (error) {
@@ -242,7 +293,9 @@ export const lensSection = {
     });
     app.store.on("theme", () => draw());
     app.store.listen("view", () => {
-      if (view && partsWait && root.offsetParent) whileWorking(parts, showParts(chosen[1]));
+      if (!view || !root.offsetParent) return;
+      if (!drawnAs && grid.firstChild) showWindow(app.store.get("run"));
+      else if (partsWait) whileWorking(parts, showParts(chosen[1]));
     });
     for (const key of ["position", "layer"]) {
       app.store.listen(key, () => {
@@ -250,10 +303,11 @@ export const lensSection = {
         if (!view || !run || !grid.firstChild) return;
         const [layer, column] = [Math.min(app.store.get("layer") ?? Infinity, view.layers.length - 1), columnOf(run, app.store.get("position"))];
         if (layer === chosen[0] && column === chosen[1]) return;
+        if (column >= first && column < first + LENS_WIDE && drawnAs) return choose(layer, column, false);
         chosen = [layer, column];
-        if (column < first || column >= first + LENS_WIDE) first = Math.max(0, Math.min(column - LENS_WIDE / 2, view.columns.length - LENS_WIDE));
-        draw();
-        if (app.source.live && root.offsetParent) whileWorking(root, fillLens(run));
+        first = Math.max(0, Math.min(column - LENS_WIDE / 2, view.columns.length - LENS_WIDE));
+        drawnAs = "";
+        if (root.offsetParent) showWindow(run);
       });
     }
   },

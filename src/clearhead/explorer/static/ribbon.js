@@ -72,9 +72,10 @@ export const ribbonSection = {
     /** The mean of a layer's heads, or one head. */
     async function show() {
       const run = app.store.get("run");
-      const [layer, head] = which.value.split(".").map(Number);
+      const wanted = which.value;
+      const [layer, head] = wanted.split(".").map(Number);
       const body = await app.source.get(`run/${run.run}/attention/cross/${layer}`);
-      if (app.store.get("run") !== run) return;
+      if (app.store.get("run") !== run || which.value !== wanted) return; // another one was chosen meanwhile
       const { shape, values } = unpack(body.pattern);
       const cells = shape[1] * shape[2];
       const mean = new Float32Array(cells);

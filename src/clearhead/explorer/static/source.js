@@ -69,6 +69,17 @@ export async function lensAt(source, run, column) {
   return new LensTables(run.columns).add(source.live ? column : 0, body);
 }
 
+/** The path of one head's pattern: of a live model it comes by itself, a file has whole layers. */
+const headPath = (source, run, kind, layer, number) => `run/${run.run}/attention/${kind}/${layer}${source.live ? `?head=${number}` : ""}`;
+
+/** One head: {body, head, matrix}, with the weights of all rows in `matrix`. */
+export async function headPattern(source, run, kind, layer, number) {
+  const body = await source.get(headPath(source, run, kind, layer, number));
+  const { shape, values } = unpack(body.pattern);
+  const [place, size] = [source.live ? 0 : number, shape[1] * shape[2]];
+  return { body, head: body.heads[place], matrix: values.subarray(place * size, (place + 1) * size) };
+}
+
 /** A model that runs: every answer is kept, so that going back costs nothing. One that nobody waits for any more is cancelled. */
 export class LiveSource {
   constructor() {

@@ -3,7 +3,7 @@
 import { el, figure, percent, replace } from "./dom.js";
 import { distributionOf } from "./sampling.js";
 import { columnOf } from "./selection.js";
-import { lensAt, unpack } from "./source.js";
+import { headPattern, lensAt, unpack } from "./source.js";
 
 const quoted = (text) => `“${text.length > 40 ? `${text.slice(0, 39)}…` : text}”`;
 
@@ -37,17 +37,17 @@ async function tourSteps(app) {
   const mixed = find("attention.z");
   if (mixed) add("flow", "Values are mixed", `Each ${image ? "patch" : "token"} also has a value. A head's result is the sum of all values, each times its share: ${mixed.shape.at(-1)} numbers for each head.`, mixed);
 
-  const kind = model.attentions[0].kind;
+  const kind = model.attentions.some((entry) => entry.kind === "self") ? "self" : model.attentions[0].kind; // whose rows are tokens of the selection
   const last = model.attentions.filter((entry) => entry.kind === kind && entry.pattern !== false).at(-1);
-  const attention = last ? await app.source.get(`run/${run.run}/attention/${kind}/${last.layer}`).catch(() => null) : null;
-  if (attention) {
-    const { shape, values } = unpack(attention.pattern);
-    const row = Math.min(middle, shape[1] - 1);
-    const weights = Array.from(values.subarray(row * shape[2], (row + 1) * shape[2]));
+  const found = last ? await headPattern(app.source, run, kind, last.layer, 0).catch(() => null) : null;
+  if (found) {
+    const { body: attention, matrix } = found;
+    const [row, width] = [Math.min(middle, attention.rows.length - 1), attention.columns.length];
+    const weights = Array.from(matrix.subarray(row * width, (row + 1) * width));
     const best = weights.indexOf(Math.max(...weights));
     const role = (app.store.get("roles") || {})[attention.heads[0].name];
     const mostly = attention.aggregated > 1 ? `Around ${quoted(attention.rows[row])}, most attention goes to the tokens around ${quoted(attention.columns[best])}.` : `In head ${attention.heads[0].name}, ${quoted(attention.rows[row])} gives ${percent(weights[best])} of its attention to ${best === row && kind !== "cross" ? "itself" : quoted(attention.columns[best])}.`;
-    add("attention", "Where it looks", `${mostly}${role ? ` The role of this head: ${role}.` : ""} Every small square is such a head; choose one to see it large.`, null, { head: attention.heads[0].name, ...(kind === "encoder" && model.layers ? {} : { position: row * attention.aggregated }) });
+    add("attention", "Where it looks", `${mostly}${role ? ` The role of this head: ${role}.` : ""} Every small square is such a head; choose one to see it large.`, null, { head: attention.heads[0].name, position: row * attention.aggregated });
   }
   const cross = model.attentions.find((entry) => entry.kind === "cross");
   if (cross) add("attention", "Two stacks", `The decoder looks at what the encoder has read, through cross-attention: ${run.source.labels.length} tokens there, ${run.tokens.labels.length} here.`, null, { head: `cross.${cross.layer}.0` });

@@ -119,6 +119,7 @@ class Recorder:
         self.steps: list[TraceStep] = []
         self._recent: deque[tuple[int, Tensor]] = deque(maxlen=RECENT)  # number of a step, and its value
         self._experts: dict[str, tuple[list[Tensor], float]] = {}  # pieces of a step, and their seconds
+        self._named = set[str]()
         self._clock = time.perf_counter()
 
     def hear(self, name: str, x: Tensor, public: bool) -> None:
@@ -137,7 +138,7 @@ class Recorder:
             made = next((number for number, value in reversed(self._recent) if public and value is x), None)
             if made is not None:
                 self.steps[made] = replace(self.steps[made], taps=(*self.steps[made].taps, name))
-            elif all(step.name != name for step in self.steps):
+            elif name not in self._named:
                 self.note(name, x, seconds, taps=(name,) if public else ())
         self._clock = time.perf_counter()
 
@@ -162,6 +163,7 @@ class Recorder:
         """Append a step."""
         words = filled_words(self.config, name, x, **facts)
         self._recent.append((len(self.steps), x))
+        self._named.add(name)
         self.steps.append(
             TraceStep(
                 name,
@@ -196,13 +198,16 @@ class Recorder:
 def priced(steps: Sequence[TraceStep], costs: Iterable[Step]) -> tuple[TraceStep, ...]:
     """Add the costs to the steps of the same name, or else to the last step of the same part."""
     places = {step.name: number for number, step in enumerate(steps)}
+    last: dict[str, int] = {}  # by part: its last step
+    for number, step in enumerate(steps):
+        parts = step.name.split(".")
+        last |= {".".join(parts[:depth]): number for depth in range(1, len(parts) + 1)}
     taken: dict[int, list[Step]] = {}
     for cost in costs:
         part = cost.name
-        while part and part not in places and not any(name.startswith(f"{part}.") for name in places):
+        while part and part not in last:
             part = part.rpartition(".")[0]
-        own = [number for name, number in places.items() if name == part or name.startswith(f"{part}.")]
-        taken.setdefault(places.get(cost.name, max(own, default=len(steps) - 1)), []).append(cost)
+        taken.setdefault(places.get(cost.name, last.get(part, len(steps) - 1)), []).append(cost)
     return tuple(
         replace(
             step,
@@ -244,10 +249,10 @@ def _peek(x: Tensor) -> Peek:
     seen, lowest, count = wide(x), torch.finfo(x.dtype).min, x.numel()
     if low == lowest:  # masked scores
         shown = x > lowest
-        count = int(shown.sum())
+        count = int(torch.count_nonzero(shown))
         if not count:
             return Peek(first)
-        low = float(torch.where(shown, seen, math.inf).min())
+        low = float(seen.masked_fill(~shown, math.inf).min())
         mean = float(torch.where(shown, seen, 0.0).sum()) / count
         centred = torch.where(shown, seen - mean, 0.0).flatten()
     else:
