@@ -26,11 +26,13 @@ class Limits:
     cache_tokens: int | None = None  # that the pool holds; default: as many as 1 GiB holds
     exact: bool = False  # give each row the same bits whatever else is in the step; slower for one text alone
     piece: int | None = None  # tokens of a prompt read together, a multiple of block; default: block; GPU: 16
+    lookup: int | None = None  # tokens guessed from a text at most; default: 8; GPU: 0, none
     rows: bool = True  # take the last tokens of texts through the step in C, where it runs
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            refuse(type(value) is int and value < 1, f"{name} {value} must be 1 or more")
+            least = 0 if name == "lookup" else 1
+            refuse(type(value) is int and value < least, f"{name} {value} must be {least} or more")
 
 
 @dataclass
@@ -43,6 +45,8 @@ class ServeFigures:
     prefix_asked: int = 0  # tokens of prompts that were looked for in the pool
     prefix_found: int = 0
     preempted: int = 0
+    guessed: int = 0  # tokens that were read before they were written
+    guessed_right: int = 0
     ended: Counter[str] = field(default_factory=Counter)  # by stop reason
 
 
