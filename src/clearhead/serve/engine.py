@@ -18,6 +18,7 @@ import torch
 from clearhead.api import Model
 from clearhead.bundle import Bundle
 from clearhead.errors import BusyError, InputError, refuse
+from clearhead.serve import limits as limiting
 from clearhead.serve.adapters import Updates
 from clearhead.serve.ahead import Speculation
 from clearhead.serve.inside import InsideView
@@ -111,10 +112,11 @@ class ServeEngine:
     ) -> Job:
         """Put a text to generate into the line; `options` are those of `generate`."""
         refuse(not self.writes, f"this model's head is {self.m.config.head}: it writes no text")
+        assert self.pool is not None
+        limiting.check_prompt(self.pool, prompt, None if self.m.model.main.spec.cross else ALL)
         job = Job(self.m, prompt, options or {}, asked or Asked(), told)
         job.after = after
         needed = len(job.row.prompt) + job.most
-        assert self.pool is not None
         check_fits(self.pool, needed, ALL)
         check_fits(self.pool, job.sources, None)
         adapter = job.asked.adapter

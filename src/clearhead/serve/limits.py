@@ -1,6 +1,7 @@
 """How much an engine takes on, how large its pool is, and what it has done."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -11,6 +12,7 @@ from clearhead.serve.jobs import blocks_for
 from clearhead.serve.paged import Group, Pool, groups_of, token_bytes
 
 PIECE = 16  # blocks of a prompt that a GPU reads together
+CHARACTERS = 256  # that a token of a text has on the average, and rather fewer
 CACHE_BYTES = 1 << 30  # of the pool, where nothing else is said
 
 
@@ -85,6 +87,11 @@ def check_fits(pool: Pool, tokens: int, group: Group) -> None:
         f"a text of {tokens} tokens does not fit into the {room * pool.size} that the server holds: "
         "shorten it, or give the server a larger cache",
     )
+
+
+def check_prompt(pool: Pool, prompt: str | Sequence[int], group: Group) -> None:
+    """Refuse a prompt that is too long whatever its tokens are, before any work is done for it."""
+    check_fits(pool, len(prompt) // CHARACTERS if isinstance(prompt, str) else len(prompt), group)
 
 
 def window_blocks(group: Group, limits: Limits) -> int:
