@@ -1,6 +1,7 @@
 """Serve: streams through the engine against our own offline batch, what exact rows cost, a shared prefix.
 
     python benchmarks/serve.py [--layers 12] [--streams 8] [--new 32] [--rounds 3] [--save]
+    python benchmarks/serve.py --guesses [--layers 12] [--new 32] [--rounds 3] [--save]
     python benchmarks/serve.py --device cuda [--requests 256] [--new 512] [--peer [--peer-new 128]]
         [--save]
 
@@ -8,6 +9,10 @@ On the CPU: GPT-2's shape with random weights, float32, processor seconds of one
 all streams together, `exact rows` gives each row the same bits whatever else is in the step, `no step in C`
 takes every token through the ragged row, `offline` is `m.generate` with a list of the same prompts. The
 shared prefix is 90 % of a prompt of 640 tokens.
+
+With `--guesses`: what lookups in the texts themselves give. Greedy texts of random weights go in circles, the
+more so after a prompt that repeats itself: the most that guesses can give. Drawn at temperature 1, nothing
+comes twice.
 
 On a GPU: the shape of Qwen3 0.6B in bfloat16, requests of 100 to 1,024 tokens in that come all at once, and
 at several rates. `--peer` adds transformers' `generate_batch` on the same shape and prompts.
@@ -34,8 +39,9 @@ QWEN3 = {
 }  # fmt: skip
 
 
-def write(engine: ServeEngine, prompts: list[list[int]], new: int) -> list:
-    jobs = [engine.submit(prompt, {"max_new_tokens": new, "stop_tokens": []}) for prompt in prompts]
+def write(engine: ServeEngine, prompts: list[list[int]], new: int, **options: object) -> list:
+    asked = {"max_new_tokens": new, "stop_tokens": [], **options}
+    jobs = [engine.submit(prompt, asked) for prompt in prompts]
     while engine.busy:
         engine.step()
     assert all(job.error is None for job in jobs)
@@ -77,6 +83,28 @@ def on_cpu(given: argparse.Namespace) -> list[dict[str, object]]:
         clock=time.process_time,
     )
     results.append(report("time to the first of 1 token after 640, 90 % of them shared", seconds, 1))
+    return results
+
+
+def guesses(given: argparse.Namespace) -> list[dict[str, object]]:
+    torch.set_num_threads(1)
+    m = ch.Model(ch.Transformer(ch.preset("gpt2").replace(n_layers=given.layers)).eval())
+    prompts = [prompt * 4 for prompt in torch.randint(50_000, (8, 8)).tolist()]
+    engines = {"clearhead": ServeEngine(m), "no guesses": ServeEngine(m, Limits(lookup=0))}
+    results = []
+    for streams, temperature in ((1, 0.0), (1, 1.0), (4, 0.0)):
+        ways = {
+            name: lambda one=one, n=streams, t=temperature: (
+                write(one, prompts[:n], given.new, temperature=t) and None
+            )
+            for name, one in engines.items()
+        }
+        before = vars(engines["clearhead"].figures).copy()
+        seconds = alternate(ways, given.rounds, clock=time.process_time)
+        after = vars(engines["clearhead"].figures)
+        title = f"guesses, GPT-2 shape of {given.layers} layers float32, {streams} streams, {given.new} out"
+        results.append(report(f"{title}, temperature {temperature:g}", seconds, streams * given.new))
+        results[-1] |= {name: after[name] - before[name] for name in ("guessed", "guessed_right")}
     return results
 
 
@@ -162,13 +190,16 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--peer", action="store_true")
     parser.add_argument("--peer-new", type=int, help="tokens that the peer writes; default: as many as ours")
+    parser.add_argument("--guesses", action="store_true")
     parser.add_argument("--save", action="store_true")
     given = parser.parse_args()
     given.new = given.new or (512 if given.device == "cuda" else 32)
     torch.manual_seed(0)
-    results = on_gpu(given) if given.device == "cuda" else on_cpu(given)
+    name, run = ("gpu_serve", on_gpu) if given.device == "cuda" else ("cpu_serve", on_cpu)
+    name, run = ("serve_guesses", guesses) if given.guesses else (name, run)
+    results = run(given)
     if given.save:
-        save("gpu_serve" if given.device == "cuda" else "cpu_serve", results)
+        save(name, results)
 
 
 if __name__ == "__main__":

@@ -65,8 +65,17 @@ def prompts(draw: random.Random, count: int) -> list[list[int]]:
     return made
 
 
-def mixed(m: ch.Model, seed: int) -> ServeEngine:
-    """Serve a random mix, and compare each request that was not cancelled with the same one alone."""
+def repeating(draw: random.Random, count: int) -> list[list[int]]:
+    """Prompts that say the same again and again, some of which begin alike."""
+    phrases = [[draw.randrange(11, 250) for _ in range(draw.randint(1, 4))] for _ in range(3)]
+    return [draw.choice(phrases) * draw.randint(3, 9) + draw.choice(phrases) for _ in range(count)]
+
+
+def mixed(m: ch.Model, seed: int, guessing: bool = False, exact: bool = False) -> ServeEngine:
+    """Serve a random mix, and compare each request that was not cancelled with the same one alone.
+
+    `guessing`: texts repeat themselves, and every guess is read, however little it pays.
+    """
     draw = random.Random(seed)
     block = draw.choice([2, 4, 8])
     longest = 70 + 30 + block
@@ -75,15 +84,20 @@ def mixed(m: ch.Model, seed: int) -> ServeEngine:
         running=draw.choice([2, 4, 8]),
         block=block,
         cache_tokens=draw.choice([longest, 2 * longest, 8 * longest]),
+        exact=exact,
     )
     engine, served = ServeEngine(m, limits), []
-    texts = prompts(draw, draw.randint(2, 8))
+    if guessing:
+        engine.ahead.price.of_one_more = lambda rows, tokens: -1.0
+    texts = (repeating if guessing else prompts)(draw, draw.randint(2, 8))
     late = draw.randint(0, len(texts))
     for number, text in enumerate(texts):
         if number >= late:  # they come while others run
             for _ in range(draw.randint(0, 4)):
                 engine.step()
         asked = options(draw)
+        if guessing and "temperature" in asked:
+            asked["temperature"] = draw.choice([0.05, 0.3, 1.0])
         served.append((text, asked, engine.submit(text, asked, Asked(salt=draw.choice(["", "", "a"])))))
     cancelled = {draw.randrange(len(served))} if draw.random() < 0.3 else set()
     turn = 0

@@ -13,6 +13,7 @@ from contextlib import redirect_stderr, redirect_stdout
 import pytest
 
 from clearhead.serve import guard
+from clearhead.serve.app import _embedding
 from clearhead.serve.engine import ServeEngine
 from clearhead.serve.limits import Limits
 from tests.serve import mixes
@@ -263,3 +264,50 @@ def test_bodies_that_are_no_request_are_refused(address, body):
     head = HEAD.replace(b"/v1/completions", path) + b"Content-Type: application/json\r\n"
     found = raw(address, head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
     assert found.startswith(b"HTTP/1.1 400"), found[:300]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "named"),
+    [
+        ("/v1/completions", {"prompt": [2**63], "max_tokens": 1}, "prompt.list"),
+        ("/v1/completions", {"prompt": [1.5] * 100_000}, "prompt.list"),
+        ("/v1/completions", {"prompt": [[True]] * 100_000}, "prompt.list"),
+        ("/v1/completions", PROMPT | {"inside": [1] * 100_000}, "inside.0"),
+        ("/v1/completions", PROMPT | {f"f{n}": 1 for n in range(50_000)}, "fields: at most 100"),
+        (
+            "/v1/completions",
+            PROMPT | {"structured_outputs": {f"f{n}": 1 for n in range(50_000)}},
+            "at most 100",
+        ),
+        ("/v1/completions", {"prompt": ["x"] * 2000, "n": 2}, "2000 prompts with 2 choices"),
+        ("/v1/completions", {"prompt": [65] * 500_000}, "500000 tokens does not fit"),
+        ("/detokenize", {"tokens": [-1] * 100_000}, "tokens.0"),
+        ("/v1/chat/completions", {"messages": [{f"f{n}": 1 for n in range(50_000)}]}, "at most 100"),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "sound": 1}]}]},
+            "sound",
+        ),
+    ],
+    ids=range(11),
+)
+def test_what_is_wrong_many_times_over_is_refused_at_once(address, path, body, named):
+    """A body of a megabyte once took seconds of the loop and a gigabyte, for one line each of its faults."""
+    start = time.process_time()
+    status, _, found = call(address, path, body, Authorization="Bearer one")
+    assert (status, named in found["error"]["message"]) == (400, True), found
+    assert time.process_time() - start < 3
+
+
+def test_a_client_that_is_refused_while_it_sends_reads_why(address):
+    size = guard.LARGEST_BODY + 1_000_000
+    found = raw(address, HEAD + b"Content-Length: %d\r\n\r\n" % size + b"x" * size)
+    assert found.startswith(b"HTTP/1.1 413")
+
+
+def test_no_page_fetches_from_elsewhere_and_names_are_not_kept(address, writer):
+    for path in ("/docs", "/redoc"):
+        assert call(address, path, Authorization="Bearer one")[0] == 404
+    for number in range(200):
+        _embedding(f"name {number}")
+    assert _embedding.cache_info().currsize <= 64

@@ -54,6 +54,10 @@ def serve(
     exact: Annotated[
         bool, option("logits with the same bits whoever shares the batch; slower for one text alone")
     ] = False,
+    lookup: Annotated[
+        int | None,
+        option("tokens guessed from a text itself at most, where it pays; 0: none; default: 8, on a GPU 0"),
+    ] = None,
     retrieve: Retrieve = None,
     passages: Passages = 3,
     drain: Annotated[
@@ -101,7 +105,9 @@ def serve(
 
     found = None if retrieve is None else ServedPassages(Index(retrieve), passages)
     waiting = max(1, max_running // 8) if max_waiting is None else max_waiting
-    limits = Limits(step_tokens, max_running, waiting, max_waiting_tokens, 64, cache_tokens, exact)
+    limits = Limits(
+        step_tokens, max_running, waiting, max_waiting_tokens, 64, cache_tokens, exact, lookup=lookup
+    )
     listening = bind(host, port)
     engines = {
         name: _engine(where, limits, device, dtype, updates if where is folder else {})

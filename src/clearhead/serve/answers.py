@@ -21,7 +21,7 @@ from clearhead.serve.constraints import check_form
 from clearhead.serve.engine import ServeEngine
 from clearhead.serve.jobs import Asked, Job
 from clearhead.serve.metrics import Metrics
-from clearhead.serve.protocol import ChatBody, CompletionBody, finish_reason
+from clearhead.serve.protocol import MOST_INPUTS, ChatBody, CompletionBody, finish_reason
 from clearhead.tasks.chat import turn_of
 from clearhead.tokens.labels import decoded
 
@@ -80,6 +80,11 @@ class ServedTexts:
         if self.best is not None:
             self.options |= {"logprobs": True, "alternatives": self.best}
         choices = len(self.prompts) * len(self.seeds)
+        refuse(
+            choices > MOST_INPUTS,
+            f"{len(self.prompts)} prompts with {len(self.seeds)} choices each: "
+            f"at most {MOST_INPUTS} texts in one request",
+        )
         refuse(
             choices > 1 and self.asked.inside, f"inside is given for one text, and {choices} are asked for"
         )

@@ -7,7 +7,7 @@ import struct
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
-from functools import partial
+from functools import lru_cache, partial
 from importlib.metadata import version
 from typing import Any
 
@@ -59,7 +59,10 @@ def make_server(
         for engine in engines.values():
             await run_in_threadpool(engine.close, drain)
 
-    app = FastAPI(title="clearhead", version=version("clearhead"), lifespan=life)
+    # FastAPI's own pages of the routes would fetch scripts from elsewhere.
+    app = FastAPI(
+        title="clearhead", version=version("clearhead"), lifespan=life, docs_url=None, redoc_url=None
+    )
     app.add_middleware(Guard, host=host, keys=keys)
 
     @app.exception_handler(RequestValidationError)
@@ -139,12 +142,13 @@ def make_server(
         found = await read(
             engine,
             body.texts(),
-            EMBED.setdefault(body.prompt_name, partial(_embed, body.prompt_name)),
+            _embedding(body.prompt_name),
             request,
         )
         encoded = [_base64(row) if body.encoding_format == "base64" else row.tolist() for row in found]
         data = [{"object": "embedding", "index": n, "embedding": one} for n, one in enumerate(encoded)]
-        read_tokens = sum(map(len, engine.m.encode(body.texts(), engine.m.max_length)))
+        encoded_texts = await run_in_threadpool(engine.m.encode, body.texts(), engine.m.max_length)
+        read_tokens = sum(map(len, encoded_texts))
         usage = {"prompt_tokens": read_tokens, "total_tokens": read_tokens}
         return {"object": "list", "data": data, "model": name, "usage": usage}
 
@@ -164,9 +168,7 @@ def make_server(
         if ranking.reads_pairs(engine.m):
             pairs = [(body.query, text) for text in body.documents]
             return name, [one.probability for one in await read(engine, pairs, reading.classify, request)]
-        vectors = await read(
-            engine, [body.query, *body.documents], EMBED.setdefault(None, partial(_embed, None)), request
-        )
+        vectors = await read(engine, [body.query, *body.documents], _embedding(None), request)
         return name, ranking.cosines(vectors)
 
     @app.post("/v1/rerank")
@@ -186,18 +188,19 @@ def make_server(
         return {"object": "list", "model": name, "data": data}
 
     @app.post("/tokenize")
-    async def tokenize(body: protocol.TokenizeBody) -> Any:
+    def tokenize(body: protocol.TokenizeBody) -> Any:  # in a thread: a long text takes its time
         m = engine_of(body.model)[1].m
         encoding = m.text_tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens)
+        texts = {token: token_text(m, token) for token in set(encoding.ids)}
         return {
             "tokens": encoding.ids,
-            "token_strs": [token_text(m, token) for token in encoding.ids],
+            "token_strs": [texts[token] for token in encoding.ids],
             "count": len(encoding.ids),
             "max_model_len": m.max_length,
         }
 
     @app.post("/detokenize")
-    async def detokenize(body: protocol.DetokenizeBody) -> Any:
+    def detokenize(body: protocol.DetokenizeBody) -> Any:
         return {"prompt": engine_of(body.model)[1].m.decode(body.tokens)}
 
     @app.get("/v1/models")
@@ -238,7 +241,10 @@ def make_server(
     return app
 
 
-EMBED: dict[str | None, Any] = {}  # by the name of a prompt: requests with the same function share a call
+@lru_cache(maxsize=64)
+def _embedding(prompt: str | None) -> Any:
+    """Return the function for the name of a prompt: requests with the same function share a call."""
+    return partial(_embed, prompt)
 
 
 def _embed(prompt: str | None, m: Bundle, texts: Sequence[str]) -> Tensor:

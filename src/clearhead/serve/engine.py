@@ -18,12 +18,14 @@ import torch
 from clearhead.api import Model
 from clearhead.bundle import Bundle
 from clearhead.errors import BusyError, InputError, refuse
+from clearhead.serve import limits as limiting
 from clearhead.serve.adapters import Updates
+from clearhead.serve.ahead import Speculation
 from clearhead.serve.inside import InsideView
 from clearhead.serve.jobs import Asked, Job, Told, check_served, plain_greedy
 from clearhead.serve.limits import Limits, ServeFigures, check_fits, piece_of, pool_for, window_blocks
 from clearhead.serve.paged import ALL
-from clearhead.serve.passes import Passes
+from clearhead.serve.passes import Passes, Read
 from clearhead.serve.readings import Reading, ReadingLine, with_model
 from clearhead.tasks.generation import Prompt
 
@@ -56,10 +58,10 @@ class ServeEngine:
         self.writes = spec.causal and m.config.head == "lm"
         # A layer that keeps a state has nothing that a later prompt could take up.
         self.shares = self.writes and all(kind.chooses for kind in spec.kinds)
-        if self.writes:
-            check_served(m.model)
+        self.ahead = Speculation(m.model, self.limits)
         self.pool = None
         if self.writes:
+            check_served(m.model)
             self.pool = pool_for(spec, self.limits, m.config.max_positions, weight.dtype, weight.device)
 
     @functools.cached_property
@@ -110,10 +112,11 @@ class ServeEngine:
     ) -> Job:
         """Put a text to generate into the line; `options` are those of `generate`."""
         refuse(not self.writes, f"this model's head is {self.m.config.head}: it writes no text")
+        assert self.pool is not None
+        limiting.check_prompt(self.pool, prompt, None if self.m.model.main.spec.cross else ALL)
         job = Job(self.m, prompt, options or {}, asked or Asked(), told)
         job.after = after
         needed = len(job.row.prompt) + job.most
-        assert self.pool is not None
         check_fits(self.pool, needed, ALL)
         check_fits(self.pool, job.sources, None)
         adapter = job.asked.adapter
@@ -167,11 +170,16 @@ class ServeEngine:
                 self._end(job, reason)
         plan: list[tuple[Job, int, int]] = []
         self._plan(plan)
+        plain = self.ahead.is_plain(plan)
+        self.ahead.add(plan)
         self.sign()
         alone = [one for one in plan if not one[0].encoded]
         for one in alone:
             self._guarded([one])
+        before = time.thread_time()
         self._guarded([one for one in plan if one not in alone])
+        if plain:
+            self.ahead.price.keep(len(plan), time.thread_time() - before)
         self.readings.step()
         self.figures.steps += 1
         self.moved = time.monotonic()
@@ -234,16 +242,7 @@ class ServeEngine:
             job.name(self.limits.block, self.shares)
         size, tables = self.limits.block, job.tables
         most = (len(job.row.prompt) - 1) // size if job.asked.prompt_logprobs is None else 0
-        found = next(
-            (
-                n
-                for n in range(most, 0, -1)
-                if job.names and all(t.knows(job.names[:n]) for t in tables.values())
-            ),
-            0,
-        )
-        for table in tables.values():
-            table.adopt(job.names[:found])
+        found = job.adopt(most)
         if None in tables:
             if tables[None].missing(job.sources) > tables[None].blocks.available:
                 return False
@@ -276,24 +275,25 @@ class ServeEngine:
 
     def _run(self, plan: list[tuple[Job, int, int]]) -> None:
         assert self.pool is not None
-        for read, jobs, logits in self.passes.run(self.pool, plan):
+        for read, last, logits in self.passes.run(self.pool, plan):
             for job, piece in read:
                 job.encoded, job.read = True, piece.stop
                 self.figures.prompt_tokens += max(0, min(piece.stop, len(job.row.prompt)) - piece.start)
-                size = self.limits.block
-                for number in range(piece.start // size, min(piece.stop // size, len(job.names))):
-                    for table in job.tables.values():
-                        block = table.ids[number] if number < len(table.ids) else None
-                        if block is not None:
-                            table.blocks.name(block, job.names[number])
+                job.name_blocks(piece.start, piece.stop, self.limits.block)
             if logits is not None:
-                self._write(jobs, logits)
+                self._write(last, logits)
+            for job in {id(job): job for job, _ in read}.values():
+                guessed, right = job.end_guesses()
+                self.figures.guessed += guessed
+                self.figures.guessed_right += right
 
-    def _write(self, jobs: list[Job], logits: torch.Tensor) -> None:
-        """Choose the next token of each text: logits [B, V]."""
-        for job, row, best in zip(jobs, logits, plain_greedy(jobs, logits)):
+    def _write(self, last: Read, logits: torch.Tensor) -> None:
+        """Choose the next token of each text, and of its guesses while they are right: logits [B, V]."""
+        for (job, piece), row, best in zip(last, logits, plain_greedy([job for job, _ in last], logits)):
+            if not job.stands(piece.stop):
+                continue
             try:
-                goes_on = bool(job.most) and job.add(row[None], best)
+                goes_on = bool(job.most) and job.add(row[None], best, int(job.guessed(piece.start) is None))
             except InputError as error:
                 self._end(job, "error", error)
                 continue

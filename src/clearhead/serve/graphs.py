@@ -80,6 +80,7 @@ class GraphWriter:
     """A copy of a model that takes one token of each of several texts further, by recorded steps."""
 
     alike = False
+    in_order = False  # a row reads while others write their keys
 
     def __init__(self, model: Transformer, most: int) -> None:
         """Prepare the copy for up to `most` rows."""

@@ -23,6 +23,7 @@ from clearhead.serve.answers import error_body
 
 LARGEST_BODY = 8_000_000  # bytes
 BODY_SECONDS = 30.0  # for a body to arrive
+FAREWELL = 1.0  # for a client that is refused to end what it sends
 HEADER_SECONDS = 10.0  # for the line and the headers of a request to arrive
 MOST_CONNECTIONS = 4096
 FILES_LEFT = 256  # that the process needs beside its connections
@@ -109,6 +110,9 @@ class Guard:
             except InputError as error:
                 refusal = 413, str(error)
         if refusal is not None:
+            # What is still being sent is dropped: closing before would lose the answer on the way.
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(_dropped(receive), FAREWELL)
             more = {"Connection": "close"}
             if refusal[0] == 401 and scope["path"] == "/":
                 more["WWW-Authenticate"] = "Basic"
@@ -151,6 +155,13 @@ async def _whole(receive: Receive) -> Message:
         if len(raw) > LARGEST_BODY:
             raise InputError(f"the body is larger than {LARGEST_BODY:,} bytes")
     return {"type": "http.request", "body": bytes(raw), "more_body": False}
+
+
+async def _dropped(receive: Receive) -> None:
+    """Read to the end of the body, or until the client goes."""
+    message: Message = {"type": "http.request", "more_body": True}
+    while message["type"] == "http.request" and message.get("more_body", False):
+        message = await receive()
 
 
 def _has_key(headers: Headers, keys: Collection[str]) -> bool:

@@ -17,6 +17,7 @@ from clearhead.generate.decode import Chooser, Continuation, check_request, repo
 from clearhead.generate.prompts import turns_by_length
 from clearhead.model.transformer import Transformer
 from clearhead.serve.blocks import Named, chain
+from clearhead.serve.guesses import Guesses
 from clearhead.serve.paged import Group, Pool, States, Table
 from clearhead.tasks.generation import (
     Hooks,
@@ -79,8 +80,8 @@ class Job:
         for name, nothing in ALONE.items():
             refuse(
                 options.get(name, nothing) not in (nothing, None),
-                f"{name} {options.get(name)} is not served: the engine writes one token of each text at a "
-                "time, so leave it out",
+                f"{name} {options.get(name)} is not served: the engine decides how its texts are written, "
+                "so leave it out",
             )
         request, (text,), ends = asked_for(m, [prompt], options, Hooks(cancel=self._is_cancelled))
         refuse(
@@ -108,6 +109,7 @@ class Job:
         self.cached = 0  # tokens of the prompt that were found in the pool
         self.preempted = 0  # how often
         self.placed = False  # whether it is among those that run
+        self.guesses: Guesses | None = None  # once it was guessed how the text goes on
         self._cancelled, self._done, self._new = False, threading.Event(), ""
         self.tables: dict[Group, Table] = {}
         self.names: list[Named] = []
@@ -130,6 +132,34 @@ class Job:
         """Name the full blocks of the prompt, if blocks may be shared."""
         apart = json.dumps([self.asked.adapter, self.asked.salt])  # what differs in it shares nothing
         self.names = chain(apart, self.row.prompt, size) if shares and not self.sources else []
+
+    def name_blocks(self, start: int, stop: int, size: int) -> None:
+        """Let others find the full blocks of the prompt among tokens `start` to `stop`, which were read."""
+        for number in range(start // size, min(stop // size, len(self.names))):
+            for table in self.tables.values():
+                block = table.ids[number] if number < len(table.ids) else None
+                if block is not None:
+                    table.blocks.name(block, self.names[number])
+
+    def adopt(self, most: int) -> int:
+        """Share the blocks of the prompt that are in the pool, up to `most`; return how many they are."""
+        known = (n for n in range(most, 0, -1) if self.names and self._knows(n))
+        found = next(known, 0)
+        for table in self.tables.values():
+            table.adopt(self.names[:found])
+        return found
+
+    def _knows(self, count: int) -> bool:
+        return all(table.knows(self.names[:count]) for table in self.tables.values())
+
+    def take_free(self, tokens: int) -> bool:
+        """Take the blocks for so many tokens if all of them are free."""
+        own = [table for group, table in self.tables.items() if group is not None]
+        if any(table.missing(tokens) > table.blocks.available for table in own):
+            return False
+        for table in own:
+            table.extend(tokens)
+        return True
 
     @property
     def most(self) -> int:
@@ -154,6 +184,28 @@ class Job:
         """
         start, whole = self.planned, len(self.row.prompt)
         return start, min((start // size + 1) * size, whole) if start < whole else start + 1
+
+    def guessed(self, place: int) -> int | None:
+        """Return the token that this step guesses at a place; None: it reads what is written."""
+        return None if self.guesses is None else self.guesses.at(place)
+
+    def fed(self, start: int, stop: int) -> list[int]:
+        """Return tokens that a step reads: of the text, or one behind it that is guessed."""
+        guess = self.guessed(start)
+        return self.tokens[start:stop] if guess is None else [guess]
+
+    def stands(self, stop: int) -> bool:
+        """Return whether what the step has read up to `stop` is the text so far, with its guesses."""
+        return (
+            not self.done and stop == len(self.tokens) and self.guessed(stop - 1) in (None, self.tokens[-1])
+        )
+
+    def end_guesses(self) -> tuple[int, int]:
+        """Forget the keys of wrong guesses; return how many guesses were read, and how many were right."""
+        if self.guesses is None or not self.guesses.read:
+            return 0, 0
+        self.read = self.planned = min(self.read, len(self.tokens) - 1)
+        return self.guesses.end(self.tokens)
 
     def cancel(self) -> None:
         """Ask that the request ends; the engine frees its room at its next step."""
@@ -183,14 +235,17 @@ class Job:
         self._new = self.stream.push(row.ids[-1])
         return "stop" if self.stream.stopped_by is not None else None
 
-    def add(self, logits: Tensor, chosen: Tensor | None = None) -> bool:
-        """Write the next token, after logits [1, V]; return False when the text has ended."""
+    def add(self, logits: Tensor, chosen: Tensor | None = None, runs: int = 1) -> bool:
+        """Write the next token, after logits [1, V]; return False when the text has ended.
+
+        `runs`: 0 where another token came from the same run of the model.
+        """
         chosen = self.chooser.choose(logits, [0]) if chosen is None else chosen
         if self.request.reports:
             report(logits, chosen.to(logits.device), [self.row], self.request.alternatives)
         self.times.write()
         self._new, before = "", len(self.row.ids)
-        goes_on = self.ends.go_on(0, self.row, int(chosen), self.row.steps + 1, self.ends.reason())
+        goes_on = self.ends.go_on(0, self.row, int(chosen), self.row.steps + runs, self.ends.reason())
         if self.told is not None and len(self.row.ids) > before:
             self.told(self, self._new)
         return goes_on and len(self.row.ids) < self.most

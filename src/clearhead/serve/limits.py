@@ -1,6 +1,7 @@
 """How much an engine takes on, how large its pool is, and what it has done."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -11,6 +12,7 @@ from clearhead.serve.jobs import blocks_for
 from clearhead.serve.paged import Group, Pool, groups_of, token_bytes
 
 PIECE = 16  # blocks of a prompt that a GPU reads together
+CHARACTERS = 256  # that a token of a text has on the average, and rather fewer
 CACHE_BYTES = 1 << 30  # of the pool, where nothing else is said
 
 
@@ -26,11 +28,13 @@ class Limits:
     cache_tokens: int | None = None  # that the pool holds; default: as many as 1 GiB holds
     exact: bool = False  # give each row the same bits whatever else is in the step; slower for one text alone
     piece: int | None = None  # tokens of a prompt read together, a multiple of block; default: block; GPU: 16
+    lookup: int | None = None  # tokens guessed from a text at most; default: 8; GPU: 0, none
     rows: bool = True  # take the last tokens of texts through the step in C, where it runs
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            refuse(type(value) is int and value < 1, f"{name} {value} must be 1 or more")
+            least = 0 if name == "lookup" else 1
+            refuse(type(value) is int and value < least, f"{name} {value} must be {least} or more")
 
 
 @dataclass
@@ -43,6 +47,8 @@ class ServeFigures:
     prefix_asked: int = 0  # tokens of prompts that were looked for in the pool
     prefix_found: int = 0
     preempted: int = 0
+    guessed: int = 0  # tokens that were read before they were written
+    guessed_right: int = 0
     ended: Counter[str] = field(default_factory=Counter)  # by stop reason
 
 
@@ -81,6 +87,11 @@ def check_fits(pool: Pool, tokens: int, group: Group) -> None:
         f"a text of {tokens} tokens does not fit into the {room * pool.size} that the server holds: "
         "shorten it, or give the server a larger cache",
     )
+
+
+def check_prompt(pool: Pool, prompt: str | Sequence[int], group: Group) -> None:
+    """Refuse a prompt that is too long whatever its tokens are, before any work is done for it."""
+    check_fits(pool, len(prompt) // CHARACTERS if isinstance(prompt, str) else len(prompt), group)
 
 
 def window_blocks(group: Group, limits: Limits) -> int:

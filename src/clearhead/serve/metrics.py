@@ -73,6 +73,8 @@ def _of_engines(engines: Mapping[str, ServeEngine]) -> Iterator[str]:
         ("prompt_tokens_total", "counter"): lambda e: e.figures.prompt_tokens,
         ("generation_tokens_total", "counter"): lambda e: e.figures.new_tokens,
         ("num_preemptions_total", "counter"): lambda e: e.figures.preempted,
+        ("spec_decode_num_draft_tokens_total", "counter"): lambda e: e.figures.guessed,
+        ("spec_decode_num_accepted_tokens_total", "counter"): lambda e: e.figures.guessed_right,
     }
     for (name, kind), value in figures.items():
         full = f"{'clearhead' if name in OURS else 'vllm'}:{name}"

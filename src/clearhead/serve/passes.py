@@ -7,6 +7,7 @@ Shapes: T tokens of all pieces, D model, B texts, V vocabulary.
 """
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -40,9 +41,12 @@ class Passes:
         self.rows = AdaptedRows()
         adapt(self.runner, model, adapters, self.rows)
 
-    def run(self, pool: Pool, plan: Sequence[Part]) -> Iterator[tuple[Read, list[Job], Tensor | None]]:
-        """Run a step: yield what was read, and of those texts that go on the jobs and logits [B, V]."""
+    def run(self, pool: Pool, plan: Sequence[Part]) -> Iterator[tuple[Read, Read, Tensor | None]]:
+        """Run a step: yield what was read, what of it a token is chosen behind, and its logits [B, V]."""
         rows = [part for part in plan if self._is_row(part)]
+        if self.writer is not None and not self.writer.in_order:  # a row would not see those of its own text
+            counts = Counter(id(job) for job, _, _ in rows)
+            rows = [part for part in rows if counts[id(part[0])] == 1]
         if self.writer is None or len(rows) > self.writer.most:
             rows = []
         longer = [part for part in plan if part not in rows] if rows else plan
@@ -52,7 +56,7 @@ class Passes:
             read = [
                 (job, TextPiece(slice(n, n + 1), a, job.tables, {})) for n, (job, a, _) in enumerate(rows)
             ]
-            tokens = [job.tokens[start] for job, start, _ in rows]
+            tokens = [token for part in rows for token in part[0].fed(*part[1:])]
             sources = [job.sources for job, _, _ in rows] if rows[0][0].sources else []
             hidden = self.writer(pool, [piece for _, piece in read], tokens, sources)  # B D
             few = len(rows) <= self.writer.head_rows
@@ -60,7 +64,7 @@ class Passes:
             for (job, piece), row in zip(read, logits):
                 job.keep_prompt(row[None], piece.start)
             last = _last(read)
-            yield read, [job for job, _ in last], logits[[piece.span.start for _, piece in last]]
+            yield read, last, logits[[piece.span.start for _, piece in last]]
 
     def agree(self, most: int) -> bool:
         """Return whether this machine gives a row the same bits whatever else is in a step of `most` rows."""
@@ -71,7 +75,7 @@ class Passes:
         job, start, stop = part
         return stop - start == 1 and job.encoded and not job.asked.adapter
 
-    def _together(self, pool: Pool, plan: Sequence[Part]) -> tuple[Read, list[Job], Tensor | None]:
+    def _together(self, pool: Pool, plan: Sequence[Part]) -> tuple[Read, Read, Tensor | None]:
         """Run pieces of any length, side by side in one row."""
         pieces, at = [], 0
         for job, start, stop in plan:
@@ -84,7 +88,7 @@ class Passes:
             (piece.span if encoded else slice(None), job.asked.adapter)
             for (job, _, _), piece in zip(plan, pieces)
         ]
-        ids = torch.tensor([[t for job, start, stop in plan for t in job.tokens[start:stop]]], device=device)
+        ids = torch.tensor([[t for job, start, stop in plan for t in job.fed(start, stop)]], device=device)
         places = torch.tensor([[p for _, start, stop in plan for p in range(start, stop)]], device=device)
         source = None if encoded else first.prompts.source
         with sdpa_kernel(KERNELS) if device.type == "cuda" else contextlib.nullcontext():
@@ -100,9 +104,9 @@ class Passes:
         if not last:
             return read, [], None
         logits = self.runner.head(hidden[[piece.span.stop - 1 for _, piece in last]][:, None], None)[:, 0]
-        return read, [job for job, _ in last], logits
+        return read, last, logits
 
 
 def _last(read: Read) -> Read:
-    """Return the pieces that end where their text does."""
-    return [(job, piece) for job, piece in read if piece.stop == len(job.tokens)]
+    """Return the pieces that end where their text does, or behind it with a guess."""
+    return [(job, piece) for job, piece in read if piece.stop >= len(job.tokens)]

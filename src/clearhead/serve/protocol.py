@@ -5,7 +5,7 @@ import re
 import secrets
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from clearhead.errors import refuse, refusing
 from clearhead.generate.request import FORMS
@@ -13,33 +13,45 @@ from clearhead.generate.request import FORMS
 MOST_CHOICES = 16  # of one prompt
 MOST_INPUTS = 2048  # prompts or texts of one request
 MOST_BEST = 20  # tokens reported at each step
-Id = Annotated[int, Field(ge=0, strict=True)]
-Text = Annotated[str, Field(max_length=4_000_000)]
+MOST_FIELDS = 100  # of an object; each that is unknown would be a line of the refusal
+Id = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
+Ids = Annotated[
+    list[Id], Field(fail_fast=True)
+]  # the first wrong one refuses all: millions of refusals take minutes
+Text = Annotated[str, Field(max_length=1_000_000)]
+Fields = Annotated[dict[str, Any], Field(max_length=MOST_FIELDS)]
 Schema = dict[str, Any] | bool | str
 Stops = Annotated[list[Annotated[str, Field(min_length=1, max_length=1000)]], Field(max_length=16)]
 
 
-class Body(BaseModel):
-    """The base of every body."""
+class FewFields(BaseModel):
+    """An object whose fields are all known, and few."""
 
     model_config = ConfigDict(extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _few(cls, given: Any) -> Any:
+        if isinstance(given, dict) and len(given) > MOST_FIELDS:
+            raise ValueError(f"{len(given)} fields: at most {MOST_FIELDS}")
+        return given
+
+
+class Body(FewFields):
+    """The base of every body."""
 
     model: str | None = None
     user: str | None = None  # taken, as every client may say it, and not used
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(FewFields):
     """What a stream holds beside the text."""
-
-    model_config = ConfigDict(extra="forbid")
 
     include_usage: bool = False
 
 
-class NamedSchema(BaseModel):
+class NamedSchema(FewFields):
     """A JSON schema in a response format; the answer is held to it, `strict` or not."""
-
-    model_config = ConfigDict(extra="forbid")
 
     name: str
     description: str | None = None
@@ -47,19 +59,15 @@ class NamedSchema(BaseModel):
     strict: bool | None = None
 
 
-class ResponseFormat(BaseModel):
+class ResponseFormat(FewFields):
     """How the answer is written, in OpenAI's words."""
-
-    model_config = ConfigDict(extra="forbid")
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: NamedSchema | None = None
 
 
-class StructuredOutputs(BaseModel):
+class StructuredOutputs(FewFields):
     """How the answer is written, in vLLM's words."""
-
-    model_config = ConfigDict(extra="forbid")
 
     json_: Annotated[Schema | None, Field(alias="json")] = None
     json_object: bool | None = None
@@ -89,7 +97,9 @@ class Writing(Body):
     stream_options: StreamOptions | None = None
     cache_salt: Annotated[str, Field(max_length=1000)] | None = None
     seconds: Annotated[float, Field(gt=0, le=86_400)] | None = None  # the deadline
-    inside: list[Annotated[str, Field(max_length=200)]] | None = None  # activations to see, by name
+    inside: Annotated[list[Annotated[str, Field(max_length=200)]], Field(fail_fast=True)] | None = (
+        None  # activations to see, by name
+    )
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     json_schema: Schema | None = None
@@ -140,7 +150,12 @@ class Writing(Body):
 class CompletionBody(Writing):
     """`/v1/completions`."""
 
-    prompt: Text | list[Id] | list[Text] | list[list[Id]]
+    prompt: (
+        Text
+        | Ids
+        | Annotated[list[Text], Field(fail_fast=True)]
+        | Annotated[list[Ids], Field(fail_fast=True)]
+    )
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MOST_BEST)] | None = None
@@ -158,12 +173,12 @@ class CompletionBody(Writing):
 class ChatBody(Writing):
     """`/v1/chat/completions`."""
 
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=10_000)]
+    messages: Annotated[list[Fields], Field(min_length=1, max_length=10_000, fail_fast=True)]
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_BEST)] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Fields | None = None
 
     @property
     def best(self) -> int | None:
@@ -189,7 +204,7 @@ class EmbeddingsBody(TextsBody):
     """`/v1/embeddings`."""
 
     encoding_format: Literal["float", "base64"] | None = None
-    prompt_name: str | None = None
+    prompt_name: Annotated[str, Field(max_length=1000)] | None = None
 
 
 class PairsBody(Body):
@@ -210,7 +225,7 @@ class TokenizeBody(Body):
 class DetokenizeBody(Body):
     """`/detokenize`."""
 
-    tokens: Annotated[list[Id], Field(max_length=1_000_000)]
+    tokens: Annotated[Ids, Field(max_length=1_000_000)]
 
 
 def finish_reason(stop_reason: str) -> str:

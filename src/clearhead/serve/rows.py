@@ -124,6 +124,8 @@ def _paged(view: masks.View | None, keys: Any) -> Any:
 class RowsWriter:
     """A copy of a model that takes one token of each of several texts further."""
 
+    in_order = True  # keys of all rows are written before one is read: a text may have several rows
+
     def __init__(self, model: Transformer, alike: bool) -> None:
         """Prepare the copy; `alike`: the bits of a row do not depend on the number of rows."""
         self.alike, self.most = alike, sys.maxsize if alike else MOST_ROWS

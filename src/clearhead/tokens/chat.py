@@ -195,6 +195,8 @@ def _plain(number: int, message: Message, source: str) -> dict[str, Any]:
             not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str),
             f"{place}.content has a part that is no text: text alone is read here",
         )
+        unknown = next((name for name in part if name not in ("type", "text")), None)
+        refuse(unknown, f'"{place}.content" has a part with "{unknown}", which is not read: leave it out')
     if isinstance(content, list) and not _reads(source, "text"):  # it does not know of parts
         content = "".join(part["text"] for part in content)
     refuse(
