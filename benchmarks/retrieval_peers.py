@@ -5,12 +5,13 @@
 DATA is as for retrieval.py, which builds the indexes; --work DIR keeps them. --sample N lets the peer embed N
 documents only, evenly spread, and gives FAISS our vectors for the others: how far the vectors of the sample
 lie apart is in the record. --documents N takes N documents of each collection, evenly spread, and
---queries N the first N queries. --timed N documents are embedded in each round. Ratios are ours over theirs, so that below 1 ours takes less: of the wall's
-seconds, and of this process's, the best of all rounds of each. "search" is `Index.rank` of all queries beside
-the flat index of FAISS, "search_one" what it does with one vector: both return numbers and scores;
-"search_and_read" reads the passages too. sentence-transformers and faiss-cpu are in no extra. Without FAISS,
-one product of matrices stands for its flat index. Without --model random vectors of words stand for the
-embedder's, and search alone is compared. --out writes the record, --save writes it under results/.
+--queries N the first N queries. --timed N documents are embedded in each round. Ratios are ours over theirs,
+so that below 1 ours takes less: of the wall's seconds, and of this process's, the best of all rounds of each.
+"search" is `Index.rank` of all queries beside the flat index of FAISS, "search_one" what it does with one
+vector: both return numbers and scores; "search_and_read" reads the passages too. sentence-transformers and
+faiss-cpu are in no extra. Without FAISS, one product of matrices stands for its flat index. Without --model
+random vectors of words stand for the embedder's, and search alone is compared. --out writes the record,
+--save writes it under results/.
 """
 
 from __future__ import annotations
