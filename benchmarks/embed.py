@@ -105,6 +105,8 @@ def main() -> None:
     parser.add_argument("--epochs", type=float, default=4)
     parser.add_argument("--lr", type=float, default=2e-5)
     parser.add_argument("--peer", action="store_true")
+    parser.add_argument("--peer-alone", action="store_true", help="ours was trained before")
+    parser.add_argument("--only", choices=("sts", "scifact"), default=None)
     parser.add_argument("--tiny", action="store_true")
     given = parser.parse_args()
     parts = {part: sts(given.data / "sts_benchmark", part) for part in ("train", "dev", "test")}
@@ -127,6 +129,8 @@ def main() -> None:
             ("sts", parts["train"], ["train.metric=spearman"], "CoSENTLoss"),
             ("scifact", pairs, ["train.metric=ndcg"], "MultipleNegativesRankingLoss"),
         ):
+            if given.only not in (None, task):
+                continue
             write(folder / f"{task}.jsonl", rows)
             batch = 8 if given.tiny else 64
             settings = [
@@ -137,25 +141,26 @@ def main() -> None:
             if task == "sts":
                 write(folder / "dev.jsonl", parts["dev"])
                 settings.append(f"data.validation={folder / 'dev.jsonl'}")
-            ch.train(
-                folder / f"{task}.jsonl", recipe="embed", out=folder / task, settings=settings, on_event=print
-            )
-            trained = ch.load(folder / task, device=given.device)
+            trained = None
+            if not given.peer_alone:
+                place = folder / task
+                ch.train(f"{place}.jsonl", recipe="embed", out=place, settings=settings, on_event=print)
+                trained = ch.load(place, device=given.device)
             measure = (
                 (lambda vectors: {"spearman": spearman(vectors, parts["test"])})
                 if task == "sts"
                 else (lambda vectors: retrieval(vectors, corpus, queries, wanted["test"]))
             )
             other = None
-            if given.peer:
+            if given.peer or given.peer_alone:
                 other = peer(
                     given.weights, rows, loss, given.device, 1 if given.tiny else given.epochs, batch,
                     given.seed, given.lr,
                 )  # fmt: skip
             results[task] = {
-                "rows": len(rows), "before": measure(base.embed), "after": measure(trained.embed),
+                "rows": len(rows), "before": measure(base.embed), "after": trained and measure(trained.embed),
                 "sentence_transformers": other and measure(lambda texts, m=other: np.asarray(m(texts))),
-                "curve": read_log(folder / task),
+                "curve": trained and read_log(folder / task),
             }  # fmt: skip
             print(task, {key: value for key, value in results[task].items() if key != "curve"}, flush=True)
     given.out.write_text(json.dumps({"seed": given.seed, "results": results}, indent=2) + "\n")

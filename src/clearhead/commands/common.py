@@ -42,6 +42,10 @@ Target = Annotated[
 ]
 Pair = Annotated[str | None, option("the second text of a pair, for an encoder")]
 Tokenizer = Annotated[Path | None, option("a tokenizer that lies elsewhere: a directory or file")]
+Beams = Annotated[int | None, option("search with this many beams; default: the model's own, else 4")]
+LengthPenalty = Annotated[
+    float | None, option("above 0 favours long texts; default: the model's own, else 1")
+]
 Device = Annotated[str, option("cpu, cuda, cuda:1, mps; auto: the best there is")]
 Dtype = Annotated[
     Literal["float32", "bfloat16", "float16"] | None, option("dtype of the weights; default: as they are")

@@ -19,10 +19,12 @@ from tyro.conf import Positional, UseAppendAction, arg
 import clearhead as ch
 from clearhead.commands.common import (
     DATA,
+    Beams,
     Device,
     Dtype,
     Folder,
     Json,
+    LengthPenalty,
     Settings,
     check_apart,
     check_inputs,
@@ -240,12 +242,8 @@ def evaluate(
         option("a recipe whose [data] says how to read them; default: the one of the model's training"),
     ] = None,
     set: Settings = (),
-    beams: Annotated[
-        int | None, option("search with this many beams; default: the model's own, else 4")
-    ] = None,
-    length_penalty: Annotated[
-        float | None, option("above 0 favours long texts; default: the model's own, else 1")
-    ] = None,
+    beams: Beams = None,
+    length_penalty: LengthPenalty = None,
     max_new_tokens: Annotated[
         int | None, option("where a text ends at the latest; default: the model's own")
     ] = None,

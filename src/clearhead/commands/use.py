@@ -8,7 +8,7 @@ from typing import Annotated, Any, cast
 
 from tyro.conf import Positional, arg
 
-from clearhead.commands.common import Folder, TokenIds, option, warnings_as_notes
+from clearhead.commands.common import Beams, Folder, LengthPenalty, TokenIds, option, warnings_as_notes
 from clearhead.commands.requests import CommandRequest
 from clearhead.commands.retrieve import Passages, Retrieve, cite, reader
 from clearhead.commands.texts import Options, Text, TextOptions, together
@@ -125,12 +125,8 @@ def translate(
     max_new_tokens: Annotated[
         int | None, option("where the text ends at the latest; default: the model's own")
     ] = None,
-    beams: Annotated[
-        int | None, option("search with this many beams; default: the model's own, else 4")
-    ] = None,
-    length_penalty: Annotated[
-        float | None, option("above 0 favours long texts; default: the model's own, else 1")
-    ] = None,
+    beams: Beams = None,
+    length_penalty: LengthPenalty = None,
     ids: TokenIds = False,
     options: Options = TextOptions(),  # noqa: B008
 ) -> None:

@@ -43,35 +43,39 @@ def hqq(grid: Grid, weight: Tensor, moment: Tensor | None) -> Rounding:
 
     The error's 0.7-norm is what falls: in turn, codes are rounded, the errors shrunk towards zero, and
     offsets, or scales where the grid is symmetric, fitted to what is left. A group keeps the grid of its
-    least error.
+    least error, and is left alone once its grid no longer moves.
     """
     groups = grid.split(weight)
+    shape, groups = groups.shape[:2], groups.flatten(0, 1)  # n group
     scales, offsets = grid.fit(groups)
-    best, best_offsets = scales, offsets
+    spread = groups.abs().mean(-1, keepdim=True).clamp(min=1e-12)  # the pull is relative to the weights
+    best, best_offsets = scales.clone(), None if offsets is None else offsets.clone()
     least = torch.full(scales.shape, torch.inf, device=weight.device)
-    beta = BETA
+    moving, beta = torch.arange(len(groups), device=weight.device), BETA
     for _ in range(ROUNDS):
-        codes = grid.round(groups, scales, offsets)
+        wanted, unit = groups[moving], spread[moving]
+        codes = grid.round(wanted, scales, offsets)
         grown = codes * scales.float()[..., None]
-        made = grown if offsets is None else grown + offsets.float()[..., None]
-        error = groups - made
-        loss = error.abs().pow(NORM).sum(-1)
-        better = loss < least
-        least = torch.where(better, loss, least)
-        best = torch.where(better, scales, best)
-        if offsets is not None and best_offsets is not None:
-            best_offsets = torch.where(better, offsets, best_offsets)
-        size = error.abs()
-        spread = groups.abs().mean(-1, keepdim=True).clamp(min=1e-12)  # the pull is relative to the weights
-        shrunk = (size / spread - (size / spread + 1e-6).pow(NORM - 1) / beta).clamp(min=0) * spread
-        target = groups - error.sign() * shrunk
-        if offsets is None:
-            fitted = (codes * target).sum(-1) / codes.square().sum(-1).clamp(min=1e-12)
-            scales = torch.where(codes.abs().amax(-1) > 0, bf16(fitted), scales)
+        error = wanted - (grown if offsets is None else grown + offsets.float()[..., None])
+        size = error.abs() / unit
+        pull = (size + 1e-6).pow(NORM - 1)
+        loss = (size * pull).sum(-1)
+        better = loss < least[moving]
+        least[moving[better]], best[moving[better]] = loss[better], scales[better]
+        target = wanted - error.sign() * (size - pull / beta).clamp(min=0) * unit
+        if offsets is None or best_offsets is None:
+            fitted = bf16((codes * target).sum(-1) / codes.square().sum(-1).clamp(min=1e-12))
+            moved = (fitted != scales) & (codes.abs().amax(-1) > 0)
+            scales = fitted[moved]
         else:
-            offsets = bf16((target - grown).mean(-1))
+            best_offsets[moving[better]] = offsets[better]
+            fitted = bf16((target - grown).mean(-1))
+            moved = fitted != offsets
+            scales, offsets = scales[moved], fitted[moved]
+        moving = moving[moved]
         beta *= GROWTH
-    codes = grid.round(groups, best, best_offsets)
+    best, best_offsets = best.view(shape), None if best_offsets is None else best_offsets.view(shape)
+    codes = grid.round(grid.split(weight), best, best_offsets)
     return Rounding(stored(grid, weight.shape[1], codes.flatten(1), best, best_offsets))
 
 
