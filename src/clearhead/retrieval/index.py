@@ -77,7 +77,7 @@ class Index:
         refuse(
             old and not stale,
             f"{', '.join(old[:3])}{' and more' if len(old) > 3 else ''} changed after {folder} was made: "
-            f"bring it up to date by `clearhead index --out {folder}`, or search it as it is (--stale, stale=True)",
+            f"bring it up to date by `clearhead index --out {folder}`, or search as it is (--stale)",
         )
         self._model = None if model is None else _fitting(model, self.manifest, self.folder)
 
@@ -275,7 +275,7 @@ def _read_all(
         try:
             yield read_passages(path, words)
         except InputError as error:
-            refuse(not skip, f"{error}; leave it out, or skip what cannot be read (--skip-unreadable, skip=True)")
+            refuse(not skip, f"{error}; leave it out, or skip what cannot be read (--skip-unreadable)")
             warnings.warn(f"left out: {error}", stacklevel=3)
 
 
