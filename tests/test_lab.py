@@ -111,6 +111,8 @@ def made(values: dict[str, list[float]]) -> Experiment:
         ([2.0, 2.1, 2.0], [1.0, 1.1, 0.9], "not supported"),
         ([1.0, 1.1, 0.9], [1.4, 1.7, 1.3], "undecided"),
         ([1.0, 1.1], [3.0, 3.1], "undecided"),
+        ([1.0, 1.1, 0.9], [2.0, math.nan, 2.0], "undecided"),  # a trial diverged
+        ([1.0, 1.1, 0.9], [2.0, math.inf, 2.0], "undecided"),
     ],
 )
 def test_a_verdict_follows_the_interval_of_the_differences(a, b, verdict, tmp_path):
@@ -120,6 +122,25 @@ def test_a_verdict_follows_the_interval_of_the_differences(a, b, verdict, tmp_pa
     assert f"**{verdict.capitalize()}:** a is less than b." in path.read_text()
     assert json.loads((tmp_path / "results.json").read_text())["verdicts"][0]["verdict"] == verdict
     assert (tmp_path / "curve.png").exists() and (tmp_path / "bars.png").exists()
+
+
+def test_changed_numbers_turn_the_verdict_and_broken_ones_are_refused(tmp_path):
+    experiment = made({"a": [1.0, 1.1, 0.9], "b": [2.0, 2.1, 2.0]})
+    report.write(conduct("made", experiment, tmp_path, 3), tmp_path, "clearhead lab made")
+    path = tmp_path / "results.json"
+    found = json.loads(path.read_text())
+    turned = {"a": found["trials"]["b"], "b": found["trials"]["a"]}
+    path.write_text(json.dumps({**found, "trials": turned}))
+    assert "**Not supported:** a is less than b." in report.redraw("made", experiment, tmp_path).read_text()
+    for trials, said in (
+        ({"a": turned["a"], "b": [{"seconds": 1.0}] * 3}, "lacks what a trial measures"),
+        ({"a": turned["a"], "b": turned["b"][:2]}, "not the same seeds"),
+        ({"a": [], "b": []}, "not the same seeds"),
+    ):
+        path.write_text(json.dumps({**found, "trials": trials}))
+        with pytest.raises(ClearheadError, match=said):
+            report.redraw("made", experiment, tmp_path)
+        assert "**Not supported:**" in (tmp_path / "report.md").read_text()  # the earlier one is left
 
 
 def test_an_interval_is_students():

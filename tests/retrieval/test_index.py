@@ -22,8 +22,9 @@ from clearhead.cli import main
 from clearhead.errors import CheckpointError, ClearheadError, InputError, MissingExtraError
 from clearhead.hub import files as hub_files
 from clearhead.retrieval import index as indexing
+from clearhead.retrieval import order
 from clearhead.retrieval.index import Index, build_index
-from clearhead.retrieval.order import fuse
+from clearhead.retrieval.order import fuse, nearest_rows
 from clearhead.retrieval.passages import read_passages
 from clearhead.tokens.training import READER, byte_tokenizer
 
@@ -93,6 +94,20 @@ def loop_bm25(query: str, rows: list[str]) -> list[float]:
             )  # fmt: skip
         scores.append(score)
     return scores
+
+
+@pytest.mark.parametrize(("count", "k", "block"), [(0, 3, 2**24), (5, 9, 1), (41, 1, 100), (41, 7, 2**24)])
+def test_nearest_rows_equal_a_sort(count, k, block, monkeypatch):
+    """Of equal products the earlier row stands first, also where the k-th equals the next."""
+    monkeypatch.setattr(order, "SCORES", block)
+    rng = np.random.default_rng(count + k)
+    vectors = rng.integers(-1, 2, (count, 4)).astype(np.float32)  # many are equal, all products are exact
+    asked = rng.integers(-1, 2, (6, 4)).astype(np.float32)
+    found = nearest_rows(asked, vectors, k)
+    for row, mine in zip(asked.tolist(), found, strict=True):
+        scores = [sum(a * b for a, b in zip(row, other)) for other in vectors.tolist()]
+        wanted = sorted(range(count), key=lambda number: (-scores[number], number))[:k]
+        assert list(mine.items()) == [(number, scores[number]) for number in wanted]
 
 
 @pytest.mark.ledger("J4")

@@ -3,12 +3,16 @@
 Shapes: B rows, T length.
 """
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 Rows = Sequence[Sequence[int]]
+# Tokens that each thread of a CPU reads together. Of more, what is between two products leaves its cache, and
+# short rows are padded to a longer one. Long rows are mostly of like length: four are read faster than one.
+TOGETHER, LONG_TOGETHER, LONG_ROWS = 256, 1024, 4
 
 
 def padded(rows: Rows, pad: int = 0, device: torch.device | None = None, left: bool = False) -> Tensor:
@@ -43,3 +47,14 @@ def by_length(lengths: Sequence[int], fits: Callable[[int, int], bool]) -> list[
         else:
             groups.append([place])
     return groups
+
+
+def for_device(lengths: Sequence[int], batch_size: int, device: torch.device) -> list[list[int]]:
+    """Group the places of rows as a device reads them fastest, `batch_size` together at most."""
+    threads = torch.get_num_threads() if device.type == "cpu" else math.inf
+
+    def fits(count: int, longest: int) -> bool:
+        most = threads * max(TOGETHER, min(LONG_ROWS * longest, LONG_TOGETHER))
+        return count <= batch_size and count * longest <= most
+
+    return by_length(lengths, fits)

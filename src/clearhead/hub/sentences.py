@@ -81,10 +81,12 @@ def read_sentences(folder: Path, d_model: int) -> Sentences | None:
     with reading(path, "is not a list of modules"):
         modules = json.loads(path.read_text(encoding="utf-8"))
         kinds = [str(module["type"]).rpartition(".")[2] for module in modules]
-        places = [folder / str(module.get("path") or "") for module in modules]
-    for kind, place in zip(kinds, places):
+        within = [Path(str(module.get("path") or "")) for module in modules]
+    places = [folder / place for place in within]
+    for kind, place in zip(kinds, within):
         refuse(kind not in SUPPORTED, f"{path} names a module {kind}: supported are {', '.join(SUPPORTED)}")
-        refuse(".." in place.parts, f"{path} names a module outside of the directory: {place}")
+        outside = place.is_absolute() or ".." in place.parts
+        refuse(outside, f"{path} names a module outside of the directory: {place}")
     order = [kind for kind in kinds if kind in ("Transformer", "Pooling")]
     refuse(
         kinds[: len(order)] != order or order not in (["Transformer"], ["Transformer", "Pooling"]),

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 
 from clearhead.errors import InputError, refuse
+from clearhead.hub.files import write_text
 from clearhead.plot.canvas import Figure
 
 Verdict = Literal["supported", "not supported", "undecided"]
@@ -63,6 +64,8 @@ class Claim:
     def said(self, judged: "Judged") -> str:
         """Say the numbers that decided it."""
         numbers = f"{self.figure}: {self.more} minus {self.less} is {judged.difference:.4g}"
+        if not math.isfinite(judged.difference):
+            return f"{numbers}: a trial diverged, so nothing is decided"
         if judged.seeds < FEWEST:
             seeds = "seed" if judged.seeds == 1 else "seeds"
             return f"{numbers} with {judged.seeds} {seeds}: too few to decide"
@@ -161,9 +164,9 @@ class Findings:
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Return the interval of 95 % of a mean, by Student's t; of one value, all numbers."""
+    """Return the interval of 95 % of a mean, by Student's t; all numbers, of one or a diverged one."""
     mean, count = statistics.fmean(values), len(values)
-    if count < 2:
+    if count < 2 or not math.isfinite(mean):
         return -math.inf, math.inf
     wide = STUDENT[min(count - 2, len(STUDENT) - 1)] * statistics.stdev(values) / math.sqrt(count)
     return mean - wide, mean + wide
@@ -205,7 +208,7 @@ def trial(experiment: Experiment, arm: str, setting: Conditions, folder: Path) -
         torch.manual_seed(setting.seed)
         found = {**experiment.run(experiment.arms[arm], setting), "seed": setting.seed}
         found["seconds"] = time.perf_counter() - start
-        _write(path, {**asked, "numbers": found})
+        write_text(path, json.dumps({**asked, "numbers": found}))
     return found
 
 
@@ -231,14 +234,6 @@ def _read(path: Path, asked: Mapping[str, Any]) -> Numbers | None:
         was, wanted = found.get(differs), asked[differs]
         raise InputError(f"{path} was run with {differs} {was}, not {wanted}: choose another --out")
     return numbers
-
-
-def _write(path: Path, found: Mapping[str, Any]) -> None:
-    """Write a record whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    whole = path.with_suffix(".part")
-    whole.write_text(json.dumps(found), encoding="utf-8")
-    whole.replace(path)
 
 
 def _file_name(arm: str) -> str:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-from clearhead.errors import InputError, refuse
+from clearhead.errors import InputError, refuse, refusing
+from clearhead.hub.files import write_text
 from clearhead.lab.experiment import Conditions, Experiment, Findings, Picture
 from clearhead.plot import canvas
 
@@ -23,7 +24,7 @@ def write(findings: Findings, folder: Path, command: str) -> Path:
         "torch": torch.__version__,
     }
     whole = json.dumps({**facts, **findings.to_dict()})
-    (folder / "results.json").write_text(whole + "\n", encoding="utf-8")
+    write_text(folder / "results.json", whole + "\n")
     return redraw(findings.name, findings.experiment, folder)
 
 
@@ -34,16 +35,21 @@ def redraw(name: str, experiment: Experiment, folder: Path) -> Path:
         found = json.loads(path.read_text(encoding="utf-8"))
         trials, setting = found["trials"], Conditions(**found["setting"])
         facts = {fact: found[fact] for fact in ("command", "device", "torch")}
+        arms, of = list(trials), found["experiment"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(f"{path} cannot be read as results of an experiment: {error}") from None
     refuse(
-        found["experiment"] != name or list(trials) != list(experiment.arms),
-        f"{path} is of {found['experiment']} with the arms {', '.join(trials)}, not of {name} with "
+        of != name or arms != list(experiment.arms),
+        f"{path} is of {of} with the arms {', '.join(arms)}, not of {name} with "
         f"{', '.join(experiment.arms)}: run it again",
     )
-    findings = Findings.of(name, experiment, trials, setting)
+    seeds = {len(trials[arm]) for arm in arms}
+    refuse(len(seeds) > 1 or 0 in seeds, f"{path} has not the same seeds of every arm: run it again")
+    with refusing(f"{path} lacks what a trial measures: run it again"):
+        findings = Findings.of(name, experiment, trials, setting)
+        written = text(findings, facts)
     path = folder / "report.md"
-    path.write_text(text(findings, facts), encoding="utf-8")
+    write_text(path, written)
     for picture in experiment.pictures:
         canvas.save(draw(findings, picture), folder / f"{picture.name}.png")
     return path
@@ -102,7 +108,8 @@ def draw(findings: Findings, picture: Picture) -> canvas.Figure:
     if picture.figure:
         values = [findings.summary(arm, picture.figure) for arm in arms]
         wide = [(high - low) / 2 if math.isfinite(high) else 0.0 for _, low, high in values]
-        axes.bar(arms, [mean for mean, _, _ in values], yerr=wide, color=canvas.BLUE, capsize=4)
+        means = [mean if math.isfinite(mean) else 0.0 for mean, _, _ in values]  # no bar where one diverged
+        axes.bar(arms, means, yerr=wide, color=canvas.BLUE, capsize=4)
         axes.tick_params(axis="x", rotation=20 if len(arms) > 3 else 0)
         return figure
     for arm in arms:

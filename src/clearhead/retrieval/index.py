@@ -14,23 +14,22 @@ import json
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
-import torch
 from safetensors.numpy import save
 
 from clearhead.api import Model
 from clearhead.api import load as load_model
-from clearhead.errors import CheckpointError, InputError, refuse
+from clearhead.errors import CheckpointError, InputError, refuse, refusing
 from clearhead.hub.files import read_json, write_bytes, write_text
 from clearhead.hub.locks import locked_folder
 from clearhead.retrieval.graph import library, make_graph, near, read_graph
-from clearhead.retrieval.order import best, fuse
+from clearhead.retrieval.order import best, fuse, nearest_rows
 from clearhead.retrieval.parts import PARTS, IndexPart, Vectors, read_entry, read_part
 from clearhead.retrieval.passages import WORDS, IndexedFile, IndexedPassage, find_files, read_passages
 from clearhead.retrieval.words import Postings, bm25, join, post
@@ -78,7 +77,7 @@ class Index:
         refuse(
             old and not stale,
             f"{', '.join(old[:3])}{' and more' if len(old) > 3 else ''} changed after {folder} was made: "
-            f"bring it up to date by `clearhead index --out {folder}`, or search it as it is (stale)",
+            f"bring it up to date by `clearhead index --out {folder}`, or search as it is (--stale)",
         )
         self._model = None if model is None else _fitting(model, self.manifest, self.folder)
 
@@ -92,14 +91,29 @@ class Index:
     def __len__(self) -> int:
         return sum(part["passages"] for source in self.manifest["sources"] for part in source["parts"])
 
-    @cached_property
+    @property
     def parts(self) -> list[tuple[str, IndexPart]]:
         """All parts, each with the file that it is of."""
-        return [
-            (source["file"], read_part(self.folder, part))
-            for source in self.manifest["sources"]
-            for part in source["parts"]
-        ]
+        return self._read[0]
+
+    @property
+    def vectors(self) -> Vectors:
+        """The vectors of all passages [N, D]; those of a part are a view of it."""
+        return self._read[1]
+
+    @cached_property
+    def _read(self) -> tuple[list[tuple[str, IndexPart]], Vectors]:
+        entries = [(one["file"], part) for one in self.manifest["sources"] for part in one["parts"]]
+        vectors = np.empty((len(self), len(self.manifest["probes"][0])), np.float32)
+        parts, start = list[tuple[str, IndexPart]](), 0
+        for file, entry in entries:
+            part = read_part(self.folder, entry)
+            mine = vectors[start : start + entry["passages"]]
+            with refusing(f"{self.folder / MANIFEST} does not fit its parts: make the index again"):
+                mine[:] = part.vectors
+            parts.append((file, replace(part, vectors=mine)))
+            start += len(mine)
+        return parts, vectors
 
     @cached_property
     def graph(self) -> Any:
@@ -159,18 +173,10 @@ class Index:
     def _by_meaning(self, queries: Sequence[str], k: int) -> list[dict[int, float]]:
         asked = embedded(self.model, queries, "query")  # Q D
         if self.graph is not None:
-            return [self._exactly(row, found, k) for row, found in zip(asked, near(self.graph, asked, k))]
-        scores = [asked @ part.vectors.T for _, part in self.parts]  # Q N of each
-        whole = np.concatenate([*scores, np.zeros((len(queries), 0), np.float32)], axis=1)
-        kept = torch.from_numpy(whole).topk(min(k, whole.shape[1]), sorted=False).values  # on all threads
-        return [best(row, k, low) for row, low in zip(whole, kept.amin(1).tolist() if kept.numel() else [])]
-
-    def _exactly(self, asked: Vectors, found: list[int], k: int) -> dict[int, float]:
-        """Return the k best of some passages by their vectors [D]."""
-        starts = self._starts
-        places = np.searchsorted(starts, found, "right") - 1
-        rows = [self.parts[place][1].vectors[number - starts[place]] for place, number in zip(places, found)]
-        return {found[at]: score for at, score in best(np.stack(rows) @ asked, k).items()}
+            proposed = zip(asked, near(self.graph, asked, k))
+            exact = ((found, best(self.vectors[found] @ row, k)) for row, found in proposed)
+            return [{found[at]: score for at, score in scores.items()} for found, scores in exact]
+        return nearest_rows(asked, self.vectors, k)
 
 
 def embedded(model: Model, texts: Sequence[str], side: Literal["query", "passage"]) -> Vectors:
@@ -269,7 +275,7 @@ def _read_all(
         try:
             yield read_passages(path, words)
         except InputError as error:
-            refuse(not skip, f"{error}; leave it out, or skip what cannot be read (skip)")
+            refuse(not skip, f"{error}; leave it out, or skip what cannot be read (--skip-unreadable)")
             warnings.warn(f"left out: {error}", stacklevel=3)
 
 

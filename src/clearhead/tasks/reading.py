@@ -4,7 +4,6 @@ Shapes: B batch, T length, C classes, D model.
 """
 
 import itertools
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any, TypedDict
 
@@ -12,7 +11,7 @@ import torch
 from tokenizers import Encoding
 from torch import Tensor
 
-from clearhead.batches.padding import by_length, padded, real_tokens
+from clearhead.batches.padding import for_device, padded, real_tokens
 from clearhead.bundle import Bundle
 from clearhead.errors import InputError, refuse
 from clearhead.hub import encodings, pixels, sentences
@@ -22,7 +21,6 @@ from clearhead.tasks.spec import USES
 from clearhead.tokens.labels import decoded
 
 WINDOW, STRIDE = 384, 128  # tokens of a window over a long context, and of the overlap of two
-TOGETHER = 256  # tokens for each thread of a CPU: of more, what is between two products leaves its cache
 
 
 def check_head(m: Bundle, task: str) -> None:
@@ -57,14 +55,13 @@ def outputs_of(
     """Run the model on rows of like length: yield the places of a batch, the output and the mask [B, T]."""
     refuse(batch_size < 1, f"batch_size {batch_size} must be 1 or more")
     device, typed = next(m.model.parameters()).device, types and m.config.n_types > 1
-    most = TOGETHER * torch.get_num_threads() if device.type == "cpu" else math.inf
-    lengths = [len(row) for row in rows]
-    for places in by_length(lengths, lambda count, longest: count <= batch_size and count * longest <= most):
+    for places in for_device([len(row) for row in rows], batch_size, device):
         some = [rows[place] for place in places]
         ids, mask = padded(some, m.special.get("pad", 0)).to(device), real_tokens(some).to(device)
+        whole = len({*map(len, some)}) == 1  # nothing is padded, so attention needs no mask
         more = {"types": padded([types[place] for place in places]).to(device)} if typed else {}
         with evaluating(m.model):
-            output = m.model(ids, mask, logits=logits, **more)
+            output = m.model(ids, None if whole else mask, logits=logits, **more)
         yield places, output, mask
 
 
