@@ -4,9 +4,10 @@
 
 DATA is as for retrieval.py, which builds the indexes; --work DIR keeps them. --sample N lets the peer embed N
 documents only, evenly spread, and gives FAISS our vectors for the others: how far the vectors of the sample
-lie apart is in the record. --documents N takes N documents of each collection, evenly spread, and
---queries N the first N queries. --timed N documents are embedded in each round. Ratios are ours over theirs,
-so that below 1 ours takes less: of the wall's seconds, and of this process's, the best of all rounds of each.
+lie apart is in the record. --documents N takes N documents of each collection, evenly spread, of which
+quality would say nothing, and --queries N the first N queries. --timed N documents are embedded in each
+round. Ratios are ours over theirs, so that below 1 ours takes less: of the wall's seconds, and of this
+process's, the best of all rounds of each.
 "search" is `Index.rank` of all queries beside the flat index of FAISS, "search_one" what it does with one
 vector: both return numbers and scores; "search_and_read" reads the passages too. sentence-transformers and
 faiss-cpu are in no extra. Without FAISS, one product of matrices stands for its flat index. Without --model
@@ -165,7 +166,7 @@ def compare(
     row: dict[str, object] = {
         "collection": name,
         "by": f"sentence-transformers + {'a product' if faiss is None else 'FAISS'}",
-        **quality(ranked, judged),
+        **({} if given.documents else quality(ranked, judged)),
         "same_of_10": round(sum(same) / len(same) / 10, 4),
         "documents": len(passages),
         "embedded_by_peer": len(texts),
@@ -243,7 +244,8 @@ def main() -> None:
             if not given.model:
                 rows.append(compare_search(name, index, list(queries.values()), given.rounds))
                 continue
-            rows += judge(name, index, queries, judged, ["words", "meaning", "both"])
+            if not given.documents:
+                rows += judge(name, index, queries, judged, ["words", "meaning", "both"])
             rows.append(compare(name, index, peer, queries, judged, given))
     on_gpu = given.device != "cpu"
     facts = {"device": device_name() if on_gpu else processor_name(), "torch": torch.__version__}
