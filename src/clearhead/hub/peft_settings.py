@@ -10,6 +10,7 @@ from clearhead.hub.files import refuse
 
 SETTINGS = "adapter_config.json"
 MOST = 1e30  # a factor beyond it leaves no number
+REPEATS = 6  # of an expression, at most: with more, or with one within another, a name could take years
 # Fields that decide nothing once an adapter is trained, and those that are honoured.
 WITHOUT_EFFECT = {
     *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
@@ -75,10 +76,25 @@ def _is_text(value: object) -> bool:
 
 
 def _expression(text: str, around: str = "{}") -> re.Pattern[str]:
+    refuse(
+        _is_slow(text),
+        f"{SETTINGS} has the expression {text!r:.60}, which repeats a repetition, "
+        f"or has more than {REPEATS} of them: name the layers in a list",
+    )
     try:
         return re.compile(around.replace("{}", text))
     except re.error as error:
         raise CheckpointError(f"{SETTINGS} has the expression {text!r:.60}: {error}") from None
+
+
+def _is_slow(text: str) -> bool:
+    """Return whether an expression has many repetitions, or one within another."""
+    bare = re.sub(r"\\.|\[\^?\]?[^\]]*\]", "x", text)  # without what stands for a letter
+    many = len(re.findall(r"[*+{]", bare)) > REPEATS
+    inner, found = re.compile(r"\(([^()]*)\)"), 1
+    while found:  # a group becomes a letter, repeated where something in it is
+        bare, found = inner.subn(lambda group: "x*" if re.search(r"[*+{]", group[1]) else "x", bare)
+    return many or re.search(r"\*[*+{]", bare) is not None
 
 
 def _table(folder: Path, settings: dict[str, Any], key: str) -> dict[str, Any]:
