@@ -132,6 +132,7 @@ def test_changed_numbers_turn_the_verdict_and_broken_ones_are_refused(tmp_path):
     turned = {"a": found["trials"]["b"], "b": found["trials"]["a"]}
     path.write_text(json.dumps({**found, "trials": turned}))
     assert "**Not supported:** a is less than b." in report.redraw("made", experiment, tmp_path).read_text()
+    assert json.loads(path.read_text())["verdicts"][0]["verdict"] == "not supported"
     for trials, said in (
         ({"a": turned["a"], "b": [{"seconds": 1.0}] * 3}, "lacks what a trial measures"),
         ({"a": turned["a"], "b": turned["b"][:2]}, "not the same seeds"),

@@ -23,13 +23,16 @@ def write(findings: Findings, folder: Path, command: str) -> Path:
         "device": device_name(findings.setting.device),
         "torch": torch.__version__,
     }
-    whole = json.dumps({**facts, **findings.to_dict()})
-    write_text(folder / "results.json", whole + "\n")
+    _keep(findings, folder, facts)
     return redraw(findings.name, findings.experiment, folder)
 
 
+def _keep(findings: Findings, folder: Path, facts: dict[str, str]) -> None:
+    write_text(folder / "results.json", json.dumps({**facts, **findings.to_dict()}) + "\n")
+
+
 def redraw(name: str, experiment: Experiment, folder: Path) -> Path:
-    """Write the report and the pictures from results.json, which any machine may have measured."""
+    """Judge the trials of results.json, which any machine may have measured; write report and pictures."""
     path = folder / "results.json"
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -48,6 +51,7 @@ def redraw(name: str, experiment: Experiment, folder: Path) -> Path:
     with refusing(f"{path} lacks what a trial measures: run it again"):
         findings = Findings.of(name, experiment, trials, setting)
         written = text(findings, facts)
+    _keep(findings, folder, facts)
     path = folder / "report.md"
     write_text(path, written)
     for picture in experiment.pictures:

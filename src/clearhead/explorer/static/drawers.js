@@ -11,14 +11,17 @@ function drawer(app, root, { id, title, words, keys, load }) {
   const body = el("div", { class: "body" });
   const problem = el("p", { role: "alert", class: "problem" });
   const box = el("details", { id: `drawer-${id}`, class: "drawer" }, el("summary", {}, title), el("p", { class: "soft" }, words), problem, body);
+  let latest = 0; // an answer to what was asked before says nothing here
   const fill = async () => {
     const run = app.store.get("run");
     if (run && !app.source.live) box.hidden = !app.source.list(`run/${run.run}/${id}?`).length; // a file shows what it has
     if (!run || box.hidden || !box.open || !root.offsetParent) return;
     problem.textContent = "";
+    const own = (latest += 1);
     try {
       await load(run, body);
     } catch (error) {
+      if (own !== latest) return;
       replace(body);
       problem.textContent = error.message;
     }
