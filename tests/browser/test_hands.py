@@ -261,6 +261,6 @@ def test_no_page_is_wider_than_its_window_and_nothing_is_cut_without_a_cue(watch
             assert seen.page.evaluate(CUT) == [], section
         if width == 360:  # without its shade, a wide table would be found
             seen.page.evaluate(
-                "() => document.querySelectorAll('.wide').forEach((one) => { one.style.background = 'none'; })"
+                "() => document.querySelectorAll('.wide').forEach((one) => (one.style.background = 'none'))"
             )
             assert any(seen.look(one, "h2") and seen.page.evaluate(CUT) for one in offered)
