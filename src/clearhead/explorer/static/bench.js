@@ -156,7 +156,7 @@ export const compareSection = {
       const room = Math.max(180, Math.min(640, (root.clientWidth || 700) / (root.clientWidth > 780 ? 2 : 1) - 190));
       const map = heatmap({ values, painted: values.map((value) => value || 0), rows, columns, room, low: -most, high: most, signed: true, name: `${title}. Arrow keys move from cell to cell, Enter chooses one.`, onCell: (row, column) => { if (row >= 0) at = [row, column]; }, onPin: () => onPin && onPin(...at), describe });
       map.canvas.dataset.values = JSON.stringify(Array.from(values));
-      return el("figure", { id, class: "signed-map" }, el("figcaption", {}, el("h4", {}, title), words ? el("p", { class: "soft" }, words) : null), map.root, scaleBar(unit, Number((-most).toPrecision(3)), Number(most.toPrecision(3)), true));
+      return el("figure", { id, class: "signed-map" }, el("figcaption", {}, el("h4", {}, title), words ? el("p", { class: "soft" }, words) : null), map.root, most > 1e-9 ? scaleBar(unit, Number((-most).toPrecision(3)), Number(most.toPrecision(3)), true) : el("p", { class: "soft" }, "No difference anywhere."));
     }
 
     /** The probability of one choice by layer and column: of a live model in pieces, so that other views can come between. */
