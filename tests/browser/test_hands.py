@@ -255,7 +255,7 @@ def test_no_page_is_wider_than_its_window_and_nothing_is_cut_without_a_cue(watch
         offered = seen.page.eval_on_selector_all(
             "nav a:not([hidden])", "all => all.map((one) => one.dataset.view)"
         )
-        for section in offered:
+        for section in offered if width == 360 else ("flow", "attention", "ablate"):
             seen.look(section, "h2")
             assert seen.page.evaluate("document.documentElement.scrollWidth") <= width
             assert seen.page.evaluate(CUT) == [], section

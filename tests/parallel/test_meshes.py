@@ -17,20 +17,21 @@ from tests.parallel import forking, meshes
 
 pytestmark = pytest.mark.ledger("I3")
 # In the suite each family and each axis, for a few steps; `python -m tests.parallel.meshes` takes all for 20.
+STEPS = 4
 CASES = [
-    ("decoder", {"data": 2}, 6),
-    ("encoder", {"shard": 2}, 6),
-    ("encoder-decoder", {"pipeline": 2}, 6),
-    ("vit", {"tensor": 2}, 6),
-    ("moe", {"expert": 2}, 6),
-    ("decoder", {"context": 2}, 6),
-    ("encoder-decoder", {"tensor": 2}, 6),
-    ("decoder", {"tensor": 2}, 6),
-    ("moe", {"data": 2}, 6),
-    ("muon", {"expert": 2}, 6),
-    ("lora", {"tensor": 2}, 6),
-    ("encoder-decoder", {"context": 2}, 6),
-    ("rope", {"data": 2}, 6),
+    ("decoder", {"data": 2}, STEPS),
+    ("encoder", {"shard": 2}, STEPS),
+    ("encoder-decoder", {"pipeline": 2}, STEPS),
+    ("vit", {"tensor": 2}, STEPS),
+    ("moe", {"expert": 2}, STEPS),
+    ("decoder", {"context": 2}, STEPS),
+    ("encoder-decoder", {"tensor": 2}, STEPS),
+    ("decoder", {"tensor": 2}, STEPS),
+    ("moe", {"data": 2}, STEPS),
+    ("muon", {"expert": 2}, STEPS),
+    ("lora", {"tensor": 2}, STEPS),
+    ("encoder-decoder", {"context": 2}, STEPS),
+    ("rope", {"data": 2}, STEPS),
 ]
 # Begun on one mesh, ended on another.
 SPREAD = [
@@ -42,8 +43,8 @@ SPREAD = [
 ]
 # A schedule by the number of steps would be that of the shorter run.
 HALF, WHOLE = (
-    {"train.steps": 3, "train.schedule": "constant"},
-    {"train.steps": 6, "train.schedule": "constant"},
+    {"train.steps": STEPS // 2, "train.schedule": "constant"},
+    {"train.steps": STEPS, "train.schedule": "constant"},
 )
 
 
@@ -71,7 +72,7 @@ def train_all(folder: Path) -> None:
     for number, (family, begun, ended) in enumerate(SPREAD):
         out, alone = folder / f"spread-{number}", folder / f"{family}-whole"
         first = meshes.job(family, data[family], out, begun, settings=HALF)
-        second = {"resume": str(out), "settings": {"train.steps": 6, **sizes(ended)}}
+        second = {"resume": str(out), "settings": {"train.steps": STEPS, **sizes(ended)}}
         if begun:
             jobs.append(first)
         else:
@@ -108,7 +109,7 @@ def test_a_run_goes_on_with_another_number_of_processes(number: int, runs: Path)
     family, _, ended = SPREAD[number]
     out = runs / f"spread-{number}"
     if not ended:
-        meshes.perform({"resume": str(out), "settings": {"train.steps": 6, **sizes(ended)}})
+        meshes.perform({"resume": str(out), "settings": {"train.steps": STEPS, **sizes(ended)}})
     assert max(meshes.differences(runs / f"{family}-whole", out)) <= 1e-5
 
 
