@@ -24,24 +24,24 @@ def test_the_path_of_a_repeated_token_runs_through_two_heads(watched, tmp_path_f
         seen = watched().open(here.url)
         seen.look("path", "[data-edge]")
         file, tried = saved(seen, watched, tmp_path / "page.html")
-    for page in (seen, file):
-        copies = next(edge for edge in paths(m, IDS).strongest(20) if edge.value > 0)
-        assert copies.part.startswith("1.") and (IDS[copies.source - 1], IDS[copies.source]) == (7, 1)
-        said = page.page.locator(".path-said").inner_text()
-        head, token, value, source = re.match(
-            r"Head (\S+) brought most to (\d+): \+([\d.]+) logits from \d+ \(token (\d+)\)", said
-        ).groups()
-        assert (head, token, int(source)) == (copies.part, "1", copies.source)
-        assert float(value) == pytest.approx(copies.value, rel=0.01)
-        back = next(
-            one
-            for one in looks(m, IDS, copies.part, LAST, copies.source)
-            if one.value > 0 and one.reader == copies.source
-        )
-        assert back.part.startswith("0.") and back.source == copies.source - 1  # it looks one token back
-        words = f"from “7” ({back.source}) to “1” ({back.reader})"
-        page.wait(f"() => ({BACK})().some((one) => one.includes('{words}'))")
-        arc = next(one for one in page.page.evaluate(BACK) if words in one)
-        assert arc.startswith(f"head {back.part}: ")
-        assert float(arc.split()[2]) == pytest.approx(back.value, rel=0.01)
-    assert (seen.wrong, file.wrong, tried) == ([], [], [])
+        for page in (seen, file):
+            copies = next(edge for edge in paths(m, IDS).strongest(20) if edge.value > 0)
+            assert copies.part.startswith("1.") and (IDS[copies.source - 1], IDS[copies.source]) == (7, 1)
+            said = page.page.locator(".path-said").inner_text()
+            head, token, value, source = re.match(
+                r"Head (\S+) brought most to (\d+): \+([\d.]+) logits from \d+ \(token (\d+)\)", said
+            ).groups()
+            assert (head, token, int(source)) == (copies.part, "1", copies.source)
+            assert float(value) == pytest.approx(copies.value, rel=0.01)
+            back = next(
+                one
+                for one in looks(m, IDS, copies.part, LAST, copies.source)
+                if one.value > 0 and one.reader == copies.source
+            )
+            assert back.part.startswith("0.") and back.source == copies.source - 1  # it looks one token back
+            words = f"from “7” ({back.source}) to “1” ({back.reader})"
+            page.wait(f"() => ({BACK})().some((one) => one.includes('{words}'))")
+            arc = next(one for one in page.page.evaluate(BACK) if words in one)
+            assert arc.startswith(f"head {back.part}: ")
+            assert float(arc.split()[2]) == pytest.approx(back.value, rel=0.01)
+        assert (seen.wrong, file.wrong, tried) == ([], [], [])
