@@ -71,9 +71,8 @@ def firing(
         tap = f"blocks.{term.layer}.feedforward.post"
         if term.kind == "feedforward" and term.layer is not None and tap in taps:
             posts[term.layer] = exact(asked.seen[tap][0][read.rows])  # R F
-            down = wide(
-                weight_of(blocks[term.layer], "feedforward.down").detach()
-            )  # D F: as float64, a long copy
+            # As float64 it would be a long copy.
+            down = wide(weight_of(blocks[term.layer], "feedforward.down").detach())  # D F
             values[term.layer] = (posts[term.layer] * exact(part.slope.to(down) @ down)).sum(0)
     best = sorted(
         (

@@ -23,12 +23,7 @@ def write(findings: Findings, folder: Path, command: str) -> Path:
         "device": device_name(findings.setting.device),
         "torch": torch.__version__,
     }
-    _keep(findings, folder, facts)
-    return redraw(findings.name, findings.experiment, folder)
-
-
-def _keep(findings: Findings, folder: Path, facts: dict[str, str]) -> None:
-    write_text(folder / "results.json", json.dumps({**facts, **findings.to_dict()}) + "\n")
+    return _leave(findings, facts, text(findings, facts), folder)
 
 
 def redraw(name: str, experiment: Experiment, folder: Path) -> Path:
@@ -51,10 +46,15 @@ def redraw(name: str, experiment: Experiment, folder: Path) -> Path:
     with refusing(f"{path} lacks what a trial measures: run it again"):
         findings = Findings.of(name, experiment, trials, setting)
         written = text(findings, facts)
-    _keep(findings, folder, facts)
+    return _leave(findings, facts, written, folder)
+
+
+def _leave(findings: Findings, facts: dict[str, str], written: str, folder: Path) -> Path:
+    """Write the numbers with their verdicts, the report, then its pictures; return the report."""
+    write_text(folder / "results.json", json.dumps({**facts, **findings.to_dict()}) + "\n")
     path = folder / "report.md"
     write_text(path, written)
-    for picture in experiment.pictures:
+    for picture in findings.experiment.pictures:
         canvas.save(draw(findings, picture), folder / f"{picture.name}.png")
     return path
 

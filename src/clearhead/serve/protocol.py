@@ -15,9 +15,9 @@ MOST_INPUTS = 2048  # prompts or texts of one request
 MOST_BEST = 20  # tokens reported at each step
 MOST_FIELDS = 100  # of an object; each that is unknown would be a line of the refusal
 Id = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
-Ids = Annotated[
-    list[Id], Field(fail_fast=True)
-]  # the first wrong one refuses all: millions of refusals take minutes
+# The first wrong one refuses all: millions of refusals take minutes.
+Ids = Annotated[list[Id], Field(fail_fast=True)]
+Names = Annotated[list[Annotated[str, Field(max_length=200)]], Field(fail_fast=True)]
 Text = Annotated[str, Field(max_length=1_000_000)]
 Fields = Annotated[dict[str, Any], Field(max_length=MOST_FIELDS)]
 Schema = dict[str, Any] | bool | str
@@ -97,9 +97,7 @@ class Writing(Body):
     stream_options: StreamOptions | None = None
     cache_salt: Annotated[str, Field(max_length=1000)] | None = None
     seconds: Annotated[float, Field(gt=0, le=86_400)] | None = None  # the deadline
-    inside: Annotated[list[Annotated[str, Field(max_length=200)]], Field(fail_fast=True)] | None = (
-        None  # activations to see, by name
-    )
+    inside: Names | None = None  # activations to see
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     json_schema: Schema | None = None

@@ -182,17 +182,14 @@ def llama_cpp(m: Model, folder: Path) -> Rival:
     """Write a GGUF file, of as many bits as the model has, and open it in llama.cpp, one row at a time."""
     weight = next(m.model.parameters())
     bits = {part.grid.bits for part in quantized_parts(m.model).values()}
-    kind = "float32" if weight.dtype == torch.float32 else "float16"
+    exact = "float32" if weight.dtype == torch.float32 else "float16"
     refuse(weight.device.type != "cpu", "it is compared on a CPU only")
     refuse(m.tokenizer is None, "it opens no model without a tokenizer")
     with tempfile.TemporaryDirectory() as written:
         path = Path(written) / "model.gguf"
-        if bits:
-            whole = load(folder)
-            whole.tokenizer = m.tokenizer
-            whole.save(path, "Q4_0" if 4 in bits else "Q8_0")
-        else:
-            m.save(path, kind)
+        whole = load(folder) if bits else m
+        whole.tokenizer = m.tokenizer
+        whole.save(path, "Q4_0" if 4 in bits else "Q8_0" if bits else exact)
         there = Llama(path, min(4096, m.config.max_positions), torch.get_num_threads())
 
     def runs(job: SpeedJob) -> Run | None:
