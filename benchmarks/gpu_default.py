@@ -1,9 +1,11 @@
 """What `generate` gives on a GPU without any flag: prompts of unequal length, from the first call on.
 
-    python benchmarks/gpu_default.py [--shape qwen3-0.6b] [--rows 64] [--new 512] [--compiled] [--save]
+    python benchmarks/gpu_default.py [--shape qwen3-0.6b] [--rows 64] [--new 512] [--compiled]
+        [--quantize int4] [--save]
 
 A decoder of Qwen3-0.6B's shape with random weights in bfloat16, and prompts of 100 to 1,024 tokens; or one
-of the shape of a Llama with 1.1 billion parameters, and prompts of 128. Each variant is timed in a first call
+of the shape of a Llama with 1.1 billion parameters, and prompts of 128; its weights in few bits where asked,
+rounded to the nearest. Each variant is timed in a first call
 and in a second one with other prompts: as it comes, step by step (`compile=False`), and with `--compiled`
 with `compile=True` too, which takes a minute at first. Seconds include reading the prompts.
 """
@@ -17,6 +19,7 @@ import time
 import torch
 
 import clearhead as ch
+from clearhead.quant.apply import quantize_model
 from common import device_name, save
 
 SHAPE = ch.ModelConfig(
@@ -48,11 +51,15 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[64])
     parser.add_argument("--new", type=int, default=512)
     parser.add_argument("--compiled", action="store_true")
+    parser.add_argument("--quantize", choices=("int8", "int4"))
     parser.add_argument("--save", action="store_true")
     given = parser.parse_args()
     torch.manual_seed(0)
     with torch.device("cuda"):
         model = ch.Transformer(SHAPES[given.shape][0]).bfloat16().eval()
+    if given.quantize:
+        bits = {"int8": 8, "int4": 4}[given.quantize]
+        model = quantize_model(model, ch.QuantPlan(bits, method="rtn")).model
     found = []
     for rows in given.rows:
         kept = {}
@@ -74,6 +81,7 @@ def main() -> None:
                 "shape": given.shape,
                 "rows": rows,
                 "way": name,
+                "weights": given.quantize or "bfloat16",
                 "first_call_s": round(took[0], 2),
                 "second_call_s": round(took[1], 2),
                 "tokens_per_s_first": round(rows * given.new / took[0]),
@@ -88,7 +96,7 @@ def main() -> None:
             del m
             torch.cuda.empty_cache()
     if given.save:
-        save(f"gpu_default_{given.shape}", found)
+        save("_".join(filter(None, ("gpu_default", given.shape, given.quantize))), found)
 
 
 if __name__ == "__main__":

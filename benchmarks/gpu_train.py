@@ -44,9 +44,10 @@ from clearhead.losses import batch_loss
 from clearhead.recipe import TrainPlan
 from clearhead.tasks.table import TASKS
 from clearhead.training.events import Event, Stepped
-from clearhead.training.loop import TrainingRun, learn
+from clearhead.training.loop import learn
 from clearhead.training.machine import choose_precision, quick_attention
 from clearhead.training.optim import make_optimizer
+from clearhead.training.running import TrainingRun
 from minimal_gpt import MinimalGPT
 
 LAYERS, HEADS, WIDTH, LENGTH, BATCH, VOCAB = 12, 12, 768, 1024, 32, 50304

@@ -74,7 +74,16 @@ class Answer:
 
     @property
     def text(self) -> str:
-        return b"".join(part for _, part in self.parts).decode()
+        raw = b"".join(part for _, part in self.parts)
+        if "transfer-encoding: chunked" not in self.head.lower():
+            return raw.decode()
+        chunks, at = [], 0
+        while at < len(raw):
+            line, _, _ = raw[at:].partition(b"\r\n")
+            start, size = at + len(line) + 2, int(line, 16)
+            chunks.append(raw[start : start + size])
+            at = start + size + 2
+        return b"".join(chunks).decode()
 
 
 async def ask(port: int, path: str, body: dict | None = None, opened: asyncio.Event | None = None) -> Answer:

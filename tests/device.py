@@ -25,6 +25,7 @@ FILES = (
     "faults/test_planted.py",
     "fast/test_prepare.py",
     "fast/test_triton_loss.py",
+    "fast/test_triton_step.py",
     "generate/test_beam.py",
     "generate/test_compiled.py",
     "generate/test_decode.py",
@@ -34,6 +35,9 @@ FILES = (
     "generate/test_speculate.py",
     "generate/test_stale.py",
     "generate/test_text.py",
+    "quant/test_quant.py",
+    "serve/test_engine.py",
+    "serve/test_guesses.py",
     "test_cache.py",
     "test_checks.py",
     "test_half.py",
@@ -41,6 +45,7 @@ FILES = (
     "test_positions.py",
     "test_taps.py",
     "training/test_device.py",
+    "training/test_recorded.py",
     "test_variants.py",
 )
 VERDICTS = ("passed", "failed", "error", "skipped")

@@ -34,6 +34,15 @@ def run(*arguments, capsys):
     return code, out.out, out.err
 
 
+def alike(one, other):
+    """Whether what was printed is the same, numbers but for their last digits."""
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(alike(one[key], other[key]) for key in one)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(alike, one, other))
+    return one == (pytest.approx(other, rel=1e-5) if isinstance(other, float) else other)
+
+
 @pytest.fixture
 def stdin(monkeypatch):
     """Let stdin hold these bytes."""
@@ -419,7 +428,7 @@ def test_a_blank_line_ends_no_batch(name, readers, capsys, stdin):
     code, out, err = run(name, readers[name], "--json", capsys=capsys)
     rows = [json.loads(row) for row in out.splitlines()]
     assert (code, ["error" in row for row in rows]) == (1, [False, True, False])
-    assert rows[0] == rows[2]
+    assert alike(rows[0], rows[2])  # last bits may depend on the place in a batch
     assert "stdin line 2: the line is blank" in err
 
 

@@ -130,7 +130,8 @@ def batch_loss(
         chunk = default_chunk(config.vocab_size, hidden.device) if chunk is None else chunk
         wanted, compiled = model.main.own(batch.targets, IGNORE), _is_compiled(model)
         some = batch.n_targets < batch.targets.numel() or wanted is not batch.targets
-        loss = vocabulary_loss(model.head, hidden, wanted, smoothing, chunk, some, compiled)
+        count = batch.n_scored if wanted is batch.targets else None
+        loss = vocabulary_loss(model.head, hidden, wanted, smoothing, chunk, some, compiled, count)
     else:
         own = objective or objective_of(config.head)
         loss = own.loss(own.read(model, batch, chunk), batch, smoothing) / model.main.copies
@@ -226,16 +227,21 @@ def vocabulary_loss(
     chunk: int,
     some: bool = True,
     compiled: bool = False,
+    count: int | None = None,
 ) -> Tensor:
     """Return the cross-entropy of hidden states [B, T, D] with targets [B, T], in chunks -> [].
 
-    `some`: not every state has a target.
+    `some`: not every state has a target. `count`: score so many positions, as many as have a target at least,
+    so that every shape is known without looking at the targets.
     """
     rows, targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
-    if some:
+    if some and count is None:
         asked = (targets != IGNORE).nonzero()[:, 0]
         rows, targets = rows[asked], targets[asked]  # N D, N
-    of_rows = functools.partial(_row_loss_for(head, rows, compiled), head)
+    elif count is not None and count < len(targets):
+        asked = torch.sort(targets == IGNORE, stable=True).indices[:count]
+        rows, targets = rows[asked], targets[asked]  # N D, N
+    of_rows = functools.partial(_row_loss_for(head, rows, compiled, compiled or count is not None), head)
     chunks = math.ceil(rows.shape[0] / chunk) if chunk else 1
     if chunks <= 1:
         return of_rows(rows, targets, smoothing)
@@ -248,14 +254,12 @@ def vocabulary_loss(
     return cast(Tensor, in_chunks(of_rows, smoothing, size, targets, rows, *trained))
 
 
-def _row_loss_for(head: heads.LanguageHead, rows: Tensor, compiled: bool) -> RowLoss:
-    """Choose the plain loss, our own kernel for large vocabularies on a GPU, or the compiled loss."""
-    if not compiled:
-        return row_loss
+def _row_loss_for(head: heads.LanguageHead, rows: Tensor, compiled: bool, quick: bool) -> RowLoss:
+    """Choose our own kernel for large vocabularies on a GPU, if `quick`; else the compiled or plain loss."""
     large = rows.is_cuda and rows.dtype != torch.float64 and head.out.out_features >= LARGE_VOCABULARY
-    return (
-        quick_row_loss if large and importlib.util.find_spec("triton") is not None else _compiled_row_loss()
-    )
+    if quick and large and importlib.util.find_spec("triton") is not None:
+        return quick_row_loss
+    return _compiled_row_loss() if compiled else row_loss
 
 
 def row_loss(head: nn.Module, rows: Tensor, targets: Tensor, smoothing: float) -> Tensor:

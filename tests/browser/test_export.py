@@ -15,6 +15,7 @@ SECTIONS = {
     "path": "[data-edge]",
     "flow": "[data-group]",
     "attention": ".head",
+    "head": "[data-source]",
     "lens": "td[data-value]",
     "next": "tbody tr",
     "cost": "#cost-flops",

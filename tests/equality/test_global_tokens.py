@@ -118,7 +118,7 @@ def test_a_pattern_shows_what_global_tokens_see():
 def test_global_tokens_are_traced_priced_pruned_and_saved():
     model = encoder("global(3)", norm_position="post")
     traced = ch.trace(model, list(range(9)))
-    assert traced.difference < 1e-6
+    assert traced.difference < 1e-5
     assert traced.parameters == sum(weight.numel() for weight in model.parameters())
     assert "x · Wk'" in traced["blocks.1.attention.k_global"].formula
     rows = {row.name: row for row in ch.check(model)}

@@ -42,6 +42,27 @@ def test_json_is_of_its_schema_and_has_no_white_space(m, seed):
         assert made.text == json.dumps(found, separators=(",", ":"), ensure_ascii=False) or "\\" in made.text
 
 
+@pytest.mark.parametrize(("kind", "day"), [("time", ""), ("date-time", "2020-02-29T")])
+def test_a_time_has_no_second_60(kind, day):
+    """22:28:60Z is no time to readers of JSON; a value that looks like a schema stays as it is."""
+    import llguidance
+
+    from clearhead.generate.forms import grammar_of, vocabulary_of
+
+    vocabulary = vocabulary_of([bytes([one]) for one in range(256)])
+
+    def takes(schema, value) -> bool:
+        matcher = llguidance.LLMatcher(vocabulary, grammar_of(("json_schema", json.dumps(schema))))
+        ids = list(json.dumps(value, separators=(",", ":")).encode())
+        return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+    schema = {"type": "string", "format": kind}
+    assert takes(schema, f"{day}22:28:59.5Z")
+    assert not takes(schema, f"{day}22:28:60Z")
+    assert not takes({"type": "array", "items": schema}, [f"{day}22:28:60Z"])
+    assert takes({"const": schema}, schema)
+
+
 def one_of(*values):
     return lambda found: found in values
 

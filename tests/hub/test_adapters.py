@@ -209,10 +209,12 @@ BROKEN = {
     "huge factor": ({"lora_alpha": 10**400}, {}, "a factor in lora_alpha or alpha_pattern that is no number"),
     "whole numbers": ({}, {f"{STEM}model.layers.0.self_attn.q_proj.lora_A.weight": torch.int32},
                       "q_proj has numbers of int32: they must be floating-point"),
+    "not finite": ({}, {f"{STEM}model.layers.0.self_attn.q_proj.lora_A.weight": torch.nan},
+                   "q_proj holds NaN or infinite numbers"),
     "half of a pair": ({}, {f"{STEM}model.layers.0.self_attn.q_proj.lora_B.weight": None}, "only one of"),
-    "another model": ({}, {f"{STEM}h.0.attn.lora_{x}.weight": 1 for x in "AB"},
+    "another model": ({}, {f"{STEM}h.0.attn.lora_{x}.weight": 1.0 for x in "AB"},
                       "updates h.0.attn, which is no linear layer of this model"),
-    "embedding": ({}, {f"{STEM}model.embed_tokens.lora_embedding_A": 1}, "supported are the low-rank"),
+    "embedding": ({}, {f"{STEM}model.embed_tokens.lora_embedding_A": 1.0}, "supported are the low-rank"),
 }  # fmt: skip
 
 
@@ -225,7 +227,7 @@ def test_what_is_not_honoured_is_refused_by_name(settings, tensors, said, tmp_pa
     path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
     stored = load_file(tmp_path / "adapter/adapter_model.safetensors")
     stored |= {
-        name: torch.zeros(3, 24, dtype=kind if isinstance(kind, torch.dtype) else torch.float32)
+        name: torch.zeros(3, 24, dtype=kind) if isinstance(kind, torch.dtype) else torch.full((3, 24), kind)
         for name, kind in tensors.items()
         if kind
     }

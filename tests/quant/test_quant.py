@@ -92,6 +92,7 @@ def test_each_method_lowers_the_error_that_it_is_for(symmetric):
     assert sizes["hqq"] < sizes["rtn"]
 
 
+@pytest.mark.cpu
 @pytest.mark.skipif(library.library() is None, reason="no C compiler, or other threads than GNU's")
 @pytest.mark.parametrize("width", [(5, 33), (64, 172), (9, 64)])
 def test_products_in_c_keep_to_the_error_they_state_and_each_row_is_as_if_alone(width):
@@ -110,6 +111,7 @@ def test_products_in_c_keep_to_the_error_they_state_and_each_row_is_as_if_alone(
         assert fast(x)[2].isnan().all() and not fast(x)[1].isnan().any()
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_directory_gives_the_same_model_back(name, tmp_path):
     model, given = drawn(CONFIGS[name]), inputs(CONFIGS[name])
@@ -153,6 +155,7 @@ def rounded_inputs(layer, given):
     return (made if layer.smooth is None else made / layer.smooth,)
 
 
+@pytest.mark.cpu
 @pytest.mark.skipif(library.library() is None, reason="no C compiler, or other threads than GNU's")
 def test_generation_goes_through_c_and_stays_near_the_model():
     config = CONFIGS["Llama, grouped, untied"]

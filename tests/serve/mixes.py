@@ -77,7 +77,8 @@ def mixed(m: ch.Model, seed: int, guessing: bool = False, exact: bool = False) -
     `guessing`: texts repeat themselves, and every guess is read, however little it pays.
     """
     draw = random.Random(seed)
-    block = draw.choice([2, 4, 8])
+    # On a GPU the kernels take blocks of 16 and more; smaller ones go another way.
+    block = draw.choice([8, 16, 32] if next(m.model.parameters()).is_cuda else [2, 4, 8])
     longest = 70 + 30 + block
     limits = Limits(
         tokens=draw.choice([4, 16, 64]),

@@ -82,6 +82,10 @@ def test_what_is_no_adapter_is_refused_by_name(byte_tokenizer):
         weight.data = weight + torch.randn(weight.shape)
         with pytest.raises(InputError, match=message):
             updates_of(m.model, other.model, "wide")
+    broken = tuned(m, 1, ("q",))
+    next(one for name, one in broken.model.named_parameters() if "attention.q" in name).data[0, 0] = torch.nan
+    with pytest.raises(InputError, match=r"adapter bad has NaN or infinite numbers in .*attention.q"):
+        updates_of(m.model, broken.model, "bad")
     with pytest.raises(InputError, match="other layers"):
         updates_of(m.model, mixes.model("alibi", byte_tokenizer).model, "other")
     engine = ServeEngine(m)

@@ -213,14 +213,44 @@ def test_requests_that_read_take_turns_with_those_that_write(enabled, byte_token
         return reading.embed(bundle, every)
 
     with products(enabled):
+        exact = engine.exact
         both = engine.read(texts, embed), engine.read(texts[1:2], embed)
         engine.step()
         alone = engine.read(texts[1:2], embed)
         engine.step()
-    together, more = (one.wait(0) for one in both)
-    assert harness.worst(torch.as_tensor(together), m.embed(texts)) < 1e-5
-    for one, other in ((more, alone.wait(0)), (more[0], together[1])):
-        assert torch.equal(one, other) if engine.exact else harness.worst(one, other) < 1e-6
+    together, more = (torch.stack(one.wait(0)) for one in both)
+    assert harness.worst(together, m.embed(texts)) < 1e-5
+    for one, other in ((more[0], alone.wait(0)[0]), (more[0], together[1])):
+        assert torch.equal(one, other) if exact else harness.worst(one, other) < 1e-6
+
+
+@pytest.mark.cpu  # a GPU reads larger portions
+def test_many_texts_are_read_in_portions_between_which_others_get_their_turn(byte_tokenizer):
+    """A request for many vectors does not keep others waiting, nor the server from ending."""
+    m = mixes.model("learned", byte_tokenizer, family="encoder", head="none")
+    engine, calls = ServeEngine(m), []
+
+    def embed(bundle, every):
+        calls.append(every)
+        return reading.embed(bundle, every)
+
+    texts = [f"text {number}" for number in range(150)]
+    many, few = engine.read(texts, embed), engine.read(["one"], embed)
+    long = engine.read(["x" * 5000] * 4, embed)
+    engine.step()
+    assert not many.done.is_set() and engine.busy
+    engine.step()
+    assert few.done.is_set() and not many.done.is_set()
+    while engine.busy:
+        engine.step()
+    assert max(map(len, calls)) == 64
+    assert max(sum(map(len, every)) for every in calls) < 5000 + 8192
+    assert harness.worst(torch.stack(many.wait(0)), m.embed(texts)) < 1e-5
+    assert len(long.wait(0)) == 4
+    left = engine.read(texts, embed)
+    engine.close()
+    with pytest.raises(BusyError, match="ended"):
+        left.wait(0)
 
 
 def test_a_reading_at_fault_leaves_the_others_alone(byte_tokenizer):
@@ -253,6 +283,7 @@ def test_the_thread_serves_and_drains(byte_tokenizer):
         engine.submit("Hello")
 
 
+@pytest.mark.cpu
 @pytest.mark.skipif(library.library() is None, reason="no C compiler, or other threads than GNU's")
 @pytest.mark.parametrize("rows", [1, 3, 6])
 @pytest.mark.parametrize(
@@ -284,7 +315,7 @@ def test_recorded_steps_write_what_the_ragged_row_writes(shape, byte_tokenizer):
     m = mixes.model("learned" if shape == "window" else shape, byte_tokenizer, **changes)
     m.special.clear()
     texts = [list(range(30 + 3 * n, 47 + 5 * n)) for n in range(5)]
-    engine = ServeEngine(m, Limits(block=4, piece=8, running=3))
+    engine = ServeEngine(m, Limits(block=16, piece=16, running=3))
     engine.passes.writer = GraphWriter(m.model, 3)
     jobs = [engine.submit(text, {"max_new_tokens": 12, "logprobs": True}) for text in texts]
     for text, found in zip(texts, served(engine, *jobs)):

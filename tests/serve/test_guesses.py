@@ -20,6 +20,7 @@ def every_guess_pays(monkeypatch):
     monkeypatch.setattr(RowPrice, "of_one_more", lambda *given: -1.0)
 
 
+@pytest.mark.cpu  # on a GPU nothing is guessed
 @pytest.mark.parametrize(
     ("shape", "seed"),
     [("rope-gqa", 12), ("windows", 80), ("sinks", 15), ("relative", 42), ("translator", 21)],
@@ -47,6 +48,7 @@ def test_guesses_leave_every_bit_of_the_logits_and_take_fewer_steps(rows, every_
     assert found[1][0].steps < found[0][0].steps == 30
 
 
+@pytest.mark.cpu  # on a GPU nothing is guessed
 def test_a_stop_string_or_a_client_that_goes_ends_a_text_within_its_guesses(every_guess_pays, byte_tokenizer):
     m = mixes.model("rope-gqa", byte_tokenizer)
     m.special.clear()
@@ -71,12 +73,12 @@ def test_a_stop_string_or_a_client_that_goes_ends_a_text_within_its_guesses(ever
     assert engine.pool.used == 0
 
 
-@pytest.mark.parametrize("lookup", [0, 6])
+@pytest.mark.parametrize("lookup", [0, pytest.param(6, marks=pytest.mark.cpu)])
 def test_rows_of_one_text_see_each_other_in_recorded_steps(lookup, every_guess_pays, byte_tokenizer):
     """What was written is read again after a preemption, several tokens of a text in one step."""
     m = mixes.model("rope-gqa", byte_tokenizer)
     m.special.clear()
-    engine = ServeEngine(m, Limits(block=4, cache_tokens=64, lookup=lookup))
+    engine = ServeEngine(m, Limits(block=16, cache_tokens=96, lookup=lookup))
     engine.passes.writer = GraphWriter(m.model, 32)
     texts = [LOOP, LOOP[1:], PROMPT[:9]]
     jobs = [engine.submit(text, {"max_new_tokens": 25, "logprobs": True}) for text in texts]
@@ -88,6 +90,7 @@ def test_rows_of_one_text_see_each_other_in_recorded_steps(lookup, every_guess_p
     assert (engine.figures.guessed > 0) == bool(lookup)
 
 
+@pytest.mark.cpu  # on a GPU nothing is guessed
 def test_a_guess_is_read_where_it_pays(byte_tokenizer):
     """A row has the price that steps had so far; guesses that fail, or come in a crowd, are not read."""
     price = RowPrice()

@@ -96,6 +96,23 @@ def test_echoed_log_probabilities_equal_scores(address, writer):
         assert best[token] == value
 
 
+@pytest.mark.parametrize("most", [0, 4])
+def test_a_stream_with_echo_tells_every_token_once(address, most):
+    """Prompts of several bytes a character, two choices each: texts, offsets and numbers are the whole's."""
+    body = {"model": "writer", "prompt": ["Grüße 😀", "ab"], "max_tokens": most, "seed": 3, "n": 2}
+    body |= {"echo": True, "logprobs": 2}
+    whole = call(address, "/v1/completions", body)[2]["choices"]
+    text = call(address, "/v1/completions", {**body, "stream": True})[2]
+    events = [json.loads(line[6:]) for line in text.split("\n\n") if line.startswith("data: {")]
+    for choice in whole:
+        own = [one["choices"][0] for one in events if one["choices"][0]["index"] == choice["index"]]
+        assert "".join(one["text"] for one in own) == choice["text"]
+        for name, wanted in choice["logprobs"].items():
+            found = [value for one in own if one["logprobs"] for value in one["logprobs"][name]]
+            assert len(found) == len(wanted)
+            assert name == "top_logprobs" or found == pytest.approx(wanted, abs=1e-5)
+
+
 def test_a_stream_is_the_same_text_in_pieces(address, writer):
     body = {"model": "writer", "prompt": "Hello", "max_tokens": 9, "temperature": 0, "stream": True}
     text = call(address, "/v1/completions", {**body, "stream_options": {"include_usage": True}})[2]

@@ -13,9 +13,9 @@ from contextlib import redirect_stderr, redirect_stdout
 import pytest
 
 from clearhead.serve import guard
-from clearhead.serve.app import _embedding
 from clearhead.serve.engine import ServeEngine
 from clearhead.serve.limits import Limits
+from clearhead.serve.vectors import embedding
 from tests.serve import mixes
 from tests.serve.served import serving
 from tests.serve.test_http import TEMPLATE, call
@@ -269,9 +269,9 @@ def test_bodies_that_are_no_request_are_refused(address, body):
 @pytest.mark.parametrize(
     ("path", "body", "named"),
     [
-        ("/v1/completions", {"prompt": [2**63], "max_tokens": 1}, "prompt.list"),
-        ("/v1/completions", {"prompt": [1.5] * 100_000}, "prompt.list"),
-        ("/v1/completions", {"prompt": [[True]] * 100_000}, "prompt.list"),
+        ("/v1/completions", {"prompt": [2**63], "max_tokens": 1}, "prompt.0"),
+        ("/v1/completions", {"prompt": [1.5] * 100_000}, "prompt.0"),
+        ("/v1/completions", {"prompt": [[True]] * 100_000}, "prompt.0"),
         ("/v1/completions", PROMPT | {"inside": [1] * 100_000}, "inside.0"),
         ("/v1/completions", PROMPT | {f"f{n}": 1 for n in range(50_000)}, "fields: at most 100"),
         (
@@ -309,5 +309,5 @@ def test_no_page_fetches_from_elsewhere_and_names_are_not_kept(address, writer):
     for path in ("/docs", "/redoc"):
         assert call(address, path, Authorization="Bearer one")[0] == 404
     for number in range(200):
-        _embedding(f"name {number}")
-    assert _embedding.cache_info().currsize <= 64
+        embedding(f"name {number}")
+    assert embedding.cache_info().currsize <= 64

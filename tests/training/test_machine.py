@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import clearhead as ch
+from clearhead.batches.batch import Batch
 from clearhead.data.plan import DataPlan
 from clearhead.fast import training as fast_training
 from clearhead.fast.training import (
@@ -21,7 +22,7 @@ from clearhead.fast.training import (
 )
 from clearhead.recipe import TrainPlan
 from clearhead.tasks.table import TASKS
-from clearhead.training.machine import pays, quick_attention
+from clearhead.training.machine import Precision, host_bound, least_seconds, pays, quick_attention
 from clearhead.training.weights import add_lora
 from tests.harness import build, some_ids, worst
 
@@ -136,3 +137,19 @@ def test_nothing_is_done_for_a_gpu_on_a_cpu():
     assert quick_attention(TASKS["lm"], DataPlan(), cpu) is nullcontext and not pays(
         TASKS["lm"], DataPlan(), plan, cpu
     )
+
+
+def test_compiling_must_save_more_than_it_takes_and_small_steps_are_bound_by_the_host():
+    """At the peak: 3,000 steps of a millisecond are over before a compiler is; 3,000 of a tenth are not."""
+    gpu, plan = torch.device("cuda"), TrainPlan(steps=3000)
+    assert not pays(TASKS["lm"], DataPlan(), plan, gpu, 1e-3) and pays(
+        TASKS["lm"], DataPlan(), plan, gpu, 0.1
+    )
+    assert pays(TASKS["lm"], DataPlan(), plan, gpu)  # what a step takes is not known
+    config = build().config
+    assert host_bound(config, 1e-4) and host_bound(config, None) and not host_bound(config, 0.1)
+    batch = Batch(some_ids(2, 9), some_ids(2, 9))
+    half = Precision(gpu, torch.bfloat16, "", peak=1e6)
+    assert least_seconds(100.0, batch, TrainPlan(accumulate=3), half) == pytest.approx(2 * 9 * 100 * 3 / 1e6)
+    assert least_seconds(0.0, batch, plan, half) is None
+    assert least_seconds(1.0, batch, plan, Precision(gpu, None, "")) is None

@@ -299,10 +299,8 @@ def test_a_warm_up_longer_than_the_run_is_cut_and_said(text, tmp_path):
 @pytest.mark.ledger("H10")
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul")
 def test_a_scaled_loss_that_is_not_finite_ends_the_run(text, tmp_path, monkeypatch):
-    from clearhead.training import prepare as prepare_module
-
     monkeypatch.setattr(
-        prepare_module,
+        machine,
         "choose_precision",
         lambda *given, **more: Precision(torch.device("cpu"), torch.float16, "float16"),
     )

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -37,6 +38,8 @@ class Batch:
     reference: Tensor | None = None
     scores: Tensor | None = None  # B, of texts to be embedded: how alike they are
     numbers: Tensor | None = None  # B, the numbers of the examples, for logs and errors; stays on the CPU
+
+    COUNTS: ClassVar[tuple[str, ...]] = ("n_targets", "n_shared", "n_tokens", "n_rows", "n_scored")
 
     @property
     def is_span(self) -> bool:
@@ -71,6 +74,11 @@ class Batch:
         sides = ((self.ids, self.mask), (self.source, self.source_mask))
         return sum(_real(ids, mask) for ids, mask in sides if ids is not None)
 
+    @cached_property
+    def n_scored(self) -> int | None:
+        """Return how many positions are scored, where that is fixed; None: those that have a target."""
+        return None
+
     def __len__(self) -> int:
         return self.ids.shape[0]
 
@@ -83,19 +91,21 @@ class Batch:
         """Return the batch on a device; to a GPU it is copied from pinned memory while the CPU goes on."""
         device = torch.device(device)
         copied = device.type == "cuda" and self.ids.device.type == "cpu"
-        others = {"targets": self.targets, "reference": self.reference, "scores": self.scores}
-        tensors = {**self.arguments(), **{name: one for name, one in others.items() if one is not None}}
         made = replace(
             self,
             **{
                 name: (value.pin_memory() if copied else value).to(device, non_blocking=copied)
-                for name, value in tensors.items()
+                for name, value in self.tensors().items()
             },
         )
         # Counted here: on a device, counting would wait for it.
-        counts = ("n_targets", "n_shared", "n_tokens", "n_rows")
-        made.__dict__.update({name: getattr(self, name) for name in counts})
+        made.__dict__.update({name: getattr(self, name) for name in self.COUNTS})
         return made
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return what a step reads, by name: what the model takes, and what the loss does."""
+        others = {"targets": self.targets, "reference": self.reference, "scores": self.scores}
+        return {**self.arguments(), **{name: one for name, one in others.items() if one is not None}}
 
     def arguments(self) -> dict[str, Tensor]:
         """Return what `model(**arguments)` takes."""

@@ -13,6 +13,7 @@ from clearhead.errors import InputError, refuse
 from clearhead.model.cache import Cache, GrowingKeys, LayerKeys, StateKeys
 from clearhead.model.kinds.linear import ABSENT
 from clearhead.model.masks import Slots, Tokens, empty_slots
+from clearhead.model.positions import Rotary
 
 
 class FixedCache(Cache):
@@ -39,6 +40,7 @@ class FixedCache(Cache):
         self.cursor = torch.zeros((), dtype=torch.long, device=device)
         self.index = torch.zeros(1, dtype=torch.long, device=device)  # slots of the call in progress
         self.tokens = empty_slots(batch, capacity, device)
+        self.angles: dict[int | None, Rotary] = {}  # by reach: the rotation of every position, where used
 
         def room(attention: str, slots: int) -> list[Tensor]:
             shape = (batch, spec.kv_heads_of(attention), slots)
@@ -121,14 +123,18 @@ class FixedCache(Cache):
         states = any(isinstance(keys, FixedState) for keys in self.layers.values())
         refuse(self.packed and states, "a fixed cache keeps no states of packed documents: use Cache()")
         if not torch.compiler.is_compiling():
-            refuse(
-                self.length + tokens.length > self.capacity,
-                f"the fixed cache holds {self.capacity} tokens, has {self.length} and was given "
-                f"{tokens.length} more: make a larger one",
-            )
+            self.room_for(tokens.length)
         self.index = self.cursor + torch.arange(tokens.length, device=self.cursor.device)
         for buffer, values in zip(self.tokens.tensors(), tokens.tensors()):
             buffer.index_copy_(1, self.index, values.expand(buffer.shape[0], -1))
+
+    def room_for(self, count: int) -> None:
+        """Refuse to take more tokens than there are slots for."""
+        refuse(
+            self.length + count > self.capacity,
+            f"the fixed cache holds {self.capacity} tokens, has {self.length} and was given {count} more: "
+            "make a larger one",
+        )
 
     def visible(self, kind: Kind) -> Tokens:
         """Return every slot; those not yet filled are not real."""

@@ -1,8 +1,10 @@
-"""What the kernels of attention are told of a block, beside its queries, keys and values."""
+"""What kernels are told beside their tensors, and what they tell."""
 
 from typing import NamedTuple
 
 from torch import Tensor
+
+NOTHING = -1  # in place of a token: the logits are not numbers
 
 
 class HeadForm(NamedTuple):

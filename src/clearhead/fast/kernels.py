@@ -19,10 +19,12 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
+from clearhead.fast.codes import Codes
 from clearhead.fast.forms import HeadForm
 from clearhead.model import attend, feedforward, norms, positions
 
 MOST_ROWS = 1  # rows for which our product, with norm and gate in the same kernel, beats the library's
+MOST_FEW = 64  # the same for weights of few bits
 
 
 def available(x: Tensor) -> bool:
@@ -92,7 +94,7 @@ def step_norm(x: Tensor, scale: Tensor, eps: float, unit_offset: bool) -> Tensor
 
 def step_linear(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | Codes,
     bias: Tensor | None = None,
     scale: Tensor | None = None,
     eps: float = 0.0,
@@ -104,8 +106,10 @@ def step_linear(
 
     `gate` names an activation: then the first half of the rows of `weight` is the gate, and the result has
     N/2 columns. For one row this is a single kernel; for more, steps that a compiler joins around the
-    library's product, which is faster then.
+    library's product, which is faster then. With a weight of few bits it is one kernel up to `MOST_FEW` rows.
     """
+    if isinstance(weight, Codes):
+        return _few_bits(x, *weight, bias, scale, eps, unit_offset, gate, add)
     way = _one_kernel if x.shape[0] <= MOST_ROWS else _in_steps
     return way(x, weight, bias, scale, eps, unit_offset, gate, add)
 
@@ -181,6 +185,53 @@ def _one_kernel(
 
         return triton_step.linear(x, weight, bias, scale, eps, unit_offset, gate, add)
     return _in_steps(x, weight, bias, scale, eps, unit_offset, gate, add).clone()
+
+
+def _few_shape(
+    x: Tensor,
+    bits: int,
+    group: int,
+    columns: int,
+    words: Tensor,
+    scales: Tensor,
+    offsets: Tensor | None,
+    bias: Tensor | None,
+    scale: Tensor | None,
+    eps: float,
+    unit_offset: bool,
+    gate: str | None,
+    add: Tensor | None,
+) -> Tensor:
+    return _linear_shape(x, words, bias, scale, eps, unit_offset, gate, add)
+
+
+@operator(_few_shape)
+def _few_bits(
+    x: Tensor,
+    bits: int,
+    group: int,
+    columns: int,
+    words: Tensor,
+    scales: Tensor,
+    offsets: Tensor | None,
+    bias: Tensor | None,
+    scale: Tensor | None,
+    eps: float,
+    unit_offset: bool,
+    gate: str | None,
+    add: Tensor | None,
+) -> Tensor:
+    """`step_linear` as an operator, whose arguments are the fields of `Codes` one by one."""
+    weight, rows = Codes(bits, group, columns, words, scales, offsets), x.numel() // x.shape[-1]
+    if not available(x):
+        return _in_steps(x, weight.weight(x.dtype), bias, scale, eps, unit_offset, gate, add).clone()
+    from clearhead.fast import triton_codes, triton_rows
+
+    if rows > MOST_FEW:
+        wide = triton_codes.spread(weight, x.dtype)
+        return _in_kernels(x, wide, bias, scale, eps, unit_offset, gate, add)
+    way = triton_codes.linear if rows == 1 else triton_rows.linear
+    return way(x, weight, bias, scale, eps, unit_offset, gate, add)
 
 
 def step_attend(

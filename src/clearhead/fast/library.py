@@ -35,12 +35,18 @@ def library() -> ctypes.CDLL | None:
         return None
     try:
         ctypes.CDLL(threads, mode=ctypes.RTLD_GLOBAL)  # loaded already: its names become visible
-        found = ctypes.CDLL(str(_built(compiler)))
+        found = opened(compiler)
     except (OSError, RuntimeError, subprocess.SubprocessError):
         return None
-    found.clearhead_block.argtypes = (c_void_p, c_void_p)
-    found.clearhead_linear.argtypes = (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64)
     return found if _agrees(found) else None
+
+
+def opened(compiler: str, *flags: str) -> ctypes.CDLL:
+    """Return the functions as compiled with `flags` more, such as -DPLAIN for plain loops."""
+    found = ctypes.CDLL(str(_built(compiler, (*FLAGS, *flags))))
+    found.clearhead_blocks.argtypes = (c_void_p, c_int64)
+    found.clearhead_linear.argtypes = (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64)
+    return found
 
 
 def _agrees(found: ctypes.CDLL) -> bool:
@@ -65,19 +71,19 @@ def _openmp() -> str | None:
     return found.pop() if len(found) == 1 else None
 
 
-def _built(compiler: str) -> Path:
+def _built(compiler: str, flags: tuple[str, ...]) -> Path:
     """Return the path of the library, compiled now if it is not in the cache."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "clearhead"
     about = os.stat(compiler)
-    made_of = (compiler, about.st_size, about.st_mtime_ns, *FLAGS, _processor(), *_sources())
+    made_of = (compiler, about.st_size, about.st_mtime_ns, *flags, _processor(), *_sources())
     name = f"step-{hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]}.so"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if folder.stat().st_uid != os.getuid():
         raise OSError(f"{folder} belongs to someone else")
     if not (folder / name).exists():
         with tempfile.TemporaryDirectory(dir=folder) as apart:
-            command = [compiler, *FLAGS, "-o", f"{apart}/{name}", str(SOURCE), "-lm"]
-            subprocess.run(command, capture_output=True, check=True, timeout=60)
+            command = [compiler, *flags, "-o", f"{apart}/{name}", str(SOURCE), "-lm"]
+            subprocess.run(command, capture_output=True, check=True, timeout=300)
             os.replace(f"{apart}/{name}", folder / name)
     return folder / name
 

@@ -1,9 +1,11 @@
-"""A decode step on the CPU in one call a block, and products of a few rows, through `step.c`.
+"""Blocks that take a decode step on the CPU through `step.c`, and products of a few rows.
 
 Shapes: B batch, T length, S slots, D model, N width out.
 """
 
 import ctypes
+from array import array
+from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -141,7 +143,7 @@ class NativeLinear(Direct):
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] -> [..., N]."""
         rows = x.numel() // self.in_features
-        if not (rows > 0 and (self.alike or rows <= MOST_ROWS)) or not _plain(x):
+        if not (rows > 0 and (self.alike or rows <= MOST_ROWS)) or not plain(x):
             return nnf.linear(x, self.weight, self.bias)
         return native_linear(self.fields, x, self.out_features, self.alike)
 
@@ -157,7 +159,7 @@ class NativeQuantized(Direct, QuantizedLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] -> [..., N]."""
-        if not x.numel() or not _plain(x):
+        if not x.numel() or not plain(x):
             return super().forward(x)
         if self.described is None:
             pointers = Pointers()
@@ -177,7 +179,19 @@ def native_linear(fields: Any, x: Tensor, width: int, alike: bool = False) -> Te
     return out
 
 
-def _plain(x: Tensor) -> bool:
+def run(x: Tensor, first: Any, layers: list[tuple[int, ...]]) -> Tensor:
+    """Take rows [B, 1, D] through layers; `first` is the call of the first one."""
+    x, found = x.contiguous(), library()
+    assert found is not None
+    out = torch.empty_like(x)
+    first.x, first.out = x.data_ptr(), out.data_ptr()
+    fields = array("Q", chain.from_iterable(layers))
+    if found.clearhead_blocks(fields.buffer_info()[0], len(layers)):
+        raise MemoryError("no memory for the values of one token")
+    return out
+
+
+def plain(x: Tensor) -> bool:
     """Return True if nothing but numbers is asked of this tensor: no gradient, no compiler, no autocast."""
     return (
         x.dtype == torch.float32
@@ -205,28 +219,48 @@ class NativeBlock(Direct, Block):
         tap: Tap = SILENT,
     ) -> Tensor:
         """[B, T, D] -> [B, T, D]."""
-        suits = x.shape[1] == 1 and x.shape[0] <= self.most_rows and tap is SILENT and _plain(x)
-        own = self._own(view, keys, x.shape[0]) if suits else None
-        source = self._source(cross_view, cross_keys, x.shape[0]) if own is not None else None
-        if own is None or source is None:
+        suits = x.shape[1] == 1 and tap is SILENT and plain(x)
+        call = self.call(x, view, cross_view, keys, cross_keys) if suits else None
+        if call is None:
             return super().forward(x, view, memory, cross_view, keys, cross_keys, tap)
+        return run(x, call, [self.layer(call, keys, cross_keys)])
+
+    def call(
+        self,
+        x: Tensor,
+        view: masks.View,
+        cross_view: masks.View | None,
+        keys: LayerKeys | None,
+        cross_keys: CrossKeys | None,
+    ) -> Any:
+        """Describe a step of rows [B, 1, D] through layers of this view; None where `step.c` does not suit.
+
+        The structure points to tensors that the view and the caches keep.
+        """
+        rows = x.shape[0]
+        own = self._own(view, keys, rows) if rows <= self.most_rows else None
+        source = self._source(cross_view, cross_keys, rows) if own is not None else None
+        if own is None or source is None:
+            return None
         (seen, *slot), rotary = own, view.rotary
-        if self.described is None:
-            pointers = Pointers()
-            self.described = pointers, pointers.block(self)
-        x, found = x.contiguous(), library()
-        assert found is not None
-        out = torch.empty_like(x)
         turns: tuple[int | None, ...] = (None, None, 0, 0)
+        cos = sin = None
         if rotary is not None:
             cos, sin = (part.contiguous() for part in rotary)
             turns = cos.data_ptr(), sin.data_ptr(), _stride(cos, 0), cos.shape[-1]
-        places, threads = (x.data_ptr(), out.data_ptr()), torch.get_num_threads()
-        call = CALL(*places, x.shape[0], seen, source, *slot, *turns, threads, self.alike)
-        failed = found.clearhead_block(ctypes.addressof(self.described[1]), ctypes.addressof(call))
-        if failed:
-            raise MemoryError("no memory for the values of one token")
-        return out
+        threads = torch.get_num_threads()
+        made = CALL(None, None, rows, seen, source, *slot, *turns, threads, self.alike)
+        made.kept = cos, sin  # for as long as the structure points to them
+        return made
+
+    def layer(self, call: Any, keys: Any, cross_keys: Any) -> tuple[int, ...]:
+        """Return the fields of a layer: this block with its keys, which lie as those of the call."""
+        if self.described is None:
+            pointers = Pointers()
+            self.described = pointers, pointers.block(self)
+        source = (0, 0) if self.cross is None else (cross_keys.k.data_ptr(), cross_keys.v.data_ptr())
+        places = ctypes.addressof(self.described[1]), ctypes.addressof(call)
+        return (*places, keys.k.data_ptr(), keys.v.data_ptr(), *source)
 
     def _own(self, view: masks.View, keys: LayerKeys | None, rows: int) -> tuple[Any, ...] | None:
         """Describe the keys of the text, and the slots of the new ones; None where `step.c` does not suit."""

@@ -6,7 +6,7 @@ kernels of `kernels` run, blocks that suit them take one token of each row throu
 Shapes: B batch, T length, D model, N width out.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
@@ -16,9 +16,12 @@ from torch import Tensor, nn
 from clearhead.config.kinds import Kind
 from clearhead.fast import library
 from clearhead.fast import native as in_c
+from clearhead.fast.codes import Codes
+from clearhead.fast.few_bits import FewBitsLinear, FewBitsTable, can_join
 from clearhead.fast.fixed_cache import FixedCache, FixedKeys
 from clearhead.fast.forms import HeadForm
 from clearhead.fast.kernels import available, materialise, step_attend, step_linear, step_norm
+from clearhead.fast.native_stack import NativeStack
 from clearhead.fast.parts import (
     Direct,
     FusedAttention,
@@ -29,6 +32,7 @@ from clearhead.fast.parts import (
     direct,
     like,
 )
+from clearhead.fast.stepping import StepModel
 from clearhead.fast.training import all_known, original
 from clearhead.model import masks, norms, positions
 from clearhead.model.attention import Attention
@@ -37,7 +41,7 @@ from clearhead.model.feedforward import ACTIVATIONS, FeedForward
 from clearhead.model.stack import Block, Residual, Stack
 from clearhead.model.taps import SILENT, Tap
 from clearhead.model.transformer import Transformer
-from clearhead.quant.layers import QuantizedLinear
+from clearhead.quant.layers import QuantizedLinear, QuantizedTable
 
 
 def prepared(
@@ -89,8 +93,16 @@ def _replacement(part: nn.Module, way: Way) -> nn.Module:
         return in_c.NativeLinear(cast(nn.Linear, part))
     if way.native and kind is QuantizedLinear:
         return like(part, in_c.NativeQuantized)
+    if way.kernels and kind is QuantizedLinear:
+        return FewBitsLinear(cast(QuantizedLinear, part))
+    if way.kernels and kind is QuantizedTable:
+        return FewBitsTable(cast(QuantizedTable, part))
     if way.packs and isinstance(part, nn.Linear):
         return PackedLinear(part)
+    if way.native and kind is Stack:
+        return like(part, NativeStack)
+    if way.kernels and kind is Transformer:
+        return like(part, StepModel)
     if way.kernels and isinstance(part, Stack):
         return like(part, StepStack)
     if way.kernels and kind is norms.RMSNorm:
@@ -98,34 +110,39 @@ def _replacement(part: nn.Module, way: Way) -> nn.Module:
     if isinstance(part, Block) and way.native:
         return cast(nn.Module, like(part, in_c.NativeBlock if in_c.suits_native(part) else direct(kind)))
     if isinstance(part, Block):
-        return _fused(part, StepBlock if way.kernels and suits_kernels(part) else direct(kind))
+        return _fused(part, StepBlock if way.kernels and suits_kernels(part) else direct(kind), way.kernels)
     return cast(nn.Module, like(part, kind if kind is nn.ModuleList else direct(kind)))
 
 
-def _fused(block: Block, kind: type[Block]) -> Block:
+def _fused(block: Block, kind: type[Block], kernels: bool) -> Block:
     """Build a block of class `kind` in which self-attention and a gated feed-forward are fused."""
     attention, feedforward, new = block.attention, block.feedforward, like(block, kind)
-    plain = isinstance(attention, Attention) and original(attention) is Attention
-    if isinstance(attention, Attention) and plain and _join(attention.q, attention.k, attention.v):
+    if isinstance(attention, Attention) and original(attention) is Attention:
         layers = (attention.q, attention.k, attention.v)
-        qkv, widths = JoinedLinear(*layers), [layer.out_features for layer in layers]
-        new.attention = like(attention, FusedAttention, q=None, k=None, v=None, qkv=qkv, widths=widths)
+        if join := joining(layers, kernels):
+            widths = [layer.out_features for layer in layers]
+            new.attention = like(
+                attention, FusedAttention, q=None, k=None, v=None, qkv=join(*layers), widths=widths
+            )
     gate = getattr(feedforward, "gate", None)
-    if isinstance(feedforward, FeedForward) and gate is not None and _join(gate, feedforward.up):
+    both = (gate, getattr(feedforward, "up", None))
+    if isinstance(feedforward, FeedForward) and gate is not None and (join := joining(both, kernels)):
         new.feedforward = like(
             feedforward,
             FusedFeedForward,
             gate=None,
             up=None,
-            both=JoinedLinear(gate, feedforward.up),
+            both=join(*both),
             activation_name=ACTIVATION_NAMES.get(feedforward.activation),
         )
     return new
 
 
-def _join(*layers: nn.Module) -> bool:
-    """Return True if these layers can become one: those of few bits stay as they are."""
-    return all(isinstance(layer, nn.Linear) for layer in layers)
+def joining(layers: Sequence[Any], kernels: bool) -> Callable[..., nn.Module] | None:
+    """Return what makes one layer of these; None where they stay as they are."""
+    if all(isinstance(layer, nn.Linear) for layer in layers):
+        return JoinedLinear
+    return FewBitsLinear if kernels and can_join(*layers) else None
 
 
 # All that the kernels compute, by class and attribute. A block with anything more, such as an option added
@@ -138,6 +155,7 @@ KNOWN: dict[type[nn.Module], set[str]] = {
     | {"scale", "softcap", "layout", "norm_over", "dropout", "kernel", "q_norm", "k_norm"},
     FeedForward: {"gate", "up", "down", "activation", "dropout"},
     nn.Linear: {"weight", "bias", "in_features", "out_features"},
+    QuantizedLinear: {"codes", "scales", "offsets", "bias", "place", "grid", "in_features", "out_features"},
 }
 ACTIVATION_NAMES = {function: name for name, function in ACTIVATIONS.items()}
 
@@ -151,6 +169,8 @@ def suits_kernels(block: Block) -> bool:
         and isinstance(feedforward, FeedForward)
         and getattr(block.attention, "norm_over", "none") != "full"
         and (feedforward.gate is None or feedforward.activation in ACTIVATION_NAMES)
+        and joining((block.attention.q, block.attention.k, block.attention.v), True) is not None
+        and (feedforward.gate is None or joining((feedforward.gate, feedforward.up), True) is not None)
     )
 
 
@@ -194,13 +214,13 @@ class StepBlock(Direct, Block):
             return super().forward(x, view, memory, cross_view, keys, cross_keys, tap)
         attention, feedforward = self.attention, self.feedforward
         assert isinstance(attention, FusedAttention) and isinstance(feedforward, FeedForward)
-        x = step_linear(z, attention.out.weight, attention.out.bias, add=x)
+        x = step_linear(z, *weights_of(attention.out), add=x)
         norm = self.feedforward_residual.before
         if isinstance(feedforward, FusedFeedForward):
             post = _normed(x, norm, feedforward.both, feedforward.activation_name)
         else:
             post = feedforward.activation(_normed(x, norm, feedforward.up))
-        return step_linear(post, feedforward.down.weight, feedforward.down.bias, add=x)
+        return step_linear(post, *weights_of(feedforward.down), add=x)
 
     def attended(self, x: Tensor, view: masks.View, keys: LayerKeys | None) -> Tensor | None:
         """Attend with one token of each row [B, 1, D] -> [B, 1, H·E]; None where the kernel does not suit."""
@@ -238,8 +258,16 @@ class StepNorm(Direct, norms.RMSNorm):
 
 def _normed(x: Tensor, norm: nn.Module | None, layer: nn.Module, gate: str | None = None) -> Tensor:
     """Apply a norm, a linear layer and a gate: [B, 1, D] -> [B, 1, N]."""
-    assert isinstance(norm, norms.RMSNorm) and isinstance(layer, nn.Linear)
-    return step_linear(x, layer.weight, layer.bias, norm.weight, norm.eps, norm.unit_offset, gate)
+    assert isinstance(norm, norms.RMSNorm)
+    return step_linear(x, *weights_of(layer), norm.weight, norm.eps, norm.unit_offset, gate)
+
+
+def weights_of(layer: nn.Module) -> tuple[Tensor | Codes, Tensor | None]:
+    """Return the weight of a linear layer, of few bits or not, and its bias."""
+    if isinstance(layer, FewBitsLinear):
+        return layer.codes, layer.bias
+    assert isinstance(layer, nn.Linear)
+    return layer.weight, layer.bias
 
 
 def _head_norms(attention: Attention) -> tuple[Tensor | None, Tensor | None, float, bool]:

@@ -6,13 +6,23 @@ weights' sizes. A row is computed in the same way and order in whatever batch it
 
 Sizes: B rows of x, N width out, D width in, K = D / 32 blocks, rounded up. */
 
-#if defined(__ARM_FEATURE_DOTPROD)
+/* The ways to add up a block, the first that the processor has: all give the same bits. */
+#if defined(PLAIN) /* for tests */
+#elif defined(__ARM_FEATURE_DOTPROD)
+#define WITH_NEON
 #include <arm_neon.h>
+#elif defined(__AVX2__)
+#include <immintrin.h>
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+#define WITH_AVX512
+#else
+#define WITH_AVX2
+#endif
 #endif
 
 enum { BLOCK = 32, ACROSS_ROUNDED = 4 };
 
-/* Inputs in 8 bits, the sum of each block as a number, and -8 times its sum of codes. */
+/* Inputs in 8 bits, the sum of each block as a number, and its sum of codes times -1. */
 typedef struct {
     int8_t *codes;
     float *scales, *sums;
@@ -38,16 +48,19 @@ static void round_rows(const Linear *linear, const float *x, int64_t first, int6
     int64_t D = linear->columns;
     for (int64_t b = first; b < stop; b++)
         for (int64_t k = 0; k < to->blocks; k++) {
-            float values[BLOCK] = {0}, most = 0, odd = 0;
+            float values[BLOCK] = {0}, most;
+            uint32_t bits[BLOCK], largest = 0; /* sizes are in the order of their bits */
             int64_t at = k * BLOCK, count = D - at < BLOCK ? D - at : BLOCK, place = b * to->blocks + k;
             memcpy(values, x + b * D + at, count * sizeof(float));
             if (linear->smooth)
                 for (int64_t i = 0; i < count; i++) values[i] *= linear->smooth[at + i];
+            memcpy(bits, values, sizeof bits);
             for (int i = 0; i < BLOCK; i++) {
-                float size = fabsf(values[i]);
-                most = size > most ? size : most;
-                odd += 0 * size; /* not a number where one is not, or is infinite */
+                uint32_t size = bits[i] & 0x7fffffff;
+                largest = size > largest ? size : largest;
             }
+            memcpy(&most, &largest, sizeof most);
+            float odd = 0 * most; /* not a number where one is not, or is infinite */
             float inverse = most > 0 ? 127 / most : 0;
             int32_t sum = 0;
             for (int i = 0; i < BLOCK; i++) {
@@ -57,124 +70,198 @@ static void round_rows(const Linear *linear, const float *x, int64_t first, int6
             }
             to->scales[place] = most / 127 + odd;
             to->sums[place] = to->scales[place] * sum;
-            to->starts[place] = -8 * sum;
+            to->starts[place] = -sum;
         }
 }
 
-static inline float from_bfloat16(uint16_t bits) {
-    uint32_t wide = (uint32_t)bits << 16;
-    float value;
-    memcpy(&value, &wide, sizeof value);
-    return value;
-}
+/* As many rows at a time as a vector has numbers: tiles of four rows and 32 columns, below each other. */
+enum { TILES = LANES / 4 };
+typedef int32_t Whole __attribute__((vector_size(4 * LANES), aligned(4)));
 
-typedef float Four __attribute__((vector_size(16), aligned(4)));
-typedef int32_t FourWhole __attribute__((vector_size(16), aligned(4)));
-
-/* The codes of four rows and 32 columns: eight tiles, each four columns of every row. Those of four bits are 8
-too large. */
+/* The codes of tiles: of each eight pieces, four columns of every row. Those of four bits are 8 too large,
+those of eight bits SHIFT. */
 typedef struct {
-#if defined(__ARM_FEATURE_DOTPROD)
-    int8x16_t tile[8];
+#if defined(WITH_NEON)
+    int8x16_t piece[8];
+#elif defined(WITH_AVX512)
+    __m512i part[TILES][2];
+#elif defined(WITH_AVX2)
+    __m256i part[TILES][4];
 #else
-    int8_t tile[8][16];
+    int8_t piece[TILES][8][16];
 #endif
 } Codes;
 
 #define ALWAYS static inline __attribute__((always_inline))
+#if defined(WITH_AVX512)
+enum { SHIFT = 128 }; /* its products take codes without a sign */
+#else
+enum { SHIFT = 0 };
+#endif
 
-ALWAYS Codes read_codes(const uint8_t *at, const int bits) {
+ALWAYS Codes read_codes(const uint8_t *const *tiles, int64_t place, const int bits) {
     Codes codes;
-#if defined(__ARM_FEATURE_DOTPROD)
+#if defined(WITH_NEON)
+    const uint8_t *at = tiles[0] + place;
     if (bits == 4) {
         _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++) {
             uint8x16_t both = vld1q_u8(at + 16 * i);
-            codes.tile[i] = vreinterpretq_s8_u8(vandq_u8(both, vdupq_n_u8(15)));
-            codes.tile[i + 4] = vreinterpretq_s8_u8(vshrq_n_u8(both, 4));
+            codes.piece[i] = vreinterpretq_s8_u8(vandq_u8(both, vdupq_n_u8(15)));
+            codes.piece[i + 4] = vreinterpretq_s8_u8(vshrq_n_u8(both, 4));
         }
     } else
-        _Pragma("GCC unroll 8") for (int i = 0; i < 8; i++) codes.tile[i] =
+        _Pragma("GCC unroll 8") for (int i = 0; i < 8; i++) codes.piece[i] =
             vld1q_s8((const int8_t *)at + 16 * i);
+#elif defined(WITH_AVX512)
+    __m512i low = _mm512_set1_epi8(15), sign = _mm512_set1_epi8(-128);
+    EACH(t, TILES) {
+        __m512i first = _mm512_loadu_si512(tiles[t] + place);
+        if (bits == 4) {
+            codes.part[t][0] = _mm512_and_si512(first, low);
+            codes.part[t][1] = _mm512_and_si512(_mm512_srli_epi16(first, 4), low);
+        } else {
+            codes.part[t][0] = _mm512_xor_si512(first, sign);
+            codes.part[t][1] = _mm512_xor_si512(_mm512_loadu_si512(tiles[t] + place + 64), sign);
+        }
+    }
+#elif defined(WITH_AVX2)
+    EACH(t, TILES) EACH(i, 4) {
+        __m256i read = _mm256_loadu_si256((const __m256i *)(tiles[t] + place) + (bits == 4 ? i % 2 : i));
+        if (bits == 4 && i >= 2) read = _mm256_srli_epi16(read, 4);
+        codes.part[t][i] = bits == 4 ? _mm256_and_si256(read, _mm256_set1_epi8(15)) : read;
+    }
 #else
-    if (bits == 4)
-        for (int i = 0; i < 64; i++)
-            codes.tile[i / 16][i % 16] = at[i] & 15, codes.tile[i / 16 + 4][i % 16] = at[i] >> 4;
-    else
-        memcpy(codes.tile, at, sizeof codes.tile);
+    for (int t = 0; t < TILES; t++) {
+        const uint8_t *at = tiles[t] + place;
+        int8_t *to = codes.piece[t][0];
+        if (bits == 4)
+            for (int i = 0; i < 64; i++) to[i] = at[i] & 15, to[i + 64] = at[i] >> 4;
+        else
+            memcpy(to, at, 128);
+    }
 #endif
     return codes;
 }
 
-/* `start` and the products of a block of x with four rows, a sum for each. */
-ALWAYS FourWhole block_dot(const Codes *w, const int8_t *x, int32_t start) {
-#if defined(__ARM_FEATURE_DOTPROD)
+/* `start` and the products of a block of x with the rows of the tiles, a sum for each row. */
+ALWAYS Whole block_dot(const Codes *w, const int8_t *x, int32_t start, const int bits) {
+#if defined(WITH_NEON)
     int8x16_t first = vld1q_s8(x), last = vld1q_s8(x + 16);
     int32x4_t one = vdupq_n_s32(start), two = vdupq_n_s32(0);
-    one = vdotq_laneq_s32(one, w->tile[0], first, 0);
-    two = vdotq_laneq_s32(two, w->tile[4], last, 0);
-    one = vdotq_laneq_s32(one, w->tile[1], first, 1);
-    two = vdotq_laneq_s32(two, w->tile[5], last, 1);
-    one = vdotq_laneq_s32(one, w->tile[2], first, 2);
-    two = vdotq_laneq_s32(two, w->tile[6], last, 2);
-    one = vdotq_laneq_s32(one, w->tile[3], first, 3);
-    two = vdotq_laneq_s32(two, w->tile[7], last, 3);
-    return (FourWhole)vaddq_s32(one, two);
+    one = vdotq_laneq_s32(one, w->piece[0], first, 0);
+    two = vdotq_laneq_s32(two, w->piece[4], last, 0);
+    one = vdotq_laneq_s32(one, w->piece[1], first, 1);
+    two = vdotq_laneq_s32(two, w->piece[5], last, 1);
+    one = vdotq_laneq_s32(one, w->piece[2], first, 2);
+    two = vdotq_laneq_s32(two, w->piece[6], last, 2);
+    one = vdotq_laneq_s32(one, w->piece[3], first, 3);
+    two = vdotq_laneq_s32(two, w->piece[7], last, 3);
+    return (Whole)vaddq_s32(one, two);
+#elif defined(WITH_AVX512)
+    __m512i each = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3), inputs[2], sums[TILES];
+    EACH(i, 2) { /* the four inputs of a piece, once for each of its rows */
+        __m512i read = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)x + i));
+        inputs[i] = _mm512_permutexvar_epi32(each, read);
+    }
+    EACH(t, TILES) {
+        sums[t] = _mm512_dpbusd_epi32(_mm512_setzero_si512(), w->part[t][0], inputs[0]);
+        sums[t] = _mm512_dpbusd_epi32(sums[t], w->part[t][1], inputs[1]);
+    }
+    __m512i half[2]; /* quarters of a register are pieces here, and tiles in the end */
+    EACH(i, 2)
+        half[i] = _mm512_add_epi32(_mm512_shuffle_i64x2(sums[2 * i], sums[2 * i + 1], 0x44),
+                                   _mm512_shuffle_i64x2(sums[2 * i], sums[2 * i + 1], 0xee));
+    return (Whole)_mm512_add_epi32(_mm512_shuffle_i64x2(half[0], half[1], 0x88),
+                                   _mm512_shuffle_i64x2(half[0], half[1], 0xdd)) + start;
+#elif defined(WITH_AVX2)
+    __m256i each = _mm256_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1), sums[TILES];
+    EACH(t, TILES) sums[t] = _mm256_setzero_si256();
+    EACH(i, 4) {
+        __m256i read = _mm256_castsi128_si256(_mm_loadl_epi64((const __m128i *)(x + 8 * i)));
+        __m256i inputs = _mm256_permutevar8x32_epi32(read, each);
+        EACH(t, TILES) { /* two products are at most 2 * 128 * 127, which fits into 16 bits */
+            __m256i codes = w->part[t][i], signs = bits == 8 ? _mm256_sign_epi8(inputs, codes) : inputs;
+            __m256i pairs = _mm256_maddubs_epi16(bits == 8 ? _mm256_abs_epi8(codes) : codes, signs);
+            sums[t] = _mm256_add_epi32(sums[t], _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+        }
+    }
+    return (Whole)_mm256_add_epi32(_mm256_permute2x128_si256(sums[0], sums[1], 0x20),
+                                   _mm256_permute2x128_si256(sums[0], sums[1], 0x31)) + start;
 #else
-    FourWhole sums = {start, start, start, start};
-    for (int i = 0; i < 8; i++)
-        for (int r = 0; r < 4; r++)
-            for (int j = 0; j < 4; j++) sums[r] += (int32_t)w->tile[i][4 * r + j] * x[4 * i + j];
-    return sums;
+    int32_t sums[LANES];
+    for (int r = 0; r < LANES; r++) {
+        sums[r] = start;
+        for (int i = 0; i < 8; i++)
+            for (int j = 0; j < 4; j++) sums[r] += w->piece[r / 4][i][r % 4 * 4 + j] * x[4 * i + j];
+    }
+    Whole found;
+    memcpy(&found, sums, sizeof found);
+    return found;
 #endif
 }
 
-ALWAYS Four four_bfloat16(const uint16_t *at) {
-#if defined(__ARM_FEATURE_DOTPROD)
-    return (Four)vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(at), 16));
+/* One number of bfloat16 for each row, four of a tile side by side. */
+ALWAYS Vector from_bfloat16(const uint16_t *const *tiles, int64_t place) {
+#if defined(WITH_NEON)
+    return (Vector)vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(tiles[0] + place), 16));
 #else
-    return (Four){from_bfloat16(at[0]), from_bfloat16(at[1]), from_bfloat16(at[2]), from_bfloat16(at[3])};
+    typedef uint16_t Half __attribute__((vector_size(2 * LANES)));
+    typedef uint32_t Bits __attribute__((vector_size(4 * LANES)));
+    union { uint64_t fours[TILES]; Half all; } read;
+    EACH(t, TILES) memcpy(&read.fours[t], tiles[t] + place, sizeof read.fours[t]);
+    return (Vector)(__builtin_convertvector(read.all, Bits) << 16);
 #endif
 }
 
-/* Four rows of a weight, from row n, with C rows of rounded inputs, from row b. */
+/* Rows of a weight, from row n, with C rows of rounded inputs, from row b. */
 ALWAYS void rounded_tile(const int bits, const int C, const int offset, const Linear *linear, int64_t n,
-                         const Rounded *x, int64_t b, float *y, int64_t stride) {
+                         int64_t stop, const Rounded *x, int64_t b, float *y, int64_t stride) {
     const int64_t K = x->blocks, per = linear->group / BLOCK, G = (K + per - 1) / per;
-    const int64_t width = BLOCK * bits / 2;
-    const uint8_t *codes = linear->codes + n / 4 * K * width;
-    const uint16_t *scales = linear->scales + n * G, *offsets = linear->offsets + (offset ? n * G : 0);
+    const int64_t width = BLOCK * bits / 2, last = (linear->rows - 1) / 4;
+    const int64_t ahead = TILES == 1 ? 1024 : TILES * K * width; /* the same place in the next rows */
+    const uint8_t *codes[TILES];
+    const uint16_t *scales[TILES], *offsets[TILES];
+    EACH(t, TILES) {
+        int64_t tile = n / 4 + t < last ? n / 4 + t : last; /* past the end: the last once more */
+        codes[t] = linear->codes + tile * K * width;
+        scales[t] = linear->scales + tile * G * 4;
+        offsets[t] = linear->offsets + (offset ? tile * G * 4 : 0);
+    }
     const int8_t *inputs = x->codes + b * K * BLOCK;
     const float *input_scales = x->scales + b * K, *sums_of = x->sums + b * K;
     const int32_t *starts = x->starts + b * K;
-    Four sums[4];
-    EACH(c, C) sums[c] = (Four){0};
-    for (int64_t g = 0, k = 0; g < G; g++, scales += 4) {
-        Four scale = four_bfloat16(scales), added = offset ? four_bfloat16(offsets + 4 * g) : (Four){0};
-        for (int64_t stop = k + per < K ? k + per : K; k < stop; k++, codes += width) {
-            __builtin_prefetch(codes + 1024);
-            if (bits == 8) __builtin_prefetch(codes + 1088);
-            Codes w = read_codes(codes, bits);
+    Vector sums[4];
+    EACH(c, C) sums[c] = (Vector){0};
+    for (int64_t g = 0, k = 0; g < G; g++) {
+        Vector scale = from_bfloat16(scales, 4 * g);
+        Vector added = offset ? from_bfloat16(offsets, 4 * g) : (Vector){0};
+        for (int64_t end = k + per < K ? k + per : K; k < end; k++) {
+            EACH(t, TILES) {
+                __builtin_prefetch(codes[t] + k * width + ahead);
+                if (bits == 8) __builtin_prefetch(codes[t] + k * width + ahead + 64);
+            }
+            Codes w = read_codes(codes, k * width, bits);
             EACH(c, C) {
-                int32_t start = bits == 4 ? starts[c * K + k] : 0;
-                FourWhole found = block_dot(&w, inputs + (c * K + k) * BLOCK, start);
-                sums[c] += __builtin_convertvector(found, Four) * (scale * input_scales[c * K + k]);
+                int32_t start = starts[c * K + k] * (bits == 4 ? 8 : SHIFT);
+                Whole found = block_dot(&w, inputs + (c * K + k) * BLOCK, start, bits);
+                sums[c] += __builtin_convertvector(found, Vector) * (scale * input_scales[c * K + k]);
                 if (offset) sums[c] += added * sums_of[c * K + k];
             }
         }
     }
-    for (int r = 0; r < 4 && n + r < linear->rows; r++)
+    for (int r = 0; r < LANES && n + r < stop; r++)
         for (int c = 0; c < C; c++)
             y[(b + c) * stride + n + r] = sums[c][r] + (linear->bias ? linear->bias[n + r] : 0);
 }
 
-typedef void RoundedTile(const Linear *, int64_t, const Rounded *, int64_t, float *, int64_t);
+typedef void RoundedTile(const Linear *, int64_t, int64_t, const Rounded *, int64_t, float *, int64_t);
 #define ROUNDED(BITS, C)                                                                                   \
-    static void rounded_##BITS##_##C(const Linear *linear, int64_t n, const Rounded *x, int64_t b,         \
-                                     float *y, int64_t stride) {                                           \
+    static void rounded_##BITS##_##C(const Linear *linear, int64_t n, int64_t stop, const Rounded *x,      \
+                                     int64_t b, float *y, int64_t stride) {                                \
         if (linear->offsets)                                                                               \
-            rounded_tile(BITS, C, 1, linear, n, x, b, y, stride);                                          \
+            rounded_tile(BITS, C, 1, linear, n, stop, x, b, y, stride);                                    \
         else                                                                                               \
-            rounded_tile(BITS, C, 0, linear, n, x, b, y, stride);                                          \
+            rounded_tile(BITS, C, 0, linear, n, stop, x, b, y, stride);                                    \
     }
 ROUNDED(4, 1)
 ROUNDED(4, 2)
@@ -191,7 +278,9 @@ static void rounded_product(const Linear *linear, const Rounded *x, int64_t batc
     static RoundedTile *const four[] = {rounded_4_1, rounded_4_2, rounded_4_3, rounded_4_4};
     static RoundedTile *const eight[] = {rounded_8_1, rounded_8_2, rounded_8_3, rounded_8_4};
     RoundedTile *const *tiles = linear->bits == 4 ? four : eight;
-    for (int64_t n = first; n < stop; n += 4)
-        for (int64_t b = 0; b < batch; b += ACROSS_ROUNDED)
-            tiles[(batch - b < ACROSS_ROUNDED ? batch - b : ACROSS_ROUNDED) - 1](linear, n, x, b, y, stride);
+    for (int64_t n = first; n < stop; n += LANES)
+        for (int64_t b = 0; b < batch; b += ACROSS_ROUNDED) {
+            int64_t count = batch - b < ACROSS_ROUNDED ? batch - b : ACROSS_ROUNDED;
+            tiles[count - 1](linear, n, stop, x, b, y, stride);
+        }
 }

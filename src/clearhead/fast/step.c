@@ -1,4 +1,4 @@
-/* One token of each row through one block, and linear layers of a few rows: float32, on the CPU.
+/* One token of each row through blocks, and linear layers of a few rows: float32, on the CPU.
 
 A decode step reads every weight once. These functions read them as they lie in the model, keep all that is
 small in the cache, and meet at a barrier where threads need each other's results. Everything else each thread
@@ -65,6 +65,12 @@ typedef struct {
     int64_t rotary_row, rotated, threads;
     int64_t alike; /* 1: add up each row in one order, whatever the number of rows */
 } Call;
+/* A block with its keys and values, which lie as those of its call: a call is for all layers of one view. */
+typedef struct {
+    const Block *block;
+    const Call *call;
+    float *keys, *values, *source_keys, *source_values;
+} Layer;
 
 #if defined(__AVX512F__)
 #define LANES 16
@@ -74,14 +80,17 @@ typedef struct {
 #define LANES 4
 #endif
 #define AHEAD 256 /* numbers between what is read and what is fetched for later */
-#define ACROSS (LANES == 8 ? 2 : 4) /* rows of a tile: as many as registers hold */
+#define ACROSS (LANES == 8 ? 3 : 4) /* rows of a tile: as many as registers hold */
 typedef float Vector __attribute__((vector_size(4 * LANES), aligned(4)));
+typedef float Four __attribute__((vector_size(16), aligned(4)));
 typedef struct { int64_t number, count; } Thread;
 
+/* By fours first: a sum one by one takes as long as the products before it. */
 static inline float total(Vector v) {
-    float sum = 0;
-    for (int i = 0; i < LANES; i++) sum += v[i];
-    return sum;
+    union { Vector all; Four fours[LANES / 4]; } split = {v};
+    Four sum = split.fours[0];
+    for (int i = 1; i < LANES / 4; i++) sum += split.fours[i];
+    return (sum[0] + sum[2]) + (sum[1] + sum[3]);
 }
 
 static inline Vector load(const float *at) { return *(const Vector *)at; }
@@ -280,19 +289,21 @@ static float activated(float x, int64_t activation) {
 
 /* What the threads of a call share. */
 typedef struct {
-    const Block *block;
-    const Call *call;
+    const Layer *layers;
+    int64_t count;
     float *q, *k, *v, *z, *y, *gate, *up;
     float *own; /* `each` numbers for every thread by itself */
     int64_t each, slots;
 } Shared;
 
 /* `normed` [B, D] through attention, into shared y; `own`: its keys are those of the text, not the source. */
-static void attention_part(const Attention *a, const Shared *s, const float *normed, int64_t own,
-                           float *scores, Thread thread, Room *room) {
-    const Call *call = s->call;
+static void attention_part(const Attention *a, const Shared *s, const Layer *layer, const float *normed,
+                           int64_t own, float *scores, Thread thread, Room *room) {
+    const Call *call = layer->call;
     room->x = NULL; /* the same place has other numbers now */
-    const View *view = own ? &call->own : &call->source;
+    View there = own ? call->own : call->source, *view = &there;
+    view->keys = own ? layer->keys : layer->source_keys;
+    view->values = own ? layer->values : layer->source_values;
     int64_t B = call->batch, H = a->heads, K = a->kv_heads, E = a->width, V = a->value_width;
     product(&a->q, normed, B, s->q, H * E, call->alike, thread, room);
     if (own) {
@@ -330,10 +341,10 @@ static void attention_part(const Attention *a, const Shared *s, const float *nor
 }
 
 /* `normed` [B, D] through the feed-forward, into shared y. */
-static void feedforward_part(const FeedForward *f, const Shared *s, const float *normed, Thread thread,
-                             Room *room) {
+static void feedforward_part(const FeedForward *f, const Shared *s, const Call *call, const float *normed,
+                             Thread thread, Room *room) {
     room->x = NULL;
-    int64_t B = s->call->batch, F = f->up.rows, alike = s->call->alike;
+    int64_t B = call->batch, F = f->up.rows, alike = call->alike;
     float *pre = f->gate.rows ? s->gate : s->up;
     product(&f->up, normed, B, s->up, F, alike, thread, room);
     if (f->gate.rows) product(&f->gate, normed, B, s->gate, F, alike, thread, room);
@@ -347,21 +358,17 @@ static void feedforward_part(const FeedForward *f, const Shared *s, const float 
     GOMP_barrier();
 }
 
-static void block_work(void *data) {
-    const Shared *s = data;
-    const Block *block = s->block;
-    const Call *call = s->call;
-    Thread thread = {omp_get_thread_num(), omp_get_num_threads()};
-    int64_t B = call->batch, D = block->width, size = B * D;
-    float *x = s->own + thread.number * s->each; /* the stream, as this thread has it */
+/* x [B, D], the stream as this thread has it, through one layer; after x there is room for the rest. */
+static void layer_part(const Shared *s, const Layer *layer, float *x, Thread thread) {
+    const Block *block = layer->block;
+    int64_t B = layer->call->batch, D = block->width, size = B * D;
     float *normed = x + size, *y = normed + size, *other = y + size, *scores = other + size;
     Room room = {scores + s->slots, NULL, NULL};
-    memcpy(x, call->x, size * sizeof(float));
 
     const Residual *first = &block->attention_residual, *last = &block->feedforward_residual;
     const float *read = x;
     if (first->before.kind) norm(&first->before, x, normed, B, D), read = normed;
-    attention_part(&block->attention, s, read, 1, scores, thread, &room);
+    attention_part(&block->attention, s, layer, read, 1, scores, thread, &room);
     memcpy(y, s->y, size * sizeof(float));
     if (block->parallel) {
         if (last->before.kind) norm(&last->before, x, other, B, D), read = other;
@@ -371,39 +378,55 @@ static void block_work(void *data) {
             const Residual *between = &block->cross_residual;
             read = x;
             if (between->before.kind) norm(&between->before, x, normed, B, D), read = normed;
-            attention_part(&block->cross, s, read, 0, scores, thread, &room);
+            attention_part(&block->cross, s, layer, read, 0, scores, thread, &room);
             memcpy(y, s->y, size * sizeof(float));
             add(between, x, y, B, D);
         }
         read = x;
         if (last->before.kind) norm(&last->before, x, normed, B, D), read = normed;
     }
-    feedforward_part(&block->feedforward, s, read, thread, &room);
+    feedforward_part(&block->feedforward, s, layer->call, read, thread, &room);
     if (block->parallel) add(first, x, y, B, D);
     memcpy(y, s->y, size * sizeof(float));
     add(last, x, y, B, D);
+}
+
+static void blocks_work(void *data) {
+    const Shared *s = data;
+    const Call *call = s->layers->call;
+    Thread thread = {omp_get_thread_num(), omp_get_num_threads()};
+    int64_t size = call->batch * s->layers->block->width;
+    float *x = s->own + thread.number * s->each;
+    memcpy(x, call->x, size * sizeof(float));
+    for (int64_t i = 0; i < s->count; i++) layer_part(s, s->layers + i, x, thread);
     if (thread.number == 0) memcpy(call->out, x, size * sizeof(float));
 }
 
 static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
-/* Take one token of each row through a block; 0, or 1 where memory ran out. */
-int clearhead_block(const Block *block, const Call *call) {
-    const Attention *own = &block->attention, *cross = &block->cross;
-    int64_t q = larger(own->q.rows, cross->q.rows ? cross->q.rows : 0);
-    int64_t z = larger(own->out.columns, cross->q.rows ? cross->out.columns : 0);
-    int64_t sizes[] = {q, own->k.rows, own->v.rows, z, block->width, block->feedforward.up.rows,
-                       block->feedforward.up.rows};
-    int64_t slots = larger(call->own.slots, call->source.slots), all = 0;
-    int64_t widest = larger(larger(z, block->width), block->feedforward.down.columns);
-    int64_t each = 4 * call->batch * block->width + slots + rounded_room(widest, call->batch);
-    for (int i = 0; i < 7; i++) all += sizes[i] * call->batch;
+/* Take one token of each row through blocks, one after the other; 0, or 1 where memory ran out. */
+int clearhead_blocks(const Layer *layers, int64_t count) {
+    const Call *call = layers->call;
+    int64_t sizes[7] = {0}, slots = 0, room = 0, all = 0, width = layers->block->width;
+    for (int64_t i = 0; i < count; i++) {
+        const Block *block = layers[i].block;
+        const Attention *own = &block->attention, *cross = &block->cross;
+        const FeedForward *f = &block->feedforward;
+        int64_t q = larger(own->q.rows, cross->q.rows ? cross->q.rows : 0);
+        int64_t z = larger(own->out.columns, cross->q.rows ? cross->out.columns : 0);
+        int64_t needed[] = {q, own->k.rows, own->v.rows, z, width, f->up.rows, f->up.rows};
+        for (int part = 0; part < 7; part++) sizes[part] = larger(sizes[part], needed[part]);
+        slots = larger(slots, larger(layers[i].call->own.slots, layers[i].call->source.slots));
+        room = larger(room, rounded_room(larger(larger(z, width), f->down.columns), call->batch));
+    }
+    int64_t each = 4 * call->batch * width + slots + room;
+    for (int part = 0; part < 7; part++) all += sizes[part] * call->batch;
     float *memory = malloc((all + call->threads * each) * sizeof(float)), *next = memory;
     if (!memory) return 1;
-    Shared shared = {.block = block, .call = call, .own = memory + all, .each = each, .slots = slots};
+    Shared shared = {.layers = layers, .count = count, .own = memory + all, .each = each, .slots = slots};
     float **places[] = {&shared.q, &shared.k, &shared.v, &shared.z, &shared.y, &shared.gate, &shared.up};
-    for (int i = 0; i < 7; next += sizes[i++] * call->batch) *places[i] = next;
-    GOMP_parallel(block_work, &shared, call->threads, 0);
+    for (int part = 0; part < 7; next += sizes[part++] * call->batch) *places[part] = next;
+    GOMP_parallel(blocks_work, &shared, call->threads, 0);
     free(memory);
     return 0;
 }
@@ -425,7 +448,8 @@ static void linear_work(void *data) {
         return;
     }
     Rounded rounded = rounded_in(p->memory, p->linear, p->batch);
-    int64_t first = p->batch * thread.number / thread.count, stop = p->batch * (thread.number + 1) / thread.count;
+    int64_t first = p->batch * thread.number / thread.count;
+    int64_t stop = p->batch * (thread.number + 1) / thread.count;
     round_rows(p->linear, p->x, first, stop, &rounded);
     GOMP_barrier();
     rounded_product(p->linear, &rounded, p->batch, p->y, rows, from(rows, thread), until(rows, thread));

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from clearhead.fast.forms import HeadForm
+from clearhead.fast.triton_launch import follow, launched
 from clearhead.fast.triton_step import Tile
 
 
@@ -112,9 +113,10 @@ def _attend_kernel(
     S, mask_stride, angle_stride, scale, softcap, eps, NORM: tl.constexpr, UNIT: tl.constexpr,
     H: tl.constexpr, K: tl.constexpr, E: tl.constexpr, EV: tl.constexpr, R: tl.constexpr,
     LAYOUT: tl.constexpr, CAP: tl.constexpr, GROUP: tl.constexpr, WIDE: tl.constexpr, WIDE_V: tl.constexpr,
-    BLOCK_S: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_S: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """The heads of one group and one part of the slots; the first part also keeps the new token."""
+    follow(AHEAD)
     b, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     G: tl.constexpr = H // K
     g, e, ev = tl.arange(0, GROUP), tl.arange(0, WIDE), tl.arange(0, WIDE_V)
@@ -161,8 +163,11 @@ def _attend_kernel(
 
 
 @triton.jit
-def _join_kernel(partial, stats, out, EV: tl.constexpr, WIDE_V: tl.constexpr, SPLITS: tl.constexpr):
+def _join_kernel(
+    partial, stats, out, EV: tl.constexpr, WIDE_V: tl.constexpr, SPLITS: tl.constexpr, AHEAD: tl.constexpr
+):  # fmt: skip
     """One head: the parts put together."""
+    follow(AHEAD)
     head = tl.program_id(0)
     part, ev = head * SPLITS + tl.arange(0, SPLITS), tl.arange(0, WIDE_V)
     best, weight = tl.load(stats + part * 2), tl.load(stats + part * 2 + 1)
@@ -210,8 +215,9 @@ class Launch:
         if self.splits > 1:
             EV = self.named["EV"]
             _join_kernel[(self.rows,)](
-                self.partial, self.stats, self.out, EV=EV, WIDE_V=self.wide_v, SPLITS=self.splits, num_warps=2
-            )
+                self.partial, self.stats, self.out, EV=EV, WIDE_V=self.wide_v, SPLITS=self.splits,
+                num_warps=2, **launched(self.out),
+            )  # fmt: skip
         return self.out
 
 
@@ -231,6 +237,6 @@ def attend(
     _attend_kernel[(B, K, tile.k)](
         qkv.contiguous(), keys, values, slot, seen, *launch.tensors,
         S, seen.stride(0) if seen.shape[0] > 1 else 0, *launch.numbers, **launch.named,
-        BLOCK_S=tile.n, STAGES=tile.stages, num_warps=tile.warps,
+        BLOCK_S=tile.n, STAGES=tile.stages, num_warps=tile.warps, **launched(qkv),
     )  # fmt: skip
     return launch.joined()

@@ -49,10 +49,11 @@ def _loss_kernel(
         top = higher
     highest = tl.max(top)
     norm = highest + tl.log(tl.sum(total * tl.exp(top - highest)))
-    chosen = tl.load(scores + tl.load(targets + row)).to(tl.float32)
+    target = tl.load(targets + row)
+    chosen = tl.load(scores + tl.maximum(target, 0)).to(tl.float32)
     wanted = (1 - smoothing) * chosen + smoothing / V * tl.sum(plain)
     tl.store(norms + row, norm)
-    tl.store(losses + row, norm - wanted)
+    tl.store(losses + row, tl.where(target < 0, 0.0, norm - wanted))
 
 
 @triton.jit
@@ -62,7 +63,8 @@ def _gradient_kernel(
     row = tl.program_id(0).to(tl.int64)
     scores += row * stride
     span = tl.arange(0, LANES)[:, None] * LANE + tl.arange(0, LANE)[None, :]
-    target, norm, factor = tl.load(targets + row), tl.load(norms + row), tl.load(upstream)
+    target, norm = tl.load(targets + row), tl.load(norms + row)
+    factor = tl.where(target < 0, 0.0, tl.load(upstream))
     for start in range(0, V, LANES * LANE):
         at = start + span
         x = tl.load(scores + at, mask=at < V, other=0.0).to(tl.float32)
@@ -73,6 +75,7 @@ def _gradient_kernel(
 class CrossEntropy(torch.autograd.Function):
     """The cross-entropy of scores [N, V], of 32 bits or fewer, with targets [N], summed in float32 -> [].
 
+    A target below 0 is none: its row adds nothing, and has no gradient.
     The gradient is written over the scores: nobody may need them later, and there is one backward pass.
     """
 

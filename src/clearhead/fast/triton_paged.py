@@ -13,6 +13,7 @@ from torch import Tensor
 
 from clearhead.fast.forms import HeadForm
 from clearhead.fast.triton_attend import Launch, _met, _own, _put, _turned
+from clearhead.fast.triton_launch import follow, launched
 
 PROGRAMS = 256  # that keep all processors of a large GPU at work
 
@@ -23,9 +24,10 @@ def _paged_kernel(
     S, table_stride, place_stride, angle_stride, scale, softcap, eps, NORM: tl.constexpr, UNIT: tl.constexpr,
     H: tl.constexpr, K: tl.constexpr, E: tl.constexpr, EV: tl.constexpr, R: tl.constexpr,
     LAYOUT: tl.constexpr, CAP: tl.constexpr, REACH: tl.constexpr, GROUP: tl.constexpr, WIDE: tl.constexpr,
-    WIDE_V: tl.constexpr, SIZE: tl.constexpr, SPLITS: tl.constexpr,
+    WIDE_V: tl.constexpr, SIZE: tl.constexpr, SPLITS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """The heads of one group and one part of a row's blocks; the first part also keeps the new token."""
+    follow(AHEAD)
     b, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     G: tl.constexpr = H // K
     g, e, ev = tl.arange(0, GROUP), tl.arange(0, WIDE), tl.arange(0, WIDE_V)
@@ -97,6 +99,6 @@ def paged_attend(
     _paged_kernel[(len(qkv), K, splits)](
         qkv.contiguous(), keys, values, table, place, *launch.tensors,
         S, table.stride(0), place.stride(0), *launch.numbers, **launch.named,
-        REACH=reach, SIZE=size, num_warps=4,
+        REACH=reach, SIZE=size, num_warps=4, **launched(qkv),
     )  # fmt: skip
     return launch.joined()

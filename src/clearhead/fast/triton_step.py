@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from clearhead.fast.triton_launch import follow, launched
+
 ACTIVATION_NUMBERS = {"relu": 0, "gelu": 1, "gelu_tanh": 2, "silu": 3, "quick_gelu": 4, "relu2": 5}
 
 
@@ -47,12 +49,13 @@ def _activate(x, kind: tl.constexpr):
 def _linear_kernel(
     x, weight, bias, scale, add, out, N, eps,
     D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NORM: tl.constexpr, UNIT: tl.constexpr,
-    BIAS: tl.constexpr, GATE: tl.constexpr, ADD: tl.constexpr,
+    BIAS: tl.constexpr, GATE: tl.constexpr, ADD: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Each program reads a few rows of the weight from end to end, all of it asked for at once."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = n.to(tl.int64)[:, None] * D
     within = (n < N)[:, None]
+    follow(AHEAD)
     total = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     total_up = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     square = tl.zeros([BLOCK_K], tl.float32)
@@ -108,7 +111,7 @@ def linear(
     """Take one row; see `kernels.step_linear`."""
     D, N = x.shape[-1], weight.shape[0] // (1 if gate is None else 2)
     out = x.new_empty(*x.shape[:-1], N)
-    tile = tile or Tile(4 if N < 8192 else 8, min(2048, triton.next_power_of_2(D)), 8)
+    tile = tile or Tile(4 if N < 8192 else 8, max(64, min(2048, triton.next_power_of_2(D))), 8)
     given = (bias, scale, None if add is None else add.contiguous())
     _linear_kernel[(triton.cdiv(N, tile.n),)](
         x.contiguous(), weight,
@@ -116,14 +119,17 @@ def linear(
         out, N, eps,
         D=D, BLOCK_N=tile.n, BLOCK_K=tile.k, NORM=scale is not None, UNIT=float(unit_offset),
         BIAS=bias is not None, GATE=-1 if gate is None else ACTIVATION_NUMBERS[gate], ADD=add is not None,
-        num_warps=tile.warps,
+        num_warps=tile.warps, **launched(x),
     )  # fmt: skip
     return out
 
 
 @triton.jit
-def _norm_kernel(x, scale, out, eps, D: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr):
+def _norm_kernel(
+    x, scale, out, eps, D: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr, AHEAD: tl.constexpr
+):  # fmt: skip
     """One row: the RMS norm."""
+    follow(AHEAD)
     row, d = tl.program_id(0).to(tl.int64) * D, tl.arange(0, WIDE)
     value = tl.load(x + row + d, mask=d < D, other=0.0).to(tl.float32)
     size = tl.rsqrt(tl.sum(value * value, 0) / D + eps)
@@ -136,14 +142,16 @@ def norm(x: Tensor, scale: Tensor, eps: float, unit_offset: bool) -> Tensor:
     x, D = x.contiguous(), x.shape[-1]
     out, wide = torch.empty_like(x), triton.next_power_of_2(D)
     _norm_kernel[(x.numel() // D,)](
-        x, scale, out, eps, D=D, WIDE=wide, UNIT=float(unit_offset), num_warps=8 if wide > 2048 else 4
-    )
+        x, scale, out, eps, D=D, WIDE=wide, UNIT=float(unit_offset), num_warps=8 if wide > 2048 else 4,
+        **launched(x),
+    )  # fmt: skip
     return out
 
 
 @triton.jit
-def _gate_kernel(y, out, N, KIND: tl.constexpr, BLOCK: tl.constexpr):
+def _gate_kernel(y, out, N, KIND: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr):
     """A part of one row: the activated first half times the second."""
+    follow(AHEAD)
     row, n = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     pre = tl.load(y + row * 2 * N + n, mask=n < N, other=0.0).to(tl.float32)
     up = tl.load(y + row * 2 * N + N + n, mask=n < N, other=0.0)
@@ -156,5 +164,5 @@ def gated(y: Tensor, gate: str) -> Tensor:
     y, N = y.contiguous(), y.shape[-1] // 2
     out = y.new_empty(*y.shape[:-1], N)
     grid = (out.numel() // N, triton.cdiv(N, 1024))
-    _gate_kernel[grid](y, out, N, KIND=ACTIVATION_NUMBERS[gate], BLOCK=1024)
+    _gate_kernel[grid](y, out, N, KIND=ACTIVATION_NUMBERS[gate], BLOCK=1024, **launched(y))
     return out

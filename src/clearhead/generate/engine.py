@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from clearhead.errors import refuse
+from clearhead.fast.forms import NOTHING
 from clearhead.fast.kernels import without_plans
 from clearhead.fast.parts import JoinedLinear, PackedLinear, fingerprint, same
 from clearhead.fast.prepare import prepared
@@ -32,7 +33,7 @@ from clearhead.generate.prompts import Prompts, slides, steps_back, streams, tur
 from clearhead.generate.reading import read_prompts
 from clearhead.generate.request import Request
 from clearhead.generate.sampling import NOT_NUMBERS, adjust_by, best_of
-from clearhead.generate.steps import NOTHING, Running, Steps, warn_uncompiled
+from clearhead.generate.steps import Running, Steps, warn_uncompiled
 from clearhead.model.attention import Attention
 from clearhead.model.cache import Cache
 from clearhead.model.taps import SILENT, tap_for

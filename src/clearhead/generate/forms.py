@@ -27,6 +27,9 @@ COMPACT = {"whitespace_flexible": False, "item_separator": ",", "key_separator":
 # Nothing is written ahead of the model: a form may prescribe a million letters.
 DIRECTIVE = "%llguidance"
 STEPWISE = DIRECTIVE + ' {"no_forcing": true}\n'
+# Where seconds stand: the library takes second 60 in any minute, and readers of JSON in a few of them alone.
+NO_LEAP = {"time": "^.{6}[0-5]", "date-time": "^.{17}[0-5]"}
+VALUES = ("const", "enum", "default", "examples")  # of a schema, which are no schemas
 LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 500_000,
     "step_lexer_fuel": 100_000,
@@ -47,7 +50,7 @@ def grammar_of(form: Form) -> str:
             schema = json.loads(text, parse_float=_exact)
             schema = {} if schema is True else schema
             refuse(not isinstance(schema, dict), f"json_schema is {text[:60]!r}: give an object")
-            return f"{STEPWISE}start: %json {json.dumps({**schema, 'x-guidance': COMPACT})}\n"
+            return f"{STEPWISE}start: %json {json.dumps({**_without_leaps(schema), 'x-guidance': COMPACT})}\n"
         if kind == "regex":
             (made,) = json.loads(library.LLMatcher.grammar_from_regex(text))["grammars"]
             return f"{STEPWISE}{made['lark_grammar']}\n"
@@ -55,6 +58,19 @@ def grammar_of(form: Form) -> str:
         from llguidance.gbnf_to_lark import any_to_lark
 
         return f"{STEPWISE}{any_to_lark(text)}\n"
+
+
+def _without_leaps(schema: Any) -> Any:
+    """Return a schema whose times have no second 60."""
+    if isinstance(schema, list):
+        return [_without_leaps(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {name: one if name in VALUES else _without_leaps(one) for name, one in schema.items()}
+    named = found.get("format")
+    if isinstance(named, str) and named in NO_LEAP and "pattern" not in found:
+        found["pattern"] = NO_LEAP[named]
+    return found
 
 
 def _exact(literal: str) -> float:

@@ -7,10 +7,9 @@ unseen.
 Shapes: B rows, V vocabulary.
 """
 
-import contextlib
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -18,13 +17,14 @@ import torch
 from torch import Tensor
 
 from clearhead.errors import first_line
+from clearhead.fast.choosing import choose
 from clearhead.fast.fixed_cache import FixedCache
+from clearhead.fast.graphs import never_waiting
 from clearhead.generate.prompts import turns_by_length
 from clearhead.model.cache import Cache
 from clearhead.model.transformer import Transformer
 
 SMALLEST = 512  # slots of the smallest cache; larger ones double
-NOTHING = -1  # in place of a token: the logits are not numbers
 SHARE = 0.25  # of a GPU's memory, for the keys of recorded steps that no call uses
 # Products with one row become fused reductions, which read weights faster than the library's matrix product.
 OPTIONS: dict[str, Any] = {"coordinate_descent_tuning": True, "triton.cudagraphs": False}
@@ -72,11 +72,7 @@ class CompiledStep:
 
     def _forward(self) -> None:
         logits = self.model(self.ids, cache=self.cache, logits="last").logits[:, -1]
-        chosen = logits.argmax(-1, keepdim=True)
-        best = logits.gather(1, chosen)  # not a number where any logit is not
-        self.logits.copy_(logits)
-        self.made.index_copy_(1, self.cache.index, torch.where(best.isnan(), NOTHING, chosen))
-        self.ids.copy_(chosen)
+        choose(logits, self.cache.index, self.made, self.ids, self.logits)
 
     def _or_uncompiled(self, run: Callable[[], object]) -> Callable[[], object]:
         """Return `run` with a way out, for a setting of the process that changes and will not compile."""
@@ -109,23 +105,10 @@ class CompiledStep:
         return self.made[:, start : start + count]
 
 
-@contextlib.contextmanager
-def _never_waiting() -> Iterator[None]:
-    """Raise where the host waits for the GPU: a recording that fails for it leaves the generator unusable."""
-    before = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it says that it does not see every wait
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
-
-
 def recorded(run: Callable[[], object]) -> Callable[[], object]:
     """Record the kernels that `run` launches as one CUDA graph."""
     graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    with _never_waiting():
+    with never_waiting():
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             run()

@@ -99,11 +99,17 @@ def read_adapter(folder: Path, config: ModelConfig, architecture: Architecture) 
             f"{folder}: the update of {stored} has numbers of {' and '.join(sorted(kinds))}: they must be "
             "floating-point",
         )
+        down, up = (wide(one.read()).clone() for one in (a, b))
+        refuse(
+            not (down.isfinite().all() and up.isfinite().all()),
+            f"{folder}: the update of {stored} holds NaN or infinite numbers: the file is broken, or the run "
+            "that wrote it had diverged",
+        )
         updates |= _divided(
             rule,
             RankUpdate(
-                wide(a.read()).clone(),
-                wide(b.read()).clone(),
+                down,
+                up,
                 float(by_pattern(settings, "alpha_pattern", name, settings["lora_alpha"])),
                 settings["use_rslora"],
             ),

@@ -58,9 +58,11 @@ def _reversed(x: Tensor) -> Tensor:
 
 # Only the name differs.
 SAME = Operation(lambda theirs, shapes, config: theirs, lambda ours, config: ours, copies=False)
-# Their matrix is [in, out], ours is [out, in].
+# Their matrix is [in, out], ours is [out, in]: it is turned as it is copied to its place.
 TRANSPOSED = Operation(
-    lambda theirs, shapes, config: _transposed(theirs), lambda ours, config: _transposed(ours)
+    lambda theirs, shapes, config: [x.t() for x in theirs],
+    lambda ours, config: _transposed(ours),
+    copies=False,
 )
 # Their one tensor is several of ours, end to end along the outputs.
 JOINED = Operation(
@@ -68,8 +70,9 @@ JOINED = Operation(
 )
 # The same, stored [in, out].
 JOINED_TRANSPOSED = Operation(
-    lambda theirs, shapes, config: _split(_transposed(theirs)[0], shapes),
+    lambda theirs, shapes, config: _split(theirs[0].t(), shapes),
     lambda ours, config: _transposed([torch.cat(ours)]),
+    copies=False,
 )
 # Their one tensor [expert, out, in] holds matrices of every expert, those of one expert end to end.
 EXPERTS = Operation(

@@ -5,7 +5,7 @@ The class that `tokenizer_config.json` names decides what surrounds the vocabula
 
 import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from clearhead.hub.vocabularies import from_folder, from_json, from_piece_file
 
 TOKENIZER, SETTINGS, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 PROBE = "A text, 1 \u4e2d \U000e0001"  # words, digits, and what hardly any vocabulary has
+TOGETHER = 64  # texts that are encoded at once
 TEMPLATES = "additional_chat_templates"  # a folder, for templates of other names
 KEPT = (
     *("model_max_length", "padding_side", "truncation_side"),
@@ -217,11 +218,18 @@ def warn_if_cut(cut: bool, max_length: int) -> None:
 
 def encode(tokenizer: Tokenizer, texts: Iterable[str], max_length: int | None = None) -> list[list[int]]:
     """Return the ids of each text with its special tokens, truncated to `max_length`."""
+    given, found = list(texts), list[list[int]]()
+    for at in range(0, len(given), TOGETHER):  # encodings hold much more than the ids that are kept of them
+        found += _encode(tokenizer, given[at : at + TOGETHER], max_length)
+    return found
+
+
+def _encode(tokenizer: Tokenizer, texts: Sequence[str], max_length: int | None) -> list[list[int]]:
     cleaned = [clean(text) for text in texts]
     with refusing("the tokenizer cannot read a text"):
         if max_length is None:
-            return [encoding.ids for encoding in tokenizer.encode_batch(cleaned)]
-        found = tokenizer.encode_batch(cleaned, add_special_tokens=False)
+            return [encoding.ids for encoding in tokenizer.encode_batch_fast(cleaned)]
+        found = tokenizer.encode_batch_fast(cleaned, add_special_tokens=False)
     room = max_length - tokenizer.num_special_tokens_to_add(is_pair=False)
     refuse(room < 0, f"max_length {max_length} is below the number of special tokens: raise it")
     warn_if_cut(max(map(len, found), default=0) > room, max_length)

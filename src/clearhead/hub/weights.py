@@ -304,7 +304,7 @@ def _check_plain(path: Path, name: str, tensor: Tensor) -> None:
 
 def cast(tensor: Tensor, dtype: torch.dtype, name: str, into: Tensor | None = None) -> Tensor:
     """Return a tensor in another dtype, in `into` where given; refuse numbers that are too large for it."""
-    new = tensor.to(dtype) if into is None else into.copy_(tensor)
+    new = tensor.to(dtype).contiguous() if into is None else into.copy_(tensor)
     narrower = tensor.is_floating_point() and torch.finfo(dtype).max < torch.finfo(tensor.dtype).max
     if narrower and new.isinf().any() and not tensor.isinf().any():
         raise CheckpointError(

@@ -224,18 +224,19 @@ class _Rows:
 
 
 def log_probabilities(model: Transformer, ids: Tensor) -> Tensor:
-    """Return the log-probabilities of the next token after each: [1, T] -> [T, V]."""
+    """Return the log-probabilities of the next token after each: [B, T] -> [B, T, V]."""
     logits: Tensor = model(ids).required_logits
-    return logits[0].float().log_softmax(-1)
+    return logits.float().log_softmax(-1)
 
 
 def text_sums(reference: Tensor, log: Tensor, ids: Tensor) -> Tensor:
-    """Return tokens, and sums over them of loss, divergence and agreement: [T, V] twice, [1, T] -> [4]."""
-    reference, log, targets = reference[:-1], log[:-1], ids[0, 1:]
-    loss = -log.gather(1, targets[:, None]).sum()
+    """Return tokens, and sums over them of loss, divergence and agreement: [B, T, V] twice, [B, T] -> [4]."""
+    reference, log, targets = reference[:, :-1], log[:, :-1], ids[:, 1:]
+    loss = -log.gather(-1, targets[..., None]).sum()
     divergence = (reference.exp() * (reference - log)).sum()
     agreement = (reference.argmax(-1) == log.argmax(-1)).sum()
-    return torch.tensor([len(targets), float(loss), float(divergence), float(agreement)], dtype=torch.float64)
+    found = [targets.numel(), float(loss), float(divergence), float(agreement)]
+    return torch.tensor(found, dtype=torch.float64)
 
 
 def text_figures(sums: Tensor) -> TextFigures:
@@ -265,6 +266,6 @@ def _sensitivity(
                 log = log_probabilities(model, ids)
             finally:
                 model.set_submodule(part, before)
-            divergence = (reference.exp() * (reference - log)).sum() / len(log)
+            divergence = (reference.exp() * (reference - log)).sum() / ids.numel()
             found.append(Sensitivity(part, float(divergence)))
     return tuple(sorted(found, key=lambda one: -one.divergence))

@@ -97,9 +97,16 @@ class Quantized(NamedTuple):
 
     def weight(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the numbers that the codes stand for: [N, D]."""
-        codes = unpack(self.codes) if self.grid.bits == 4 else _unlaid(self.codes)
-        scales, offsets = _flat(self.scales), None if self.offsets is None else _flat(self.offsets)
-        return self._numbers(codes, scales, offsets, dtype)[: self.rows]
+        offsets = None if self.offsets is None else self.by_row(self.offsets)
+        return self._numbers(self.integers(), self.by_row(self.scales), offsets, dtype)
+
+    def integers(self) -> Tensor:
+        """Return the codes by row: int8 [N, 32·K]."""
+        return (unpack(self.codes) if self.grid.bits == 4 else _unlaid(self.codes))[: self.rows]
+
+    def by_row(self, scales: Tensor) -> Tensor:
+        """Take scales or offsets out of their tiles: [R, G, 4] -> [N, G]."""
+        return scales.transpose(1, 2).flatten(0, 1)[: self.rows]
 
     def of_rows(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
         """Return some rows of the weight: [n] -> [n, D]."""
@@ -149,11 +156,6 @@ def _laid(codes: Tensor) -> Tensor:
 def _unlaid(laid: Tensor) -> Tensor:
     """Take rows out of their tiles: [R, 4C] -> [4R, C]."""
     return laid.view(len(laid), -1, TILE, TILE).transpose(1, 2).flatten(2).flatten(0, 1)
-
-
-def _flat(scales: Tensor) -> Tensor:
-    """Take scales out of their tiles: [R, G, 4] -> [4R, G]."""
-    return scales.transpose(1, 2).flatten(0, 1)
 
 
 def pack(codes: Tensor) -> Tensor:

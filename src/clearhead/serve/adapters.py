@@ -40,6 +40,10 @@ def updates_of(model: Transformer, tuned: Transformer, name: str) -> Updates:
         difference = theirs[key].detach().to(weight) - weight.detach()
         if not difference.any():
             continue
+        refuse(
+            not difference.isfinite().all(),
+            f"adapter {name} has NaN or infinite numbers in {key}: the run that wrote it had diverged",
+        )
         linear = layer != key and isinstance(model.get_submodule(layer), nn.Linear)
         refuse(
             not linear or ".blocks." not in f".{key}",

@@ -151,7 +151,7 @@ class ServedTexts:
             made["message"] = {"role": "assistant", "content": found.text, "refusal": None}
         else:
             made["text"] = self._echoed(job) + (found.text or "")
-        made["logprobs"] = self._logprobs(job, 0, len(found.ids))
+        made["logprobs"] = self._logprobs(job, 0, len(found.ids), self.echo)
         if job.inside is not None:
             made["inside"], job.inside = job.inside, None  # it is large, and told once
         return made
@@ -168,17 +168,17 @@ class ServedTexts:
             return f"data: {json.dumps({**self._head(kind), 'choices': choices, **more, **named})}\n\n"
 
         try:
-            for number, job in enumerate(self.jobs):
-                if self.chat:
-                    yield event([self._chunk(number, {"role": "assistant", "content": ""})])
-                elif self.echo:
-                    yield event([self._chunk(number, self._echoed(job), job, 0, 0)])
-            shown, left = [0] * len(self.jobs), len(self.jobs)
+            for number in range(len(self.jobs) if self.chat else 0):
+                yield event([self._chunk(number, {"role": "assistant", "content": ""})])
+            shown, left, echoes = [0] * len(self.jobs), len(self.jobs), {*range(len(self.jobs) * self.echo)}
             while left:
                 number, new, count, ended = await self.queue.get()
                 job = self.jobs[number]
                 if ended and job.error is not None:
                     raise job.error
+                if number in echoes:  # its log-probabilities are known by now
+                    echoes.remove(number)
+                    yield event([self._chunk(number, self._echoed(job), job, prompt=True)])
                 if new or (self.best is not None and count > shown[number]):
                     content = {"content": new} if self.chat else new
                     yield event([self._chunk(number, content, job, shown[number], count)])
@@ -199,9 +199,15 @@ class ServedTexts:
             self.cancel()
 
     def _chunk(
-        self, number: int, content: Any, job: Job | None = None, start: int = 0, stop: int = 0
+        self,
+        number: int,
+        content: Any,
+        job: Job | None = None,
+        start: int = 0,
+        stop: int = 0,
+        prompt: bool = False,
     ) -> dict[str, Any]:
-        logprobs = None if job is None else self._logprobs(job, start, stop)
+        logprobs = None if job is None else self._logprobs(job, start, stop, prompt)
         return {
             "index": number,
             "delta" if self.chat else "text": content,
@@ -223,8 +229,8 @@ class ServedTexts:
         details = {"prompt_tokens_details": {"cached_tokens": cached}}
         return {"prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made, **details}
 
-    def _logprobs(self, job: Job, start: int, stop: int) -> dict[str, Any] | None:
-        """Return the log-probabilities of new tokens `start` to `stop`; with echo, of the prompt first."""
+    def _logprobs(self, job: Job, start: int, stop: int, prompt: bool) -> dict[str, Any] | None:
+        """Return the log-probabilities of new tokens `start` to `stop`; of the prompt first, if asked for."""
         if self.best is None:
             return None
         m, row = self.engine.m, job.row
@@ -237,7 +243,7 @@ class ServedTexts:
             ]
             return {"content": content, "refusal": None}
         before = row.prompt + row.ids[:start]
-        if self.echo and start == 0:
+        if prompt:
             before, ids = [], row.prompt + ids
             values = [None, *job.prompt_logprobs, *values]
             best = [{}, *map(dict, job.prompt_alternatives), *best]

@@ -1,13 +1,11 @@
 """The HTTP routes: OpenAI's, and those around them. The engines' threads do the work, and this loop waits."""
 
-import base64
 import json
 import logging
-import struct
+import re
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
-from functools import lru_cache, partial
 from importlib.metadata import version
 from typing import Any
 
@@ -16,11 +14,9 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
-from torch import Tensor
 
-from clearhead.bundle import Bundle
 from clearhead.errors import BusyError, ClearheadError, InputError, nearest, refuse
-from clearhead.serve import protocol
+from clearhead.serve import protocol, vectors
 from clearhead.serve.answers import LOOK, ServedTexts, completion, conversation, error_body, token_text
 from clearhead.serve.engine import ServeEngine
 from clearhead.serve.guard import Guard
@@ -30,6 +26,7 @@ from clearhead.serve.passages import ServedPassages
 from clearhead.tasks import ranking, reading
 
 RETRY_AFTER = "1"
+KIND = re.compile(r"constrained-|(list|dict)\[|(str|bool|int|float|Schema)$")  # as pydantic names kinds
 LOG = logging.getLogger("clearhead.serve")
 
 
@@ -67,12 +64,12 @@ def make_server(
 
     @app.exception_handler(RequestValidationError)
     async def wrong_body(request: Request, error: RequestValidationError) -> Response:
-        return _error(400, _in_words(error))
+        return _error(400, *_in_words(error, request.headers.get("content-type", "")))
 
     @app.exception_handler(ClearheadError)
     async def refused(request: Request, error: ClearheadError) -> Response:
         if isinstance(error, BusyError):
-            return _error(429, str(error), {"Retry-After": RETRY_AFTER})
+            return _error(429, str(error), headers={"Retry-After": RETRY_AFTER})
         return _error(400, str(error))
 
     @app.exception_handler(HTTPException)
@@ -137,30 +134,26 @@ def make_server(
         return one.wait(0)
 
     @app.post("/v1/embeddings")
-    async def embeddings(body: protocol.EmbeddingsBody, request: Request) -> Any:
+    async def embeddings(body: protocol.EmbeddingsBody, request: Request) -> Response:
         name, engine = engine_of(body.model)
-        found = await read(
-            engine,
-            body.texts(),
-            _embedding(body.prompt_name),
-            request,
+        refuse(
+            body.prompt_name is not None and engine.m.sentences is None,
+            f"prompt_name {body.prompt_name!r}: this model has no prompts "
+            "(config_sentence_transformers.json)",
         )
-        encoded = [_base64(row) if body.encoding_format == "base64" else row.tolist() for row in found]
-        data = [{"object": "embedding", "index": n, "embedding": one} for n, one in enumerate(encoded)]
-        encoded_texts = await run_in_threadpool(engine.m.encode, body.texts(), engine.m.max_length)
-        read_tokens = sum(map(len, encoded_texts))
-        usage = {"prompt_tokens": read_tokens, "total_tokens": read_tokens}
-        return {"object": "list", "data": data, "model": name, "usage": usage}
+        found = await read(engine, body.texts(), vectors.embedding(body.prompt_name), request)
+        pieces = vectors.written(name, found, body.encoding_format == "base64")
+        return StreamingResponse(pieces, media_type="application/json")
 
     @app.post("/v1/classify")
-    async def classify(body: protocol.TextsBody, request: Request) -> Any:
+    async def classify(body: protocol.TextsBody, request: Request) -> Response:
         name, engine = engine_of(body.model)
         found = await read(engine, body.texts(), reading.classify, request)
         data = [
             {"index": n, "label": one.label, "probability": one.probability, "scores": one.scores}
             for n, one in enumerate(found)
         ]
-        return {"object": "list", "data": data, "model": name}
+        return JSONResponse({"object": "list", "data": data, "model": name})
 
     async def scored(body: protocol.PairsBody, request: Request) -> tuple[str, list[float]]:
         """Return how well each document answers the query, by a model of pairs or by the angle of vectors."""
@@ -168,36 +161,33 @@ def make_server(
         if ranking.reads_pairs(engine.m):
             pairs = [(body.query, text) for text in body.documents]
             return name, [one.probability for one in await read(engine, pairs, reading.classify, request)]
-        vectors = await read(engine, [body.query, *body.documents], _embedding(None), request)
-        return name, ranking.cosines(vectors)
+        found = await read(engine, [body.query, *body.documents], vectors.embedding(None), request)
+        return name, ranking.cosines([vector for vector, _ in found])
 
     @app.post("/v1/rerank")
-    async def rerank(body: protocol.PairsBody, request: Request) -> Any:
+    async def rerank(body: protocol.PairsBody, request: Request) -> Response:
         name, scores = await scored(body, request)
         results = [
             {"index": one.index, "document": {"text": one.text}, "relevance_score": one.score}
             for one in ranking.ranked(scores, body.documents, body.top_n)
         ]
-        return {"model": name, "results": results}
+        return JSONResponse({"model": name, "results": results})
 
     @app.post("/v1/score")
-    async def score(body: protocol.PairsBody, request: Request) -> Any:
+    async def score(body: protocol.PairsBody, request: Request) -> Response:
         refuse(body.top_n is not None, "top_n is for rerank: score gives every document, in its order")
         name, scores = await scored(body, request)
         data = [{"index": n, "object": "score", "score": one} for n, one in enumerate(scores)]
-        return {"object": "list", "model": name, "data": data}
+        return JSONResponse({"object": "list", "model": name, "data": data})
 
     @app.post("/tokenize")
-    def tokenize(body: protocol.TokenizeBody) -> Any:  # in a thread: a long text takes its time
+    def tokenize(body: protocol.TokenizeBody) -> Response:  # in a thread: a long text takes its time
         m = engine_of(body.model)[1].m
         encoding = m.text_tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens)
         texts = {token: token_text(m, token) for token in set(encoding.ids)}
-        return {
-            "tokens": encoding.ids,
-            "token_strs": [texts[token] for token in encoding.ids],
-            "count": len(encoding.ids),
-            "max_model_len": m.max_length,
-        }
+        found = {"tokens": encoding.ids, "token_strs": [texts[token] for token in encoding.ids]}
+        # Made here: FastAPI would look at each token, in the loop that all others wait for.
+        return JSONResponse({**found, "count": len(encoding.ids), "max_model_len": m.max_length})
 
     @app.post("/detokenize")
     def detokenize(body: protocol.DetokenizeBody) -> Any:
@@ -241,29 +231,26 @@ def make_server(
     return app
 
 
-@lru_cache(maxsize=64)
-def _embedding(prompt: str | None) -> Any:
-    """Return the function for the name of a prompt: requests with the same function share a call."""
-    return partial(_embed, prompt)
-
-
-def _embed(prompt: str | None, m: Bundle, texts: Sequence[str]) -> Tensor:
-    return reading.embed(m, texts, prompt=prompt)
-
-
-def _base64(row: Tensor) -> str:
-    return base64.b64encode(struct.pack(f"<{len(row)}f", *row.tolist())).decode()
-
-
-def _in_words(error: RequestValidationError) -> str:
-    """Return what is wrong with a body, field by field."""
-    lines = []
+def _in_words(error: RequestValidationError, content_type: str) -> tuple[str, str | None]:
+    """Return what is wrong with a body, field by field, and the first such field."""
+    lines, fields = [], []
     for one in error.errors()[:5]:
-        field = ".".join(map(str, one["loc"][1:])) or "the body"
+        # A field of several kinds is tried as each of them, and the kind stands in the place too.
+        names = [str(part) for part in one["loc"][1:] if not KIND.match(str(part))]
+        field, what = ".".join(names), one["msg"]
+        if one["type"] == "json_invalid":
+            field, what = "", f"no JSON: {one['ctx']['error']} at character {one['loc'][1]}"
+        elif not field and "json" not in content_type:
+            what = f'of type "{content_type}": send it as Content-Type: application/json'
         unknown = one["type"] == "extra_forbidden"
-        lines.append(f'"{field}" is not a field of this request' if unknown else f"{field}: {one['msg']}")
-    return "; ".join(dict.fromkeys(lines))
+        lines.append(f'"{field}" is not a field of this request' if unknown else f"{field or 'body'}: {what}")
+        fields.append(field)
+    return "; ".join(dict.fromkeys(lines)), next(iter(fields), None) or None
 
 
-def _error(status: int, line: str, headers: Mapping[str, str] | None = None) -> Response:
-    return JSONResponse(error_body(InputError(line)), status, dict(headers or {}))
+def _error(
+    status: int, line: str, param: str | None = None, headers: Mapping[str, str] | None = None
+) -> Response:
+    body = error_body(InputError(line))
+    body["error"]["param"] = param
+    return JSONResponse(body, status, dict(headers or {}))

@@ -7,6 +7,7 @@ wait in a line of their own and take turns with the steps.
 """
 
 import functools
+import sys
 import threading
 import time
 from collections import deque
@@ -26,7 +27,7 @@ from clearhead.serve.jobs import Asked, Job, Told, check_served, plain_greedy
 from clearhead.serve.limits import Limits, ServeFigures, check_fits, piece_of, pool_for, window_blocks
 from clearhead.serve.paged import ALL
 from clearhead.serve.passes import Passes, Read
-from clearhead.serve.readings import Reading, ReadingLine, with_model
+from clearhead.serve.readings import CHARACTERS, Reading, ReadingLine, with_model
 from clearhead.tasks.generation import Prompt
 
 KEPT = 64  # requests that are remembered once they have ended
@@ -46,7 +47,6 @@ class ServeEngine:
         self.waiting: deque[Job] = deque()
         self.running: list[Job] = []  # by arrival
         self.finished: deque[Job] = deque(maxlen=KEPT)  # for those who look inside them
-        self.readings = ReadingLine()
         self.inside = InsideView(m)
         self.moved = time.monotonic()  # when the last step ended
         self.sign: Callable[[], None] = lambda: None  # told whenever `busy`, `moved` or `room` may differ
@@ -55,6 +55,7 @@ class ServeEngine:
         self._thread: threading.Thread | None = None
         weight, spec = next(m.model.parameters()), m.model.main.spec
         self.piece = piece_of(self.limits, weight.is_cuda)
+        self.readings = ReadingLine(sys.maxsize if weight.is_cuda else CHARACTERS)
         self.writes = spec.causal and m.config.head == "lm"
         # A layer that keeps a state has nothing that a later prompt could take up.
         self.shares = self.writes and all(kind.chooses for kind in spec.kinds)
@@ -155,7 +156,7 @@ class ServeEngine:
     @property
     def busy(self) -> bool:
         """Return whether there is work to do."""
-        return bool(self.waiting or self.running or self.readings.waiting)
+        return bool(self.waiting or self.running or self.readings)
 
     @property
     def well(self) -> bool:
@@ -342,5 +343,6 @@ class ServeEngine:
             time.sleep(0.01)
         for job in [*self.running, *self.waiting]:
             job.cancel()
+        self.readings.close()
         if self._thread is not None:
             self._thread.join(STALLED)

@@ -26,6 +26,7 @@ from clearhead.model.transformer import Transformer
 from clearhead.serve.paged import Pool, TextPiece, group_of
 
 FEWEST_BLOCKS = 8
+SMALLEST_BLOCK = 16  # slots of a block that a kernel takes at least
 
 
 class GraphCache(Cache):
@@ -93,12 +94,16 @@ class GraphWriter:
         self.steps: dict[tuple[int, int], tuple[Tensor, Callable[[], object], list[Tensor]]] = {}
 
     @staticmethod
-    def make(model: Transformer, most: int) -> "GraphWriter | None":
-        """Return a writer; None where the kernels do not compute all that the model's blocks do."""
+    def make(model: Transformer, most: int, size: int) -> "GraphWriter | None":
+        """Return a writer; None where the kernels do not compute all that the model's blocks do.
+
+        Nor do they read blocks of every `size`: it must be a power of two.
+        """
         weight, spec = next(model.parameters()), model.main.spec
         reads = all(isinstance(kind, Full | Windowed) and not kind.kept_first for kind in spec.kinds)
         alike = len({group_of(kind) for kind in spec.kinds}) == 1  # one table serves all layers
-        if not (available(weight) and reads and alike) or spec.cross or spec.positions in BIASES:
+        fits = size >= SMALLEST_BLOCK and size.bit_count() == 1
+        if not (available(weight) and reads and alike and fits) or spec.cross or spec.positions in BIASES:
             return None
         made = GraphWriter(model, most)
         blocks = cast(Sequence[Any], made.model.main.blocks)

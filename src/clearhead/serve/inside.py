@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from clearhead.api import Model
-from clearhead.errors import refuse
+from clearhead.errors import InputError, refuse
 from clearhead.inside.inputs import Prepared, prepare
 from clearhead.inside.lens import Lens, lens
 from clearhead.inside.results import on_cpu, plain
@@ -43,7 +43,7 @@ class InsideView:
             if name == LENS:
                 count += (self.m.config.main.n_layers + 1) * length * len(Lens.__dataclass_fields__)
                 continue
-            for one in matching(self.m.config, name):
+            for one in _named(self.m, name):
                 first, *_, second = self._shapes.get(one, [(), ()])
                 count += math.prod(a if a == b else wider.get(a, length) for a, b in zip(first, second))
         refuse(
@@ -77,6 +77,13 @@ class InsideView:
             read = lens(self.m, ids) if given is None else lens(self.m, given, ids)
             found[LENS] = packed(vars(read))
         return found
+
+
+def _named(m: Model, pattern: str) -> list[str]:
+    try:
+        return matching(m.config, pattern)
+    except InputError as error:
+        raise InputError(f"inside: {error}") from None
 
 
 def packed(value: Any) -> Any:

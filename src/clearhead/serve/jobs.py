@@ -122,7 +122,8 @@ class Job:
         self.read = self.planned = 0  # tokens whose keys are there; with those of the step in progress
         self.states: States = {}
         self.encoded = not self.sources
-        self.prompt_logprobs, self.prompt_alternatives = [], []
+        if not self._prompt_kept:  # else they may be told at any time
+            self.prompt_logprobs, self.prompt_alternatives = [], []
 
     def place(self, pool: Pool) -> None:
         """Make the tables of this request, and the names under which its prompt is found."""
@@ -250,11 +251,15 @@ class Job:
             self.told(self, self._new)
         return goes_on and len(self.row.ids) < self.most
 
+    @property
+    def _prompt_kept(self) -> bool:
+        return len(self.prompt_alternatives) >= len(self.row.prompt) - 1
+
     def keep_prompt(self, logits: Tensor, start: int) -> None:
         """Keep the log-probabilities of the prompt's tokens behind place `start`: logits [T, V]."""
         best = self.asked.prompt_logprobs
         following = self.row.prompt[start + 1 : start + 1 + len(logits)]
-        if best is None or not following:
+        if best is None or not following or self._prompt_kept:
             return
         values = logits[: len(following)].float().log_softmax(-1)
         index = torch.tensor(following, device=values.device)[:, None]

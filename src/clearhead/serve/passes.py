@@ -36,7 +36,9 @@ class Passes:
         spec = model.main.spec
         self.writer: RowsWriter | GraphWriter | None = None
         if spec.causal and model.config.head == "lm" and limits.rows:
-            self.writer = RowsWriter.make(model, limits.exact) or GraphWriter.make(model, limits.running)
+            self.writer = RowsWriter.make(model, limits.exact) or GraphWriter.make(
+                model, limits.running, limits.block
+            )
         self.runner = ragged(model, limits.exact)
         self.rows = AdaptedRows()
         adapt(self.runner, model, adapters, self.rows)

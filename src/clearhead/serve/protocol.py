@@ -14,20 +14,22 @@ MOST_CHOICES = 16  # of one prompt
 MOST_INPUTS = 2048  # prompts or texts of one request
 MOST_BEST = 20  # tokens reported at each step
 MOST_FIELDS = 100  # of an object; each that is unknown would be a line of the refusal
-Id = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
+Id = Annotated[int, Field(ge=0, lt=2**31)]
 # The first wrong one refuses all: millions of refusals take minutes.
 Ids = Annotated[list[Id], Field(fail_fast=True)]
 Names = Annotated[list[Annotated[str, Field(max_length=200)]], Field(fail_fast=True)]
 Text = Annotated[str, Field(max_length=1_000_000)]
 Fields = Annotated[dict[str, Any], Field(max_length=MOST_FIELDS)]
 Schema = dict[str, Any] | bool | str
-Stops = Annotated[list[Annotated[str, Field(min_length=1, max_length=1000)]], Field(max_length=16)]
+Stop = Annotated[str, Field(min_length=1, max_length=1000)]
+Stops = Annotated[list[Stop], Field(max_length=16)]
+Count = Annotated[int, Field(ge=0, lt=2**31)]  # of tokens, and the like
 
 
 class FewFields(BaseModel):
-    """An object whose fields are all known, and few."""
+    """An object whose fields are all known, and few; "5", true and 5.0 are no integers, as with OpenAI."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
@@ -81,15 +83,15 @@ class Writing(Body):
 
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=0)] | None = None
+    top_k: Count | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     typical_p: Annotated[float, Field(gt=0, le=1)] | None = None
     presence_penalty: Annotated[float, Field(ge=-100, le=100)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-100, le=100)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
-    no_repeat_ngram: Annotated[int, Field(ge=0)] | None = None
-    min_tokens: Annotated[int, Field(ge=0)] | None = None
-    stop: str | Stops | None = None
+    no_repeat_ngram: Count | None = None
+    min_tokens: Count | None = None
+    stop: Stop | Stops | None = None
     stop_token_ids: Annotated[list[Id], Field(max_length=64)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
@@ -154,7 +156,7 @@ class CompletionBody(Writing):
         | Annotated[list[Text], Field(fail_fast=True)]
         | Annotated[list[Ids], Field(fail_fast=True)]
     )
-    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    max_tokens: Count | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MOST_BEST)] | None = None
 
@@ -172,8 +174,8 @@ class ChatBody(Writing):
     """`/v1/chat/completions`."""
 
     messages: Annotated[list[Fields], Field(min_length=1, max_length=10_000, fail_fast=True)]
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Annotated[Count, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[Count, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_BEST)] | None = None
     chat_template_kwargs: Fields | None = None
@@ -210,7 +212,7 @@ class PairsBody(Body):
 
     query: Text
     documents: Annotated[list[Text], Field(min_length=1, max_length=MOST_INPUTS)]
-    top_n: Annotated[int, Field(ge=1)] | None = None
+    top_n: Annotated[Count, Field(ge=1)] | None = None
 
 
 class TokenizeBody(Body):

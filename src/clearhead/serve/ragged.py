@@ -10,7 +10,7 @@ Shapes: B batch, T tokens of all pieces, D model, H heads, K key/value heads, E 
 
 import functools
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -24,6 +24,7 @@ from clearhead.fast.prepare import prepared
 from clearhead.model import masks
 from clearhead.model.attention import Attention
 from clearhead.model.cache import Cache, LayerKeys
+from clearhead.model.feedforward import ACTIVATIONS
 from clearhead.model.kinds.layers import DeltaLayer
 from clearhead.model.positions import Rotary
 from clearhead.model.stack import Stack
@@ -218,18 +219,22 @@ KINDS: dict[Any, Any] = {
 
 @torch.inference_mode()
 def rows_agree(model: Transformer, most: int) -> bool:
-    """Return whether every linear layer gives a row the same bits alone and among up to `most` rows."""
+    """Return whether linear layers and activations give a row the same bits alone and among `most` rows."""
     generator = torch.Generator().manual_seed(0)
     tried: set[tuple[int, int]] = set()
-    for part in model.modules():
-        sizes = (getattr(part, "in_features", 0), getattr(part, "out_features", 0))
-        if not isinstance(part, PackedLinear | NativeLinear | nn.Linear) or sizes in tried:
-            continue
-        tried.add(sizes)
-        weight = part.weight
-        x = torch.randn(most, sizes[0], generator=generator).to(weight)
+
+    def alike(part: Callable[[Tensor], Tensor], width: int, like: Tensor) -> bool:
+        x = torch.randn(most, width, generator=generator).to(like)
         whole = part(x)
         counts = {1, 2, 3, 5, 8, 9, 17, 33, 64, 65, most // 2}
-        if any(not torch.equal(part(x[:count]), whole[:count]) for count in counts if 0 < count <= most):
-            return False
-    return True
+        return all(torch.equal(part(x[:count]), whole[:count]) for count in counts if 0 < count <= most)
+
+    for part in model.modules():
+        sizes = (getattr(part, "in_features", 0), getattr(part, "out_features", 0))
+        if isinstance(part, PackedLinear | NativeLinear | nn.Linear) and sizes not in tried:
+            tried.add(sizes)
+            if not alike(part, sizes[0], part.weight):
+                return False
+    # The last numbers of a tensor, too few for a vector, may be computed otherwise than those before them.
+    spec = model.main.spec
+    return alike(ACTIVATIONS[spec.activation], spec.d_ff, next(model.parameters()))

@@ -76,9 +76,16 @@ def logits_of(m: Bundle, rows: Sequence[Encoding], batch_size: int) -> list[Tens
     return found
 
 
-@torch.inference_mode()
 def embed(m: Bundle, texts: Sequence[str], batch_size: int = 32, prompt: str | None = None) -> Tensor:
     """Return one vector for each text, [N, D]; see `Model.embed`."""
+    return embed_counted(m, texts, batch_size, prompt)[0]
+
+
+@torch.inference_mode()
+def embed_counted(
+    m: Bundle, texts: Sequence[str], batch_size: int = 32, prompt: str | None = None
+) -> tuple[Tensor, list[int]]:
+    """Return one vector for each text, [N, D], and how many tokens were read of each."""
     check_head(m, "embed")
     how = m.sentences or sentences.Sentences(normalise=m.config.head == "embedding" and m.config.normalise)
     refuse(
@@ -96,7 +103,7 @@ def embed(m: Bundle, texts: Sequence[str], batch_size: int = 32, prompt: str | N
     vectors = torch.empty(len(rows), how.width(m.config.d_model))
     if found:
         vectors[order] = torch.cat(found).cpu()  # brought from the device once, since each time waits for it
-    return vectors
+    return vectors, [len(row) for row in rows]
 
 
 def _prompt_length(m: Bundle, prompt: str) -> int:
@@ -325,10 +332,8 @@ def answer(
         found, empty = _best_span(row, logits, str(contexts[number]), max_tokens)
         best[number] = max(best[number], found, key=lambda each: each.score)
         nothing[number] = min(nothing[number], empty)
-    return [
-        Answer("", 0, 0, empty) if none and found.score <= empty else found
-        for found, empty in zip(best, nothing)
-    ]
+    pairs = zip(best, nothing)
+    return [Answer("", 0, 0, empty) if none and found.score <= empty else found for found, empty in pairs]
 
 
 def _best_span(row: Encoding, logits: Tensor, context: str, max_tokens: int) -> tuple[Answer, float]:

@@ -45,8 +45,9 @@ class Fault:
 
     def line(self, step: int, plan: TrainPlan) -> str:
         """Say in one line where the fault is, in which examples, and what to change."""
-        shown = ", ".join(map(str, self.examples[:SHOWN])) + (", ..." if len(self.examples) > SHOWN else "")
-        rows = f" in example{'s' if len(self.examples) > 1 else ''} {shown}" if self.examples else ""
+        examples = list(dict.fromkeys(self.examples))  # rows that fill up a batch have the last one's number
+        shown = ", ".join(map(str, examples[:SHOWN])) + (", ..." if len(examples) > SHOWN else "")
+        rows = f" in example{'s' if len(examples) > 1 else ''} {shown}" if examples else ""
         calmer = f"lower train.lr (now {plan.lr:g}) or lengthen train.warmup"
         clip = "" if 0 < plan.clip <= 1 else f"set train.clip (now {plan.clip:g}) to 1, "
         of_gradient = f"{clip}{calmer}, or set train.precision to float32"

@@ -12,7 +12,7 @@ from clearhead.hub.peft import RankUpdate, write_adapter
 from clearhead.hub.weights import open_tensors
 from clearhead.recipe import BASE, Recipe, read_recipe
 from clearhead.training.events import CURVE
-from clearhead.training.loop import TrainingRun
+from clearhead.training.running import TrainingRun
 from clearhead.training.state import TENSORS
 
 ADAPTER, CARD = "adapter", "README.md"

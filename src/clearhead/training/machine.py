@@ -1,6 +1,7 @@
 """What training decides by the machine: device, precision, compiling, kernels; and the memory in use."""
 
 import functools
+import math
 import os
 import resource
 import sys
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from clearhead.batches.batch import Batch
 from clearhead.config import ModelConfig
 from clearhead.costs import cost
 from clearhead.data.plan import DataPlan
@@ -30,6 +32,9 @@ KERNEL_ORDER = [
     *(SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH),
 ]
 WORTH = 500  # steps below which compiling takes longer than it saves
+COMPILING = 30.0  # seconds that compiling takes, about
+# Seconds of a step for each layer, at the peak: where it takes less, handing it over takes longer.
+LAYER = 1e-3
 HOPELESS = 20  # times as slow as float32: beyond any error of measurement
 
 
@@ -113,9 +118,31 @@ def _seconds(matrix: torch.Tensor) -> float:
     return time.perf_counter() - start
 
 
-def pays(task: TaskSpec, data: DataPlan, plan: TrainPlan, device: torch.device) -> bool:
-    """Is compiling the model worth it? On a GPU, for many steps, with batches that all have one shape."""
-    return device.type == "cuda" and one_shape(task, data) and (plan.steps or 0) >= WORTH
+def least_seconds(per_token: float, batch: Batch, plan: TrainPlan, precision: Precision) -> float | None:
+    """Return what a step of such batches takes at the peak of the device, where both are known.
+
+    `per_token`: operations for a token of training; 0: not known.
+    """
+    known = per_token and precision.peak
+    return per_token * batch.n_tokens * plan.accumulate / precision.peak if known and precision.peak else None
+
+
+def pays(
+    task: TaskSpec, data: DataPlan, plan: TrainPlan, device: torch.device, least: float | None = None
+) -> bool:
+    """Is compiling the model worth it? On a GPU, with batches of one shape, for many steps or long ones.
+
+    `least`: see `least_seconds`. Of a step, compiling saves about as much.
+    """
+    steps = plan.steps or 0
+    saved = math.inf if least is None else steps * least
+    return device.type == "cuda" and one_shape(task, data) and steps >= WORTH and saved >= COMPILING
+
+
+def host_bound(config: ModelConfig, least: float | None) -> bool:
+    """Return True if handing over a step takes longer than the step; `least`: see `least_seconds`."""
+    layers = sum(stack.n_layers for stack in config.stacks)
+    return least is None or least < LAYER * layers
 
 
 def one_shape(task: TaskSpec, data: DataPlan) -> bool:

@@ -99,7 +99,10 @@ def make_optimizer(model: nn.Module, plan: TrainPlan, device: torch.device) -> O
 def set_rate(optimizer: Optimizer, rate: float) -> None:
     """Set the learning rate of the next step to `rate`, times each group's scale."""
     for group in optimizer.param_groups:
-        group["lr"] = rate * group["scale"]
+        if isinstance(group["lr"], Tensor):  # recorded steps read it on the device
+            group["lr"].fill_(rate * group["scale"])
+        else:
+            group["lr"] = rate * group["scale"]
 
 
 def step_if_finite(
@@ -122,11 +125,25 @@ def step_if_finite(
             scaler.step(optimizer)
             scaler.update()
         return lambda: found
+    read = read_later(numbers)
+    step_unless(optimizer, ~numbers[-1].isfinite())
+    return read
+
+
+def step_unless(optimizer: Optimizer, bad: Tensor) -> None:
+    """Take a step of fused AdamW, unless `bad` [] is true on the device."""
+    optimizer.found_inf = bad.float()  # type: ignore[attr-defined]
+    optimizer.step()
+
+
+def read_later(numbers: Tensor) -> Callable[[], list[float]]:
+    """Copy numbers [N] from a GPU without waiting; return a function that waits for the copy and reads it."""
+    if not numbers.is_cuda:
+        found: list[float] = numbers.tolist()
+        return lambda: found
     here = torch.empty_like(numbers, device="cpu", pin_memory=True).copy_(numbers, non_blocking=True)
     copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
     copied.record()
-    optimizer.found_inf = (~numbers[-1].isfinite()).float()  # type: ignore[attr-defined]
-    optimizer.step()
 
     def read() -> list[float]:
         copied.synchronize()

@@ -36,11 +36,11 @@ from clearhead.tasks import spec, table
 from clearhead.tasks.chat import chat_template
 from clearhead.tasks.corpus import Texts, open_examples
 from clearhead.tokens.training import choose, train_tokenizer
-from clearhead.training import build, optim, weights
+from clearhead.training import build, machine, optim, weights
 from clearhead.training.events import Note, OnEvent
-from clearhead.training.loop import TrainingRun
-from clearhead.training.machine import choose_precision, fits, narrow, pays, quick_attention
+from clearhead.training.recorded import record_steps, recordable
 from clearhead.training.reference import keep_reference
+from clearhead.training.running import TrainingRun
 from clearhead.training.state import CACHE
 from clearhead.training.tries import first_example
 
@@ -70,7 +70,8 @@ def prepare(recipe: Recipe, folder: Path, on_event: OnEvent, world: World = ALON
     batches = encode_batches(recipe, task, corpus, loaded, folder, on_event, world)
     for line in remarks(recipe, task, loaded, base):
         on_event(Note(line))
-    asked, precision = recipe.train.warmup, world.once(lambda: choose_precision(recipe.train, device).name)
+    asked = recipe.train.warmup
+    precision = world.once(lambda: machine.choose_precision(recipe.train, device).name)
     recipe = settled(recipe, task, corpus.labels, loaded, batches[0], precision)
     if asked not in (None, recipe.train.warmup):
         on_event(Note(f"warm-up of {recipe.train.warmup} steps: {asked} would be the whole run"))
@@ -109,7 +110,7 @@ def assemble(
     assert plan.steps is not None and plan.metric is not None, "the recipe is not settled"
     if plan.threads is not None:
         torch.set_num_threads(plan.threads)
-    precision = choose_precision(plan, device, settled=True)
+    precision = machine.choose_precision(plan, device, settled=True)
     refuse(
         plan.offload and precision.scaled,
         "train.offload does not work with float16, whose gradients are scaled: "
@@ -128,7 +129,7 @@ def assemble(
         )
     optim.freeze(loaded.model, plan.freeze)
     check_stages(loaded.config, recipe.parallel.pipeline, precision.scaled)
-    has_room = functools.partial(fits, recipe, loaded.config, precision)
+    has_room = functools.partial(machine.fits, recipe, loaded.config, precision)
     world = world.arranged(recipe.parallel, device.type, has_room, always=plan.offload)
     whole = world.plan.tensor * world.plan.context == 1  # a split layer has its own ways
     empty = emptied(loaded.model) if world.mesh is not None else None
@@ -140,7 +141,13 @@ def assemble(
         join_projections(loaded.model)
     if plan.checkpointing:
         recompute(loaded.model)
-    usual = world.plan.context == 1 and pays(task, recipe.data, plan, device)
+    per_token = 0.0
+    if task.tokens is not None:
+        per_token = cost(loaded.config, length=loaded.max_length).flops.training_per_token
+    least = None
+    if precision.peak is not None:
+        least = machine.least_seconds(per_token, batches[0].at(0), plan, precision)
+    usual = world.plan.context == 1 and machine.pays(task, recipe.data, plan, device, least)
     wanted = usual if plan.compile is None else plan.compile
     partial: Sequence[nn.Parameter] = ()
     if world.mesh is not None:
@@ -148,7 +155,7 @@ def assemble(
 
         if world.size > 1:
             on_event(Note(f"{world.size} processes: {world.plan}"))
-        if narrow(device) and whole and not wanted:
+        if machine.narrow(device) and whole and not wanted:
             suit_narrow(loaded.model)
         partial = split(loaded.model, world, wanted, plan.offload)
         if unread is not None:
@@ -165,19 +172,20 @@ def assemble(
         validation=batches[1],
         optimizer=optimizer,
         precision=precision,
-        attention=quick_attention(task, recipe.data, device),
+        attention=machine.quick_attention(task, recipe.data, device),
         ema=weights.Ema(loaded.model, plan.ema) if plan.ema else None,
         samples=sampler(task, corpus, recipe.generate, plan.samples, plan.seed),
         example=first_example(corpus),
-        flops_per_token=0.0
-        if task.tokens is None
-        else cost(loaded.config, length=loaded.max_length).flops.training_per_token,
+        flops_per_token=per_token,
         world=world,
         empty=empty,
         partial=partial,
     )
-    if world.mesh is None and not (wanted and _compile(run, on_event)) and narrow(device):
+    compiled = world.mesh is None and wanted and _compile(run, on_event)
+    if world.mesh is None and not compiled and machine.narrow(device):
         suit_narrow(loaded.model)
+    if not compiled and machine.host_bound(loaded.config, least) and recordable(run):
+        record_steps(run)
     return run
 
 

@@ -13,7 +13,7 @@ from clearhead.batches.preferences import PreferenceBatches
 from clearhead.errors import CheckpointError, ConfigError, TrainingError, refuse
 from clearhead.model.transformer import evaluating
 from clearhead.training.events import Note, OnEvent
-from clearhead.training.loop import TrainingRun
+from clearhead.training.running import TrainingRun
 from clearhead.training.state import CACHE
 
 # How far two computations of one log-probability may be apart, as a share of it: padding differs.

@@ -19,9 +19,9 @@ from clearhead.tasks import table
 from clearhead.tasks.corpus import open_examples
 from clearhead.training import optim
 from clearhead.training.events import Note, OnEvent
-from clearhead.training.loop import TrainingRun
 from clearhead.training.prepare import FINGERPRINT, assemble, encode_batches
 from clearhead.training.reference import read_reference
+from clearhead.training.running import TrainingRun
 from clearhead.training.state import load_checkpoint, restore_optimizer
 from clearhead.typed import plain
 

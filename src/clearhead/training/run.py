@@ -30,6 +30,7 @@ from clearhead.training import resume as continued
 from clearhead.training.events import Finished, Note, OnEvent, Reason, Started, logged
 from clearhead.training.folder import mark, new_folder, ours, resumed_folder
 from clearhead.training.leaving import leave_adapter, leave_card
+from clearhead.training.running import TrainingRun
 from clearhead.training.state import BEST, CHECKPOINTS, LAST, PRETRAIN, TENSORS, newest
 from clearhead.training.tries import command_to_try
 from clearhead.typed import plain
@@ -196,7 +197,7 @@ def _resume(
     return _finish(continued.restore(recipe, folder, checkpoint, on_event, world), on_event, stop)
 
 
-def _finish(run: loop.TrainingRun, on_event: OnEvent, stop: Callable[[], bool]) -> Trained:
+def _finish(run: TrainingRun, on_event: OnEvent, stop: Callable[[], bool]) -> Trained:
     """Train to the end, choose the weights, and write them to the folder itself."""
     state, first, whole = run.state, run.world.first, run.empty or run.model
     log = logged(run.folder, state.step, on_event, run.plan.tensorboard) if first else nullcontext(on_event)
@@ -224,7 +225,7 @@ def _finish(run: loop.TrainingRun, on_event: OnEvent, stop: Callable[[], bool]) 
     return Trained(chosen, run.folder, state.step, metrics, reason, use)
 
 
-def _chosen(run: loop.TrainingRun, reason: Reason) -> tuple[Model, dict[str, float]]:
+def _chosen(run: TrainingRun, reason: Reason) -> tuple[Model, dict[str, float]]:
     """Return the best checkpoint with its metrics, or the average of the last checkpoints with its own.
 
     Unless the run was stopped, it is written to the folder itself. Several processes have it as pages of the
@@ -266,7 +267,7 @@ def _write_model(folder: Path, found: Path, averaged: list[Path]) -> None:
             write_tensors(work, MODEL, tensors, mean, SHARD_SIZE)
 
 
-def _judged(run: loop.TrainingRun, chosen: Model) -> dict[str, float]:
+def _judged(run: TrainingRun, chosen: Model) -> dict[str, float]:
     """Return the metrics of a model on the validation data; several processes split it as in training."""
     judged, device = chosen, run.precision.device
     if run.world.size == 1:

@@ -1,0 +1,63 @@
+"""Time products with weights of 32, 8 and 4 bits on one thread, by each way that `step.c` can be compiled.
+
+    python benchmarks/products.py [--rows 1 4 16] [--size 49152 576] [--rounds 7]
+
+Processor time, the ways in turn, the quickest round: other work on the machine only ever adds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import shutil
+import time
+
+import torch
+
+from clearhead.fast import library
+from clearhead.fast.native import Pointers
+from clearhead.quant.grid import Grid, nearest_codes
+from clearhead.quant.layers import QuantizedLinear
+
+WAYS = {"this processor's": (), "AVX2": ("-mno-avx512f",), "plain loops": ("-DPLAIN",)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--size", type=int, nargs=2, default=[49152, 576])
+    parser.add_argument("--rounds", type=int, default=7)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    compiler, on_x86 = shutil.which("cc"), "fma" in library._processor()
+    assert compiler and library.library() is not None
+    ways = {
+        name: library.opened(compiler, *flags)
+        for name, flags in WAYS.items()
+        if on_x86 or "-mno-avx512f" not in flags
+    }
+    layer = torch.nn.Linear(options.size[1], options.size[0], bias=False)
+    layers = {"float32": layer}
+    for bits in (8, 4):
+        codes = nearest_codes(Grid(bits, 32), layer.weight.detach())
+        layers[f"int{bits}"] = QuantizedLinear(codes, None, None)
+    for rows in options.rows:
+        x, out = torch.randn(rows, options.size[1]), torch.empty(rows, options.size[0])
+        for kind, one in layers.items():
+            pointers = Pointers()
+            fields, best = pointers.linear(one), dict.fromkeys(ways, float("inf"))
+            for _ in range(options.rounds):
+                for name, way in ways.items():
+                    start = time.thread_time()
+                    places = (ctypes.addressof(fields), x.data_ptr(), out.data_ptr())
+                    way.clearhead_linear(*places, rows, 1, 0)
+                    best[name] = min(best[name], time.thread_time() - start)
+            rates = ", ".join(
+                f"{name} {rows * layer.weight.numel() / took / 1e9:.1f}" for name, took in best.items()
+            )
+            print(f"{rows} rows, {kind}: {rates} billion products a second", flush=True)
+
+
+if __name__ == "__main__":
+    main()

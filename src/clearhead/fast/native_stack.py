@@ -1,0 +1,81 @@
+"""A stack that takes one token of each row through all its blocks in one call of `step.c`.
+
+Shapes: B rows, D model.
+"""
+
+from typing import Any
+
+from torch import Tensor
+
+from clearhead.fast.native import NativeBlock, plain, run
+from clearhead.fast.parts import Direct
+from clearhead.model import masks
+from clearhead.model.cache import Cache
+from clearhead.model.stack import Block, Memory, Stack
+from clearhead.model.taps import SILENT, Tap
+
+
+class NativeStack(Direct, Stack):
+    """A stack of blocks that `suits_native`: one call takes a step through all of them."""
+
+    def forward(
+        self,
+        inputs: Tensor,
+        tokens: masks.Tokens,
+        memory: Memory | None = None,
+        cache: Cache | None = None,
+        types: Tensor | None = None,
+        prefix: Tensor | None = None,
+        bias: Tensor | None = None,
+        input_mask: Tensor | None = None,
+        global_mask: Tensor | None = None,
+        tap: Tap = SILENT,
+    ) -> Tensor:
+        """Map the inputs, described by `tokens`, to hidden states [B, T, D]."""
+        blocks = self.layers()
+        native = all(isinstance(block, NativeBlock) and not block.attention.pruned for block in blocks)
+        if cache is None or tokens.length != 1 or tap is not SILENT or not native:
+            more = (types, prefix, bias, input_mask, global_mask, tap)
+            return super().forward(inputs, tokens, memory, cache, *more)
+
+        def place() -> Tensor | None:
+            return self.positions.embed(tokens.positions, self.dtype)
+
+        x: Tensor = self.embedding(inputs, types, place, input_mask)  # B 1 D
+        cache.begin(tokens)
+        given = (prefix, bias, x.dtype, tap, inputs, global_mask)
+        views = self._views(self.spec.whole_kinds, tokens, cache, *given)
+        cross_view = None if memory is None else self.cross_view(tokens, memory.tokens, x.shape[0])
+        steps = []
+        for layer, kind in enumerate(self.spec.kinds):
+            view = views[kind].unrotated() if layer in self.spec.rope_skips else views[kind]
+            cross_keys = None if memory is None else cache.cross_layer(layer)
+            steps.append((view, cross_view, cache.layer(layer, kind), cross_keys))
+        found = through(x, blocks, steps) if plain(x) else None
+        if found is None:
+            found = x
+            for block, (view, other, keys, cross_keys) in zip(blocks, steps):
+                found = block(found, view, memory and memory.hidden, other, keys, cross_keys)
+        cache.advance()
+        return found if self.norm is None else self.norm(found)
+
+
+def through(x: Tensor, blocks: list[Block], steps: list[Any]) -> Tensor | None:
+    """Take rows through blocks [B, 1, D] -> [B, 1, D]; None where `step.c` does not suit all of them.
+
+    Each step is (view, cross view, keys, cross keys). Layers of one view share the description of it, if
+    their keys lie alike.
+    """
+    calls: dict[Any, Any] = {}
+    layers = []
+    for block, (view, cross_view, keys, cross_keys) in zip(blocks, steps):
+        assert isinstance(block, NativeBlock)
+        if keys.k is None or keys.v is None:
+            return None
+        lie = (id(view), type(keys), keys.k.shape, keys.k.stride(), keys.v.stride())
+        if lie not in calls:
+            calls[lie] = block.call(x, view, cross_view, keys, cross_keys)
+        if calls[lie] is None:
+            return None
+        layers.append(block.layer(calls[lie], keys, cross_keys))
+    return run(x, calls[next(iter(calls))], layers)

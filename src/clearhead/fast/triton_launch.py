@@ -1,0 +1,43 @@
+"""How the kernels of a step follow one another on a GPU. Imported only where Triton is.
+
+From compute capability 9 on, a kernel may start while the one before it still runs. At level 1 it is launched
+then and waits; at level 2 it also lets the next one start. A kernel whose weights are small asks for them
+before it waits. All kernels that are launched so wait for the one before them: by that, what came earlier has
+ended as well.
+"""
+
+# mypy: ignore-errors
+# Triton reads these functions as a language of its own, whose types are not Python's.
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def follow(AHEAD: tl.constexpr):
+    """Let the next kernel start, and wait until the one before has ended."""
+    if AHEAD > 1:
+        tl.extra.cuda.gdc_launch_dependents()
+    if AHEAD > 0:
+        tl.extra.cuda.gdc_wait()
+
+
+@functools.cache
+def _ahead(device: int) -> bool:
+    return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def launched(x: Tensor, level: int = 1) -> dict[str, int | bool]:
+    """Return what a kernel on this tensor's device is launched with."""
+    ahead = level if x.is_cuda and _ahead(x.device.index) else 0
+    return {"AHEAD": ahead, "launch_pdl": True} if ahead else {"AHEAD": 0}
+
+
+@functools.cache
+def counters(device: torch.device) -> Tensor:
+    """Return zeros in which programs of one kernel count who is last; that one sets its own back to zero."""
+    return torch.zeros(4096, dtype=torch.int32, device=device)

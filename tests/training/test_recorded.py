@@ -1,0 +1,159 @@
+"""Recorded steps are the steps they stand for: on a GPU as CUDA graphs, elsewhere as the calls recorded."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import clearhead as ch
+from clearhead.batches.batch import IGNORE, Batch
+from clearhead.batches.sizes import padded_up, scored_up, size_above
+from clearhead.errors import TrainingError
+from clearhead.fast import graphs
+from clearhead.losses import batch_loss
+from clearhead.training import prepare, recorded
+from clearhead.training.events import Note
+from tests.harness import build
+from tests.parallel import meshes
+
+THERE = torch.cuda.is_available()
+# On a GPU other sizes take other kernels, whose sums differ in order; Adam enlarges that.
+ALLOWED = 1e-3 if THERE else 1e-5
+HERE = {"train.device": "auto", "train.steps": 10, "train.validate_every": 5}
+
+
+@pytest.fixture
+def recording(monkeypatch):
+    """Count what is recorded and replayed, whatever the device."""
+    counts = {"recorded": 0, "passes": 0}
+    first, again = recorded.RecordedStep._recorded, recorded.RecordedPass.__call__
+
+    def count_first(self, *given):
+        counts["recorded"] += 1
+        return first(self, *given)
+
+    def count_again(self, batch):
+        counts["passes"] += 1
+        again(self, batch)
+
+    monkeypatch.setattr(recorded.RecordedStep, "_recorded", count_first)
+    monkeypatch.setattr(recorded.RecordedPass, "__call__", count_again)
+    monkeypatch.setattr(prepare, "recordable", lambda run: True)
+    return counts
+
+
+def plainly(monkeypatch) -> None:
+    monkeypatch.setattr(prepare, "recordable", lambda run: False)
+
+
+def perform(family: str, data, out, **settings) -> None:
+    meshes.perform(meshes.job(family, data, out, settings={**HERE, **settings}))
+
+
+@pytest.mark.parametrize("count", [1, 3, 8, 9, 64, 100, 129, 1000, 4097])
+def test_sizes_are_few_and_little_above(count):
+    size = size_above(count)
+    assert count <= size <= max(2 * count, 8) and size_above(size) == size
+    assert count <= 8 or size - count < max(8, count / 8)
+    assert len({size_above(one) for one in range(1, 1025)}) < 50
+
+
+@pytest.mark.parametrize("family", ["decoder", "encoder-decoder"])
+@pytest.mark.parametrize("share", [0.9, 0.2])
+def test_what_is_padded_up_has_the_same_loss_and_gradient(family, share):
+    """In float64, so that a wrong position shows: in a sum of float32 it could hide."""
+    torch.manual_seed(0)
+    model = build(family=family, max_positions=13).double()
+    ids, source = torch.randint(13, (5, 11)), torch.randint(13, (5, 9))
+    targets = torch.where(torch.rand(5, 11) < share, ids, IGNORE)
+    mask = torch.arange(11) < torch.tensor([11, 7, 3, 11, 1])[:, None]
+    targets[~mask] = IGNORE
+    more = {"source": source} if family == "encoder-decoder" else {}
+    plain = Batch(ids, targets, mask, **more)
+    padded = scored_up(padded_up(plain, 13))
+    assert padded.ids.shape == (8, 13) and padded.n_targets == plain.n_targets
+    assert (padded.n_tokens, padded.n_rows) == (plain.n_tokens, plain.n_rows)
+    found = []
+    for batch in (plain, padded):
+        model.zero_grad()
+        loss, _ = batch_loss(model, batch)
+        loss.backward()
+        found.append(
+            [loss.detach(), *(one.grad.clone() for one in model.parameters() if one.grad is not None)]
+        )
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("family", ["decoder", "encoder", "encoder-decoder", "vit", "lora"])
+def test_recorded_steps_train_as_plain_ones(family, tmp_path, recording, monkeypatch):
+    data = meshes.write_data(family, tmp_path / "data")
+    settings = {"model.attention": "full"} if family == "decoder" else {}
+    perform(family, data, tmp_path / "recorded", **settings)
+    assert recording["recorded"] > 1 and recording["passes"] >= 10
+    plainly(monkeypatch)
+    perform(family, data, tmp_path / "plain", **settings)
+    assert max(meshes.differences(tmp_path / "recorded", tmp_path / "plain")) < ALLOWED
+
+
+@pytest.mark.parametrize("family", ["decoder", "encoder-decoder"])
+def test_a_recorded_run_that_was_stopped_goes_on_as_if_it_had_not_been(family, tmp_path, recording):
+    """With dropout, which follows from the number of the step, in a replay too."""
+    data = meshes.write_data(family, tmp_path / "data")
+    settings = {**HERE, "model.dropout": 0.2, "model.attention": "full"}
+    perform(family, data, tmp_path / "whole", **settings)
+    steps = iter(range(10))
+    job = meshes.job(family, data, tmp_path / "part", settings=settings)
+    ch.train(job["data"], out=job["out"], settings=job["settings"], stop=lambda: next(steps) == 3)
+    ch.train(resume=tmp_path / "part")
+    assert meshes.differences(tmp_path / "whole", tmp_path / "part") == (0.0, 0.0, 0.0)
+
+
+def test_a_model_that_is_watched_runs_as_it_is(tmp_path, recording, monkeypatch):
+    data, calls = meshes.write_data("decoder", tmp_path / "data"), []
+    make = prepare.assemble
+
+    def watching(*given, **named):
+        run = make(*given, **named)
+        run.model.head.register_forward_pre_hook(lambda part, given: calls.append(part.training))
+        return run
+
+    monkeypatch.setattr(prepare, "assemble", watching)
+    perform("decoder", data, tmp_path / "run", **{"train.accumulate": 1})
+    assert sum(calls) == 10 and recording["passes"] == 0
+
+
+def test_what_cannot_be_recorded_goes_on_and_says_why(tmp_path, recording, monkeypatch):
+    data, notes = meshes.write_data("encoder-decoder", tmp_path / "data"), []
+
+    def waits(self, batch):
+        raise RuntimeError("called a synchronizing CUDA operation")
+
+    monkeypatch.setattr(recorded.RecordedStep, "_gradients", waits)
+    job = meshes.job("encoder-decoder", data, tmp_path / "run", settings=HERE)
+    ch.train(job["data"], out=job["out"], settings=job["settings"], on_event=notes.append)
+    lines = [event.line for event in notes if isinstance(event, Note) and "recorded" in event.line]
+    assert lines == ["steps are not recorded, and slower for it: called a synchronizing CUDA operation"]
+    plainly(monkeypatch)
+    perform("encoder-decoder", data, tmp_path / "plain")
+    assert max(meshes.differences(tmp_path / "run", tmp_path / "plain")) < ALLOWED
+
+
+def test_a_recorded_step_that_is_not_finite_changes_nothing(tmp_path, recording):
+    data = meshes.write_data("decoder", tmp_path / "data")
+    with pytest.raises(TrainingError, match=r"step \d+:"):
+        perform("decoder", data, tmp_path / "run", **{"train.lr": 1e30, "train.clip": 0.0})
+    kept = meshes.tensors(tmp_path / "run" / "last", "model")
+    assert kept and all(tensor.isfinite().all() for tensor in kept.values())
+
+
+@pytest.mark.skipif(not THERE, reason="CUDA graphs are of GPUs")
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_on_a_gpu_a_replay_is_the_step_itself(precision, tmp_path, monkeypatch):
+    """Dropout included: a replay draws from the seed of its step what the kernels themselves would."""
+    data = meshes.write_data("encoder-decoder", tmp_path / "data")
+    settings = {"train.precision": precision, "model.dropout": 0.2, "train.steps": 50}
+    perform("encoder-decoder", data, tmp_path / "recorded", **settings)
+    monkeypatch.setattr(graphs.GraphRecorder, "record", lambda self, launch: launch)
+    perform("encoder-decoder", data, tmp_path / "launched", **settings)
+    assert max(meshes.differences(tmp_path / "recorded", tmp_path / "launched")) < 1e-6
