@@ -7,6 +7,7 @@ clearhead to clearhead.
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,12 @@ from clearhead.hub.rules import matches
 transformers.logging.set_verbosity_error()
 
 LOGITS, HIDDEN, GRADIENTS = 2e-5, 1e-4, 1e-4
+
+
+def config_of(kind: str, options: dict[str, Any]) -> transformers.PretrainedConfig:
+    """The reference's config of this kind: of a copy, as it writes into the tables that it is given."""
+    name = "Gemma3TextConfig" if kind == "Gemma3" else f"{kind}Config"
+    return getattr(transformers, name)(**copy.deepcopy(options))
 
 
 def reference(kind: str, config: transformers.PretrainedConfig, folder: Path, seed: int = 0) -> Any:

@@ -16,7 +16,7 @@ from clearhead.inside.attention_maps import AttentionMaps
 from tests.conftest import Differences
 from tests.parity import seq2seq
 from tests.parity.encoders import text_inputs
-from tests.parity.harness import batch, positions_of, reference
+from tests.parity.harness import batch, config_of, positions_of, reference
 from tests.parity.test_decoders import (
     DEEP,
     FALCON,
@@ -28,7 +28,6 @@ from tests.parity.test_decoders import (
     ODD,
     SMALL,
     WINDOW,
-    config_of,
 )
 from tests.parity.test_encoder_decoders import BART, MARIAN, T5
 from tests.parity.test_encoder_decoders import DEEP as TALL

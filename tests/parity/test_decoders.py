@@ -1,6 +1,5 @@
 """Decoders of Llama's kin and of GPT's, each against its reference in transformers."""
 
-import copy
 import json
 
 import pytest
@@ -22,6 +21,7 @@ from tests.parity.harness import (
     batch,
     check_decoder,
     close,
+    config_of,
     positions_of,
     reference,
 )
@@ -55,11 +55,6 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
-
-
-def config_of(kind, options):
-    options = copy.deepcopy(options)  # the reference writes into the tables it is given
-    return getattr(transformers, "Gemma3TextConfig" if kind == "Gemma3" else f"{kind}Config")(**options)
 
 
 def check(kind, options, tmp_path, fresh=None):
@@ -617,9 +612,7 @@ def test_classifiers(kind, options, side, tmp_path):
 )
 def test_base_models(kind, options, tmp_path):
     """No head, and names without the prefix that they have under one."""
-    model = reference(
-        kind, getattr(transformers, f"{kind.removesuffix('Model')}Config")(**options), tmp_path / "reference"
-    )
+    model = reference(kind, config_of(kind.removesuffix("Model"), options), tmp_path / "reference")
     ours = ch.load(tmp_path / "reference")
     ids, mask = batch(model.config, side="left")
     theirs = model(ids, attention_mask=mask.long(), position_ids=positions_of(mask)).last_hidden_state[mask]

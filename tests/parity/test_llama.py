@@ -1,7 +1,6 @@
 import pytest
-from transformers import LlamaConfig
 
-from tests.parity.harness import check_decoder, reference
+from tests.parity.harness import check_decoder, config_of, reference
 
 SMALL = {
     "vocab_size": 61,
@@ -65,7 +64,7 @@ SMALL = {
     ],
 )
 def test_llama(options, tmp_path):
-    model = reference("LlamaForCausalLM", LlamaConfig(**options), tmp_path / "reference")
+    model = reference("LlamaForCausalLM", config_of("Llama", options), tmp_path / "reference")
     # Llama's cached keys keep the angles of a shorter length; Phi-3, which has longrope, reads all anew.
     more = {"use_cache": False} if "longrope" in str(options) else {}
     check_decoder(model, tmp_path / "reference", tmp_path, **more)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
-import transformers
 
 import clearhead as ch
-from tests.parity.harness import check_decoder, reference
+from tests.parity.harness import check_decoder, config_of, reference
 
 ENDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 TEXT = {"vocab_size": 61, "hidden_size": 24, **ENDS}
@@ -159,7 +158,7 @@ CASES = {
 @pytest.mark.ledger("L1", "L9")
 @pytest.mark.parametrize(("name", "label"), [(name, label) for name in CASES for label in CASES[name]])
 def test_decoder(name, label, tmp_path):
-    config = getattr(transformers, f"{name}Config")(**CASES[name][label])
+    config = config_of(name, CASES[name][label])
     model = reference(f"{name}ForCausalLM", config, tmp_path / "reference")
     check_decoder(model, tmp_path / "reference", tmp_path, tokens=12)
     written = json.loads((tmp_path / "fresh" / "config.json").read_text())
@@ -179,7 +178,7 @@ def test_decoder(name, label, tmp_path):
     ],
 )
 def test_what_is_not_supported_is_named(name, changes, complaint, tmp_path):
-    config = getattr(transformers, f"{name}Config")(**next(iter(CASES[name].values())))
+    config = config_of(name, next(iter(CASES[name].values())))
     theirs = {**config.to_dict(), "architectures": [f"{name}ForCausalLM"], **changes}
     (tmp_path / "config.json").write_text(json.dumps(theirs))
     with pytest.raises(ch.CheckpointError, match=complaint):
