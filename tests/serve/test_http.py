@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import http.client
 import json
@@ -14,6 +15,7 @@ import pytest
 from tokenizers import Tokenizer
 
 import clearhead as ch
+from clearhead.serve import answers
 from clearhead.serve.engine import ServeEngine
 from clearhead.serve.limits import Limits
 from tests.serve import mixes
@@ -127,6 +129,38 @@ def test_a_stream_is_the_same_text_in_pieces(address, writer):
     assert reasons[-1] in ("stop", "length")
     assert usage["choices"] == []
     assert usage["usage"]["prompt_tokens"] == 5
+
+
+def test_a_long_stream_reads_each_token_once(address, monkeypatch):
+    """Where tokens begin in the text is followed, and not read anew from the beginning for each event."""
+    pushed = []
+    push = answers.TextStream.push
+    monkeypatch.setattr(
+        answers.TextStream, "push", lambda self, token: pushed.append(token) or push(self, token)
+    )
+    body = {"model": "writer", "prompt": "ab", "max_tokens": 60, "seed": 3, "logprobs": 1, "stream": True}
+    events = call(address, "/v1/completions", body)[2].split("\n\n")
+    told = [
+        json.loads(event[6:])["choices"][0]["logprobs"] for event in events if event.startswith("data: {")
+    ]
+    count = sum(len(one["tokens"]) for one in told if one)
+    assert count > 20
+    assert len(pushed) == 2 * count + 2  # each by the engine for the text, and once for its place
+
+
+def test_who_reads_slowly_gets_longer_pieces():
+    async def read():
+        box = answers.NewsBox()
+        for number, text, count in [(0, "a", 1), (1, "x", 1), (0, "b", 2), (0, "c", 3)]:
+            box.put(number, text, count, count == 3)
+        first = [await box.get(), await box.get()]
+        late = asyncio.create_task(box.get())
+        await asyncio.sleep(0)
+        assert not late.done()
+        box.put(1, "y", 2, True)
+        return [*first, await late]
+
+    assert asyncio.run(read()) == [(0, "abc", 3, True), (1, "x", 1, False), (1, "y", 2, True)]
 
 
 def test_a_chat_reads_what_the_template_writes(address, writer):

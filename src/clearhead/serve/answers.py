@@ -27,7 +27,6 @@ from clearhead.tokens.labels import decoded
 
 DEFAULT_TOKENS = 16  # of a completion, as OpenAI's
 LOOK = 0.2  # seconds between two looks at whether the client is still there
-News = tuple[int, str, int, bool]  # of a choice: its number, new text, tokens so far, whether it has ended
 
 
 def completion(engine: ServeEngine, name: str, body: CompletionBody) -> "ServedTexts":
@@ -57,6 +56,28 @@ def conversation(engine: ServeEngine, name: str, body: ChatBody) -> "ServedTexts
     return ServedTexts(engine, name, True, [ids], options, body.seeds(body.n or 1), asked, body.best)
 
 
+class NewsBox:
+    """What each choice has written since it was last read: who reads slowly gets fewer and longer pieces."""
+
+    def __init__(self) -> None:
+        self._new: dict[int, tuple[str, int, bool]] = {}
+        self._any = asyncio.Event()
+
+    def put(self, number: int, text: str, count: int, ended: bool) -> None:
+        """Add to what is new of a choice: its text, its tokens so far, whether it has ended."""
+        self._new[number] = (self._new.get(number, ("",))[0] + text, count, ended)
+        self._any.set()
+
+    async def get(self) -> tuple[int, str, int, bool]:
+        """Wait for news; return a choice's number and what is new of it."""
+        await self._any.wait()
+        number = next(iter(self._new))
+        news = self._new.pop(number)
+        if not self._new:
+            self._any.clear()
+        return number, *news
+
+
 @dataclass
 class ServedTexts:
     """The texts that one body asks for: what to submit, the jobs, and their answer."""
@@ -76,7 +97,8 @@ class ServedTexts:
 
     def __post_init__(self) -> None:
         self.id = f"{'chatcmpl' if self.chat else 'cmpl'}-{uuid.uuid4().hex}"
-        self.queue: asyncio.Queue[News] = asyncio.Queue()
+        self.news = NewsBox()
+        self.places: dict[int, Places] = {}  # by choice
         if self.best is not None:
             self.options |= {"logprobs": True, "alternatives": self.best}
         choices = len(self.prompts) * len(self.seeds)
@@ -115,7 +137,7 @@ class ServedTexts:
                 metrics.keep(job)
             if not stream and not job.done:
                 return  # waking the loop for each token takes time from the engine
-            loop.call_soon_threadsafe(self.queue.put_nowait, (number, new, len(job.row.ids), job.done))
+            loop.call_soon_threadsafe(self.news.put, number, new, len(job.row.ids), job.done)
 
         await run_in_threadpool(self.submit, told)
 
@@ -130,7 +152,7 @@ class ServedTexts:
         try:
             while left:
                 with contextlib.suppress(TimeoutError):
-                    left -= (await asyncio.wait_for(self.queue.get(), LOOK))[3]
+                    left -= (await asyncio.wait_for(self.news.get(), LOOK))[3]
                 if time.monotonic() - looked > LOOK:
                     refuse(await request.is_disconnected(), "the client has gone")
                     looked = time.monotonic()
@@ -151,7 +173,7 @@ class ServedTexts:
             made["message"] = {"role": "assistant", "content": found.text, "refusal": None}
         else:
             made["text"] = self._echoed(job) + (found.text or "")
-        made["logprobs"] = self._logprobs(job, 0, len(found.ids), self.echo)
+        made["logprobs"] = self._logprobs(number, job, 0, len(found.ids), self.echo)
         if job.inside is not None:
             made["inside"], job.inside = job.inside, None  # it is large, and told once
         return made
@@ -172,7 +194,7 @@ class ServedTexts:
                 yield event([self._chunk(number, {"role": "assistant", "content": ""})])
             shown, left, echoes = [0] * len(self.jobs), len(self.jobs), {*range(len(self.jobs) * self.echo)}
             while left:
-                number, new, count, ended = await self.queue.get()
+                number, new, count, ended = await self.news.get()
                 job = self.jobs[number]
                 if ended and job.error is not None:
                     raise job.error
@@ -207,7 +229,7 @@ class ServedTexts:
         stop: int = 0,
         prompt: bool = False,
     ) -> dict[str, Any]:
-        logprobs = None if job is None else self._logprobs(job, start, stop, prompt)
+        logprobs = None if job is None else self._logprobs(number, job, start, stop, prompt)
         return {
             "index": number,
             "delta" if self.chat else "text": content,
@@ -229,7 +251,7 @@ class ServedTexts:
         details = {"prompt_tokens_details": {"cached_tokens": cached}}
         return {"prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made, **details}
 
-    def _logprobs(self, job: Job, start: int, stop: int, prompt: bool) -> dict[str, Any] | None:
+    def _logprobs(self, number: int, job: Job, start: int, stop: int, prompt: bool) -> dict[str, Any] | None:
         """Return the log-probabilities of new tokens `start` to `stop`; of the prompt first, if asked for."""
         if self.best is None:
             return None
@@ -242,9 +264,10 @@ class ServedTexts:
                 for token, value, tops in zip(ids, values, best)
             ]
             return {"content": content, "refusal": None}
-        before = row.prompt + row.ids[:start]
+        places = self.places.setdefault(number, Places(m, 0 if self.echo else len(row.prompt)))
+        begin = places.of(row.prompt + row.ids[:stop], 0 if prompt else len(row.prompt) + start)
         if prompt:
-            before, ids = [], row.prompt + ids
+            ids = row.prompt + ids
             values = [None, *job.prompt_logprobs, *values]
             best = [{}, *map(dict, job.prompt_alternatives), *best]
         return {
@@ -254,7 +277,7 @@ class ServedTexts:
                 None if value is None else {token_text(m, t): v for t, v in [*tops.items(), (token, value)]}
                 for token, value, tops in zip(ids, values, best)
             ],
-            "text_offset": _offsets(m, before, ids, 0 if self.echo else len(row.prompt)),
+            "text_offset": begin,
         }
 
 
@@ -268,14 +291,23 @@ def _entry(m: Bundle, token: int, value: float | None) -> dict[str, Any]:
     return {"token": text, "logprob": value, "bytes": list(text.encode("utf-8", "replace"))}
 
 
-def _offsets(m: Bundle, before: list[int], ids: list[int], skipped: int) -> list[int]:
-    """Return where the text of each token begins; the text of the first `skipped` tokens does not count."""
-    stream, length, offsets = TextStream(m.text_tokenizer), 0, []
-    for place, token in enumerate([*before, *ids]):
-        if place >= len(before):
-            offsets.append(length)
-        length += len(stream.push(token)) if place >= skipped else 0 * len(stream.push(token))
-    return offsets
+class Places:
+    """Where the text of each token begins, followed as it grows; the first `skipped` do not count."""
+
+    def __init__(self, m: Bundle, skipped: int) -> None:
+        self._stream, self._skipped = TextStream(m.text_tokenizer), skipped
+        self._read = self._length = 0
+
+    def of(self, ids: list[int], start: int) -> list[int]:
+        """Return where tokens `start` and later begin; what an earlier call was given is not read again."""
+        found = []
+        for place in range(self._read, len(ids)):
+            if place >= start:
+                found.append(self._length)
+            new = self._stream.push(ids[place])
+            self._length += len(new) if place >= self._skipped else 0
+        self._read = len(ids)
+        return found
 
 
 def error_body(error: BaseException) -> dict[str, Any]:
