@@ -37,7 +37,8 @@ def test_the_page_shows_figures_and_opens_finished_requests(byte_tokenizer):
         bodies = [
             {"model": name, "prompt": "A secret", "max_tokens": 5, "temperature": 0} for name in engines
         ]
-        written = [call(at, "/v1/completions", body)[2]["choices"][0]["text"] for body in bodies]
+        answers = [call(at, "/v1/completions", body)[2] for body in bodies]
+        written = [answer["choices"][0]["text"] for answer in answers]
         status, _, state = call(at, "/page/state")
         assert "secret" not in json.dumps(state)
         for place, (name, engine) in enumerate(engines.items()):
@@ -47,6 +48,8 @@ def test_the_page_shows_figures_and_opens_finished_requests(byte_tokenizer):
                 == len(job.row.ids)
                 == state[name]["totals"]["new_tokens"]
             )
+            read = len("A secret") + place  # the second writes after a token of its own
+            assert answers[place]["usage"]["prompt_tokens"] == state[name]["totals"]["prompt_tokens"] == read
             status, where = redirect(at, f"/open/{place}/{job.number}")
             path, _, asked = where.partition("#")
             read = parse_qs(asked)

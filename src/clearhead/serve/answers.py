@@ -244,10 +244,8 @@ class ServedTexts:
     def usage(self) -> dict[str, Any]:
         """Return how many tokens were read and written."""
         asked = {id(job.after or job): job for job in self.jobs}.values()  # choices share a prompt
-        read, made = (sum(map(len, tokens)) for tokens in (
-            [job.row.prompt for job in asked], [job.row.ids for job in self.jobs]
-        ))  # fmt: skip
-        cached = sum(job.cached for job in asked)
+        read, cached = sum(job.prompt_tokens for job in asked), sum(job.cached for job in asked)
+        made = sum(len(job.row.ids) for job in self.jobs)
         details = {"prompt_tokens_details": {"cached_tokens": cached}}
         return {"prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made, **details}
 

@@ -278,8 +278,9 @@ class ServeEngine:
         assert self.pool is not None
         for read, last, logits in self.passes.run(self.pool, plan):
             for job, piece in read:
-                job.encoded, job.read = True, piece.stop
                 self.figures.prompt_tokens += max(0, min(piece.stop, len(job.row.prompt)) - piece.start)
+                self.figures.prompt_tokens += 0 if job.encoded else job.sources
+                job.encoded, job.read = True, piece.stop
                 job.name_blocks(piece.start, piece.stop, self.limits.block)
             if logits is not None:
                 self._write(last, logits)

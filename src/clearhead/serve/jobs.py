@@ -252,6 +252,11 @@ class Job:
         return goes_on and len(self.row.ids) < self.most
 
     @property
+    def prompt_tokens(self) -> int:
+        """Tokens to read: the prompt's, and its source's."""
+        return len(self.row.prompt) + self.sources
+
+    @property
     def _prompt_kept(self) -> bool:
         return len(self.prompt_alternatives) >= len(self.row.prompt) - 1
 

@@ -109,7 +109,7 @@ def _about(job: Job) -> dict[str, Any]:
     return {
         "number": job.number,
         "read": job.read,
-        "prompt": len(job.row.prompt) + job.sources,
+        "prompt": job.prompt_tokens,
         "cached": job.cached,
         "written": len(job.row.ids),
         "most": job.most,

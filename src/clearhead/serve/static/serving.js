@@ -39,7 +39,7 @@ function bar(group) {
 function table(caption, names, rows) {
   if (!rows.length) return null;
   const head = el("tr", {}, names.map((name) => el("th", { scope: "col" }, name)));
-  return [el("h3", {}, caption), el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": caption }, el("table", {}, el("thead", {}, head), el("tbody", {}, rows)))];
+  return [el("h3", {}, caption), el("div", { class: "scroll wide", tabindex: "0", role: "region", "aria-label": caption }, el("table", {}, el("thead", {}, head), el("tbody", {}, rows)))];
 }
 
 const row = (...cells) => el("tr", {}, cells.map((cell) => el("td", {}, cell)));
