@@ -20,9 +20,9 @@ from clearhead.lab.table import EXPERIMENTS
 # What is beyond doubt shows with a small share of the steps: which arm has less, which has more, by how much.
 DIRECTIONS = [
     ("positions", "none", "learned", "order", 0.08, 0.3),
-    ("families", "decoder", "encoder", "continue", 0.06, 0.2),
+    ("families", "decoder", "encoder", "continue", 0.03, 0.2),
     ("scale", "divided", "not divided", "sharpness", 0.01, 0.3),
-    ("residuals", "residuals and norms", "no residuals", "loss", 0.1, 0.1),
+    ("residuals", "residuals and norms", "no residuals", "loss", 0.05, 0.1),
     ("budget", "width 16", "width 128", "loss", 0.02, 0.1),
     ("heads", "least important first", "most important first", "half", 0.15, 0.02),
     ("kinds", "window of 16", "full", "reach", 0.01, 60),
@@ -30,8 +30,8 @@ DIRECTIONS = [
     ("tokenizers", "bytes", "BPE, 2,048 tokens", "bits a token", 0.01, 1.0),
     ("tying", "tied", "untied", "parameters", 0.01, 100),
     ("smoothing", "0.1", "none", "overconfidence", 0.1, 0.0),
-    ("experts", "balance loss 0.01", "no balance loss", "busiest", 0.08, 0.1),
-    ("distillation", "taught, begun from the teacher", "alone", "loss", 0.04, 0.02),
+    ("experts", "balance loss 0.01", "no balance loss", "busiest", 0.04, 0.1),
+    ("distillation", "taught, begun from the teacher", "alone", "loss", 0.02, 0.02),
 ]
 
 
