@@ -1,7 +1,7 @@
 // The answer, beside the text: the likeliest choices at the chosen token. One can be pinned, and another set against it.
 
 import { el, percent, replace } from "./dom.js";
-import { whileWorking } from "./near.js";
+import { asks } from "./near.js";
 import { distributionOf } from "./sampling.js";
 import { columnOf } from "./selection.js";
 import { unpack } from "./source.js";
@@ -49,23 +49,21 @@ export const answerSection = {
       more.textContent = foil === null ? `Explained: ${name(pinned)}` : `Explained: ${name(pinned)} rather than ${name(foil)}`;
     }
 
-    async function load() {
-      const run = app.store.get("run");
-      if (!run || run.task === "embed") return;
-      const position = app.store.get("position");
-      try {
-        const found = await app.source.get(`run/${run.run}/next?position=${columnOf(run, position)}`);
-        if (app.store.get("run") !== run || app.store.get("position") !== position) return;
-        body = found;
-        draw();
-      } catch (error) {
-        body = null;
-        replace(list);
-        more.textContent = error.message;
-      }
+    function failed(error) {
+      body = null;
+      for (const node of [words, list]) replace(node);
+      more.textContent = error.message;
     }
 
-    for (const key of ["run", "position"]) app.store.listen(key, () => whileWorking(root, load()));
+    const ask = asks(root, () => [app.store.get("run"), app.store.get("position")], failed);
+    const load = () => ask(async (wait) => {
+      const run = app.store.get("run");
+      if (!run || run.task === "embed") return;
+      body = await wait(app.source.get(`run/${run.run}/next?position=${columnOf(run, app.store.get("position"))}`));
+      draw();
+    });
+
+    for (const key of ["run", "position"]) app.store.listen(key, load);
     for (const key of ["target", "foil"]) app.store.listen(key, draw);
   },
 };

@@ -3,6 +3,7 @@
 import { css, inkOn, signedColour } from "./colour.js";
 import { el, figure, replace, tokenText } from "./dom.js";
 import { patchImage, soundImage } from "./image.js";
+import { asks } from "./near.js";
 import { drawingPad } from "./pad.js";
 import { askedOf, openRun } from "./selection.js";
 
@@ -93,7 +94,7 @@ export const inputSection = {
     const sourceBox = el("div", { hidden: true }, el("h3", {}, "The encoder reads"), source);
     const tokensTitle = el("h3", { class: "small" }, "Tokens");
     replace(root, el("div", { class: "row" }, Object.values(boxes)), el("div", { class: "row toolbar run-row" }, go, keys, mask, maskWords), problem, examples, sourceBox, el("div", { class: "row tokens-head" }, tokensTitle, about), seen, tokens, tinted, el("details", { id: "input-how" }, el("summary", {}, "How a token came about"), marked, made));
-    for (const key of ["run", "position", "target", "foil", "theme"]) app.store.listen(key, tint);
+    for (const key of ["run", "position", "target", "foil", "theme"]) app.store.listen(key, () => tint());
     app.store.listen("position", markChosen);
     let typing = 0;
     let picture = null;
@@ -152,21 +153,21 @@ export const inputSection = {
     }
 
     /** The tokens of what is being typed: the model has not read them yet. */
-    async function previewTokens() {
+    const askTyped = asks(about, () => [app.store.get("run"), text.value, pair.value], () => {}, false);
+    const previewTokens = () => askTyped(async (wait) => {
       const model = app.store.get("model");
       const run = app.store.get("run");
-      if (!run || !app.source.live || !model.tokenizer || !text.value) return;
-      const typed = text.value;
-      const found = await app.source.post("tokens", { text: typed, ...(pair.value && !boxes.pair.hidden ? { pair: pair.value } : {}) }).catch(() => null);
+      if (!run || !app.source.live || !model.tokenizer || !text.value) return null;
+      const found = await wait(app.source.post("tokens", { text: text.value, ...(pair.value && !boxes.pair.hidden ? { pair: pair.value } : {}) }));
       const read = run.source || run.tokens;
-      if (!found || text.value !== typed || app.store.get("run") !== run) return;
       const list = run.source ? source : tokens;
       if (found.tokens.ids.join() === read.ids.join()) return list.querySelector(".typed") ? (showTokens(run), tint()) : null;
       replace(list, found.tokens.labels.slice(0, INPUT_CHIPS).map((label, place) => el("li", {}, el("span", { class: `chip typed${found.tokens.special[place] ? " special" : ""}` }, tokenText(label)))));
       const count = found.tokens.labels.length;
       about.textContent = `${figure(count)} ${count === 1 ? "token" : "tokens"}, not read yet: press Run`;
       tinted.hidden = true;
-    }
+      return null;
+    });
 
     function insertMask() {
       const { mask: word } = app.store.get("model");
@@ -248,21 +249,9 @@ export const inputSection = {
       return body;
     }
 
-    async function send() {
+    function send() {
       problem.textContent = "";
-      go.disabled = true;
-      try {
-        const body = asked();
-        app.say("The model reads…");
-        const run = await app.source.post("run", body);
-        app.say("");
-        openRun(app, run);
-      } catch (error) {
-        app.say("");
-        problem.textContent = error.message;
-      } finally {
-        go.disabled = !app.source.live;
-      }
+      return app.read("The model reads…", async () => app.source.post("run", asked()), (run) => openRun(app, run), (error) => { problem.textContent = error.message; });
     }
 
     function choose(side, place, quietly) {
@@ -279,13 +268,14 @@ export const inputSection = {
     }
 
     /** Tint the tokens by what they gave to the pinned answer, through heads: blue for it, red against it. */
-    async function tint() {
+    const askTint = asks(tinted, () => ["run", "position", "target", "foil"].map((key) => app.store.get(key)), () => showTint(null));
+    const tint = () => askTint(async (wait) => {
       const run = app.store.get("run");
       tinted.hidden = true;
-      if (!run || run.task === "embed") return;
-      const asked = askedOf(app, run);
-      const found = await app.source.get(`run/${run.run}/paths?${asked}`).catch(() => null);
-      if (app.store.get("run") !== run || askedOf(app, run) !== asked) return;
+      if (run && run.task !== "embed") showTint(await wait(app.source.get(`run/${run.run}/paths?${askedOf(app, run)}`)));
+    });
+
+    function showTint(found) {
       const most = found ? Math.max(...found.sources.map(Math.abs), 1e-9) : 1;
       for (const chip of tokens.querySelectorAll(".chip")) {
         const value = found ? found.sources[Number(chip.dataset.token)] : null;
@@ -347,7 +337,8 @@ export const inputSection = {
       preview.hidden = !picture;
       if (picture) preview.src = `data:image/png;base64,${picture}`;
     });
-    app.store.on("run", async (run) => {
+    const askStages = asks(made, () => [app.store.get("run")], () => {}, false);
+    app.store.on("run", (run) => {
       if (!run) return;
       all.tokens = all.source = false;
       problem.textContent = "";
@@ -359,7 +350,9 @@ export const inputSection = {
       showPicture(run);
       replace(marked);
       replace(made, el("p", { class: "soft" }, run.picture ? "Choose a patch to see where it is." : "Choose a token to see how it came about."));
-      stages = await app.source.get(`run/${run.run}/stages`).catch(() => null);
+      stages = null;
+      if (text.value !== (first.text || first.ids.join(" "))) previewTokens(); // somebody has typed on meanwhile
+      askStages(async (wait) => { stages = await wait(app.source.get(`run/${run.run}/stages`)); });
     });
   },
 };

@@ -2,7 +2,7 @@
 // The logits are here; moving a slider asks nobody.
 
 import { el, percent, replace } from "./dom.js";
-import { whileWorking } from "./near.js";
+import { asks } from "./near.js";
 import { diceFrom, distributionOf, drawFrom } from "./sampling.js";
 import { columnOf, openRun } from "./selection.js";
 import { unpack } from "./source.js";
@@ -115,10 +115,10 @@ export const nextSection = {
       const run = app.store.get("run");
       const p = distributionOf(logits, options()).probabilities[choice];
       const label = nameOf(choice);
-      const longer = await app.busy(`The model reads on after ${label}…`, () => app.source.post(`run/${run.run}/extend`, { token: choice }));
-      if (!longer) return;
-      written.push({ run, label, p, choice, after: longer.run });
-      openRun(app, longer);
+      await app.read(`The model reads on after ${label}…`, () => app.source.post(`run/${run.run}/extend`, { token: choice }), (longer) => {
+        written.push({ run, label, p, choice, after: longer.run });
+        openRun(app, longer);
+      });
     }
 
     function goBack() {
@@ -131,22 +131,24 @@ export const nextSection = {
       replace(history, written.map((entry) => el("li", { class: "chip", "data-id": entry.choice }, entry.label, el("small", { "data-value": entry.p }, percent(entry.p)))));
     }
 
-    async function load(run, position) {
-      problem.textContent = "";
-      try {
-        const found = await app.source.get(`run/${run.run}/next?position=${position}`);
-        if (app.store.get("run") !== run || columnOf(run, app.store.get("position")) !== position) return;
-        view = found;
-        logits = unpack(found.logits).values;
-        plain = distributionOf(logits, {});
-        draw();
-      } catch (error) {
-        view = null;
-        replace(body);
-        kept.textContent = "";
-        problem.textContent = error.message;
-      }
+    function failed(error) {
+      view = null;
+      replace(body);
+      kept.textContent = "";
+      problem.textContent = error.message;
     }
+
+    const ask = asks(root, () => [app.store.get("run"), app.store.get("position")], failed);
+    const load = () => ask(async (wait) => {
+      const run = app.store.get("run");
+      if (!run || run.task === "embed") return;
+      problem.textContent = "";
+      showWhere(run);
+      view = await wait(app.source.get(`run/${run.run}/next?position=${columnOf(run, app.store.get("position"))}`));
+      logits = unpack(view.logits).values;
+      plain = distributionOf(logits, {});
+      draw();
+    });
 
     function showWhere(run) {
       if (run.columns.length < 2) return replace(where);
@@ -175,16 +177,8 @@ export const nextSection = {
       title(NEXT_TITLES[run.task]);
       sliders.topK.input.max = Math.min(200, app.store.get("model").vocab_size || run.columns.length);
       showHistory();
-      if (reads) return;
-      showWhere(run);
-      whileWorking(root, load(run, columnOf(run, app.store.get("position"))));
+      load();
     });
-    app.store.on("position", (position) => {
-      const run = app.store.get("run");
-      if (run && run.task !== "embed") {
-        showWhere(run);
-        whileWorking(root, load(run, columnOf(run, position)));
-      }
-    });
+    app.store.on("position", load);
   },
 };

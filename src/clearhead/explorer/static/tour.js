@@ -78,7 +78,8 @@ async function tourSteps(app) {
 export async function startTour(app) {
   if (!app.store.get("run")) return app.say("The tour begins when the model has read something.");
   document.querySelector(".tour")?.remove();
-  const steps = await app.busy("Preparing the tour…", () => tourSteps(app));
+  let steps = null;
+  await app.read("Preparing the tour…", () => tourSteps(app), (made) => { steps = made; });
   if (!steps) return null;
   const before = document.activeElement;
   const title = el("h2", { id: "tour-title", tabindex: "-1" });
