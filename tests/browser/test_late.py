@@ -1,4 +1,4 @@
-"""Answers that come late: the reader has gone on, and nothing of the older question is shown for the newer one."""
+"""Answers that come late: the reader has gone on, and nothing of an older question is shown for a newer."""
 
 from __future__ import annotations
 

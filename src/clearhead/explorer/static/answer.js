@@ -2,9 +2,8 @@
 
 import { el, percent, replace } from "./dom.js";
 import { asks } from "./near.js";
-import { distributionOf } from "./sampling.js";
+import { plainOf } from "./sampling.js";
 import { columnOf } from "./selection.js";
-import { unpack } from "./source.js";
 
 const ANSWER_ROWS = 6;
 const ANSWER_ASKED = { next: (label) => ["After ", label, " comes"], fill: (label) => ["In the place of ", label], tag: (label) => ["The tag of ", label], span: (label) => ["The answer ", label], classify: (label) => ["The ", label, " is"] };
@@ -37,7 +36,7 @@ export const answerSection = {
 
     function draw() {
       if (!body) return;
-      const { probabilities } = distributionOf(unpack(body.logits).values, {});
+      const { probabilities } = plainOf(body);
       const pinned = app.store.get("target") ?? body.top[0];
       const shown = body.top.slice(0, ANSWER_ROWS);
       const most = probabilities[body.top[0]] || 1;

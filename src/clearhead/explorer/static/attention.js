@@ -46,6 +46,7 @@ export const attentionSection = {
     let sheetAddress = "";
     let panel = null;
     let followRow = () => {};
+    let largeWaits = false; // until somebody looks: it is as large as the room for it
 
     function kindsOf(model) {
       return [...new Set(model.attentions.map((entry) => entry.kind))];
@@ -272,6 +273,8 @@ export const attentionSection = {
     function open(layer, number) {
       const run = app.store.get("run");
       mark(headName(layer, number));
+      largeWaits = !root.offsetParent;
+      if (largeWaits) return null;
       return askLarge(async (wait) => {
         const [found, other] = await wait(Promise.all([headPattern(app.source, run, kind, layer, number), besideOf(run)]));
         const { body, head, matrix } = found;
@@ -303,6 +306,8 @@ export const attentionSection = {
       const run = app.store.get("run");
       if (!run) return null;
       mark("rollout");
+      largeWaits = !root.offsetParent;
+      if (largeWaits) return null;
       return askLarge(async (wait) => {
         const body = await wait(app.source.get(`run/${run.run}/rollout/${kind}`));
         const words = "All layers as one: what each place is made of after the last layer, if attention and the stream around it were all that moves anything. A rough guide, not what the model computes.";
@@ -332,13 +337,24 @@ export const attentionSection = {
       app.store.values.head = headName(layer, number);
       chosen = rolled ? "rollout" : headName(layer, number);
       drawGrid();
+      if (!root.offsetParent) await wait(headPattern(app.source, run, kind, layer, number)); // what is drawn large once somebody looks
       return Promise.all([rolled ? showRollout() : open(layer, number), recolour()]);
     });
+
+    /** Draw the large one of a grid that was drawn before anybody looked. */
+    function showLarge() {
+      const found = headOf(app.store.get("head"));
+      if (!largeWaits || !root.offsetParent || !small) return;
+      largeWaits = false;
+      if (chosen === "rollout") showRollout();
+      else if (found) open(found.layer, found.number);
+    }
 
     app.store.on("model", () => showTabs());
     app.store.on("roles", () => { showRoles(); paintColours(); });
     app.store.on("theme", () => { paintThumbs(); paintColours(); if (panel) panel.redraw(); });
     app.store.listen("position", () => followRow());
+    app.store.listen("view", showLarge);
     for (const key of ["colour", "position", "target", "foil", "other", "view"]) app.store.listen(key, () => { if (root.offsetParent) recolour(); });
     app.store.listen("beside", () => { const found = headOf(app.store.get("head")); showChoices(); if (found && small && found.kind === kind) open(found.layer, found.number); });
     app.store.listen("head", () => showWithout());
@@ -348,17 +364,12 @@ export const attentionSection = {
       if (found.kind === kind) open(found.layer, found.number);
       else goTo(found.kind);
     });
-    askAhead(app, async (run) => {
-      const first = headOf(app.store.get("head")) || headOf(leadingHead(app));
-      if (!first || first.kind !== (kind || first.kind)) return;
-      await app.source.get(`run/${run.run}/thumbnails/${first.kind}`);
-      await headPattern(app.source, run, first.kind, first.layer, first.number);
-    });
-    whenNear(root, app, () => {
+    const ahead = whenNear(root, app, () => {
       const pinned = headOf(app.store.get("head"));
       if (pinned) kind = pinned.kind;
       showTabs();
       return load();
     });
+    askAhead(app, ahead);
   },
 };

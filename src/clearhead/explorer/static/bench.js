@@ -1,11 +1,11 @@
 // The bench: two texts, or two models, side by side: tokens laid beside each other, a place on each side, and what differs.
 
 import { jobProgress } from "./atlas.js";
-import { el, figure, percent, replace, tokenText } from "./dom.js";
+import { el, figure, percent, press, replace, tokenText } from "./dom.js";
 import { heatmap, scaleBar } from "./heatmap.js";
 import { inputFile } from "./input.js";
 import { asks } from "./near.js";
-import { distributionOf } from "./sampling.js";
+import { plainOf } from "./sampling.js";
 import { columnOf } from "./selection.js";
 import { unpack } from "./source.js";
 
@@ -115,7 +115,7 @@ export const compareSection = {
     async function nextOf(run) {
       if (run.task === "embed") return null;
       const body = await app.source.get(`run/${run.run}/next?position=${placeOf(run)}`);
-      const { probabilities, order } = distributionOf(unpack(body.logits).values, {});
+      const { probabilities, order } = plainOf(body);
       return { probabilities, order, names: new Map(body.top.map((id, place) => [id, body.labels[place]])) };
     }
 
@@ -251,7 +251,7 @@ export const compareSection = {
     function markPlaces() {
       const [, two] = sides();
       const read = { position: app.store.get("position"), at: two.columns.length === two.tokens.labels.length ? placeOf(two) : -1 };
-      for (const [key, here] of Object.entries(read)) for (const chip of shown.querySelectorAll(`[data-${key}]`)) chip.setAttribute("aria-pressed", String(Number(chip.dataset[key]) === here));
+      for (const [key, here] of Object.entries(read)) for (const chip of shown.querySelectorAll(`[data-${key}]`)) press(chip, Number(chip.dataset[key]) === here);
     }
 
     /** Where tokens, answers, maps and patches of two runs go: made once, so that another place loses no focus. */

@@ -43,6 +43,11 @@ export function replace(node, ...children) {
   return node;
 }
 
+/** Show whether a button is pressed; of hundreds, those that change are touched. */
+export function press(button, pressed) {
+  if (button.getAttribute("aria-pressed") !== String(pressed)) button.setAttribute("aria-pressed", String(pressed));
+}
+
 /** A number as people read it: 124.4M, 0.0312, 3. */
 export function figure(value, digits = 3) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";

@@ -1,11 +1,11 @@
 // Input: what somebody types, as the tokens that the model reads, and how they were made.
 
 import { css, inkOn, signedColour } from "./colour.js";
-import { el, figure, replace, tokenText } from "./dom.js";
+import { el, figure, press, replace, tokenText } from "./dom.js";
 import { patchImage, soundImage } from "./image.js";
 import { asks } from "./near.js";
 import { drawingPad } from "./pad.js";
-import { askedOf, openRun } from "./selection.js";
+import { askedOf, columnOf, openRun } from "./selection.js";
 
 const INPUT_CHIPS = 600; // shown at first; more on demand
 const INPUT_PAUSE = 120; // milliseconds without a key, after which what is typed is shown as tokens
@@ -263,7 +263,7 @@ export const inputSection = {
       replace(made, el("h3", {}, "How ", el("span", { class: "mono", dir: "auto" }, list.labels[place]), " came about"), inputStages(typed, place) || el("p", { class: "soft" }, run.sound || list.ids.length ? `id ${list.ids[place]}` : list.special[place] ? "A mark that the model puts before the patches; what it gathers is what the classes are read from." : `The patch in row ${list.labels[place].split(",")[0]} and column ${list.labels[place].split(",")[1]}, both counted from 0.`));
       if (shownImage) shownImage.draw(null, place);
       if (quietly) return;
-      for (const chip of root.querySelectorAll(".chip")) chip.setAttribute("aria-pressed", String(chip.closest("ul").id === (side === "source" ? "input-source" : "input-tokens") && Number(chip.dataset.token) === place));
+      for (const [list, own] of [[source, side === "source"], [tokens, side !== "source"]]) for (const chip of list.querySelectorAll(".chip")) press(chip, own && Number(chip.dataset.token) === place);
       if (side !== "source") app.store.set("position", place);
     }
 
@@ -272,7 +272,9 @@ export const inputSection = {
     const tint = () => askTint(async (wait) => {
       const run = app.store.get("run");
       tinted.hidden = true;
-      if (run && run.task !== "embed") showTint(await wait(app.source.get(`run/${run.run}/paths?${askedOf(app, run)}`)));
+      if (!run || run.task === "embed") return;
+      await wait(app.source.get(`run/${run.run}/next?position=${columnOf(run, app.store.get("position"))}`).catch(() => null)); // the answer comes first
+      showTint(await wait(app.source.get(`run/${run.run}/paths?${askedOf(app, run)}`)));
     });
 
     function showTint(found) {
@@ -289,7 +291,7 @@ export const inputSection = {
     }
 
     function markChosen() {
-      for (const chip of tokens.querySelectorAll(".chip")) chip.setAttribute("aria-pressed", String(Number(chip.dataset.token) === app.store.get("position")));
+      for (const chip of tokens.querySelectorAll(".chip")) press(chip, Number(chip.dataset.token) === app.store.get("position"));
     }
 
     function showTokens(run) {

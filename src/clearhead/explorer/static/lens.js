@@ -162,7 +162,12 @@ export const lensSection = {
       const step = (by) => () => { first = Math.min(Math.max(first + by, 0), Math.max(view.columns.length - LENS_WIDE, 0)); showWindow(); };
       replace(window, view.columns.length > LENS_WIDE ? [el("button", { type: "button", onclick: step(-LENS_WIDE) }, "Earlier tokens"), el("span", { class: "soft" }, `${first} to ${last - 1} of ${view.columns.length}`), el("button", { type: "button", onclick: step(LENS_WIDE) }, "Later tokens")] : null);
       choose(chosen[0], Math.min(Math.max(chosen[1], first), last - 1), focused);
-      const marked = grid.querySelector('td[aria-selected="true"]');
+      showMarked();
+    }
+
+    /** Scroll to the chosen column. */
+    function showMarked() {
+      const marked = root.offsetParent && grid.querySelector('td[aria-selected="true"]');
       if (marked) grid.scrollLeft = marked.offsetLeft + marked.offsetWidth - grid.clientWidth;
     }
 
@@ -212,13 +217,6 @@ export const lensSection = {
       const from = Math.max(0, run.columns.length - LENS_WIDE);
       return [column < from ? Math.max(0, column - LENS_WIDE / 2) : from, column];
     }
-
-    askAhead(app, async (run) => {
-      if (run.task === "embed" || view?.columns === run.columns) return;
-      const [[from, at], tables] = [placed(run), new LensTables(run.columns)];
-      for (let piece = nextPiece(run, tables, from, at); piece && app.store.get("run") === run; piece = nextPiece(run, tables, from, at)) tables.add(piece.start, await app.source.get(piece.path));
-      await app.source.get(`run/${run.run}/contributions?position=${at}`);
-    });
 
     const askParts = asks(parts, () => [app.store.get("run"), chosen[1]], (error) => replace(parts, app.source.live ? el("p", { class: "soft" }, error.message) : null));
 
@@ -274,7 +272,7 @@ export const lensSection = {
     }
 
     const ask = asks(root, () => [app.store.get("run")], failed);
-    whenNear(root, app, () => ask(async (wait) => {
+    const ahead = whenNear(root, app, () => ask(async (wait) => {
       const run = app.store.get("run");
       problem.textContent = "";
       if (!run || run.task === "embed") return;
@@ -285,9 +283,14 @@ export const lensSection = {
       if (app.source.live) await fillLens(run, wait);
       else draw();
     }));
+    askAhead(app, async (run) => {
+      await ahead();
+      if (run.task !== "embed") await app.source.get(`run/${run.run}/contributions?position=${columnOf(run, app.store.get("position"))}`);
+    });
     app.store.on("theme", () => draw());
     app.store.listen("view", () => {
       if (!view || !root.offsetParent) return;
+      showMarked();
       if (!drawnAs && grid.firstChild) showWindow();
       else if (partsWait) showParts();
     });

@@ -52,15 +52,16 @@ export function asks(node, about, failed, again = true) {
   };
 }
 
-/** Call `load()` for each new run, once `root` is near the window; one that nobody looks at is never asked for, one that was left or failed is asked for again. */
+/** Call `load()` for each new run, once `root` is near the window; one that nobody looks at is never asked for, one that was left or failed is asked for again.
+ * Returns a function that does so before anybody looks, for `askAhead`. */
 export function whenNear(root, app, load) {
   let near = false;
   let shown = null; // the run that is there, or asked for
   const applies = () => !document.querySelector(`nav a[data-view="${root.closest("section")?.id}"]`)?.hidden;
-  const look = async () => {
+  const look = async (ahead = false) => {
     const run = app.store.get("run");
-    if (!run || run === shown) return;
-    if (!near) {
+    if (!run || run === shown || (ahead && !applies())) return;
+    if (!near && !ahead) {
       if (applies()) root.setAttribute("aria-busy", "true"); // what stands there is still of the run before
       return;
     }
@@ -76,7 +77,8 @@ export function whenNear(root, app, load) {
     },
     { rootMargin: "600px 0px" },
   ).observe(root);
-  app.store.on("run", look);
+  app.store.on("run", () => look());
+  return () => look(true);
 }
 
 /** Of a small model, ask for a view before anybody looks: `work(run)` is called once nothing else is asked for, one view after the other. */

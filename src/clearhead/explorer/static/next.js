@@ -3,9 +3,8 @@
 
 import { el, percent, replace } from "./dom.js";
 import { asks } from "./near.js";
-import { diceFrom, distributionOf, drawFrom } from "./sampling.js";
+import { diceFrom, distributionOf, drawFrom, plainOf } from "./sampling.js";
 import { columnOf, openRun } from "./selection.js";
-import { unpack } from "./source.js";
 
 const NEXT_ROWS = 20;
 const NEXT_WORDS = {
@@ -103,7 +102,8 @@ export const nextSection = {
     function draw() {
       if (!view) return;
       const asked = { next: `, after “${view.label}”`, fill: `, in the place of “${view.label}”`, tag: `, for “${view.label}”` };
-      const result = distributionOf(logits, options());
+      const { temperature, topK, topP, minP } = options();
+      const result = temperature === 1 && !topK && topP >= 1 && !minP ? plain : distributionOf(logits, options());
       const entries = wanted(result).map((id) => ({ id, label: nameOf(id), p: result.probabilities[id], plain: plain.probabilities[id], gone: result.gone[id], actual: id === view.actual }));
       const widest = Math.max(...entries.map((entry) => entry.p), 1e-12);
       replace(body, entries.map((entry) => nextRow(entry, widest)));
@@ -143,12 +143,18 @@ export const nextSection = {
       const run = app.store.get("run");
       if (!run || run.task === "embed") return;
       problem.textContent = "";
-      showWhere(run);
       view = await wait(app.source.get(`run/${run.run}/next?position=${columnOf(run, app.store.get("position"))}`));
-      logits = unpack(view.logits).values;
-      plain = distributionOf(logits, {});
+      plain = plainOf(view);
+      logits = plain.logits;
       draw();
     });
+    /** Follow the selection; what nobody sees is not drawn. */
+    function look() {
+      const run = app.store.get("run");
+      if (run && run.task !== "embed") showWhere(run);
+      if (root.offsetParent) load();
+    }
+
 
     function showWhere(run) {
       if (run.columns.length < 2) return replace(where);
@@ -177,8 +183,8 @@ export const nextSection = {
       title(NEXT_TITLES[run.task]);
       sliders.topK.input.max = Math.min(200, app.store.get("model").vocab_size || run.columns.length);
       showHistory();
-      load();
+      look();
     });
-    app.store.on("position", load);
+    for (const key of ["position", "view"]) app.store.listen(key, look);
   },
 };

@@ -136,7 +136,7 @@ export const pathSection = {
     let said = new Map(); // by column: what the model would say there, layer by layer
     let reasons = new Map(); // by edge: what made its head look there
     let chosen = -1;
-    let [shownRun, shownAsked] = [null, null];
+    let [shownRun, shownAsked, shownWide] = [null, null, 0];
     replace(root, problem, finding, picture, el("div", { class: "row path-below" }, key, el("div", { class: "slider" }, el("label", { for: "path-least" }, "from ", shown, " of the strongest"), least)), left, sum, table, why, saveButtons(() => drawing, "path"));
     showKey();
 
@@ -175,7 +175,8 @@ export const pathSection = {
       const level = (term) => (term.kind === "feedforward" ? term.layer + 1 : term.name.includes("embedding") ? 0 : -1);
       const most = Math.abs(body.edges[0]?.value ?? 1);
       const pulses = body.terms.filter((term) => level(term) >= 0 && Math.abs(term.value) >= (Number(least.value) / 100) * most).map((term) => ({ layer: level(term), value: term.value, words: `${term.name}: ${figure(term.value)} logits` }));
-      const room = picture.clientWidth || 860;
+      shownWide = picture.clientWidth;
+      const room = shownWide || 860;
       const columns = pathColumns(run, edges, reader, room);
       const all = run.tokens.labels.length + (run.source ? run.source.labels.length : 0);
       left.textContent = columns.length < all ? `${columns.length} of ${all} tokens are drawn: those that gave most.` : "";
@@ -311,8 +312,8 @@ export const pathSection = {
     app.store.listen("view", () => {
       const run = app.store.get("run");
       if (!body || !root.offsetParent || !run) return;
-      if (run === shownRun && askedOf(app, run) === shownAsked) draw();
-      else load();
+      if (run !== shownRun || askedOf(app, run) !== shownAsked) load();
+      else if (picture.clientWidth !== shownWide) draw();
     });
     app.store.listen("theme", () => draw());
     for (const key of ["roles", "other"]) app.store.listen(key, () => draw());
