@@ -234,16 +234,17 @@ export const lensSection = {
       const rest = terms.slice(16).reduce((sum, term) => sum + term.value, 0);
       const rows = [...shown, ...(terms.length > 16 ? [{ name: `${terms.length - 16} smaller ones`, kind: "", value: rest }] : [])];
       const line = 24;
+      const wide = Math.max(300, Math.min(640, parts.clientWidth || 640)); // on a phone all of it is seen
       const [left, right] = [140, 56];
       const least = Math.max(0, ...rows.map((term) => -term.value));
       const highest = Math.max(0, ...rows.map((term) => term.value));
-      const unit = (640 - left - right - (least ? right : 0)) / (least + highest || 1);
+      const unit = (wide - left - right - (least ? right : 0)) / (least + highest || 1);
       const zero = left + (least ? right + least * unit : 0);
       const names = { self: (term) => `head ${term.name}`, cross: (term) => `head ${term.name}`, encoder: (term) => `head ${term.name}`, feedforward: (term) => term.name.replace("feedforward", "feed-forward") };
       const said = (term) => (names[term.kind] || (() => term.name))(term);
       const picture = svg(
         "svg",
-        { viewBox: `0 0 640 ${rows.length * line + 6}`, class: "chart bars", role: "img", "aria-label": `What each part adds to the logit of ${body.choice}` },
+        { viewBox: `0 0 ${wide} ${rows.length * line + 6}`, class: "chart bars", role: "img", "aria-label": `What each part adds to the logit of ${body.choice}` },
         svg("line", { x1: zero, x2: zero, y1: 0, y2: rows.length * line, class: "axis" }),
         rows.map((term, i) => {
           const reach = Math.abs(term.value) * unit;
