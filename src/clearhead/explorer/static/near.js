@@ -1,4 +1,4 @@
-// What costs time waits until it is looked at: a section asks for its views when it comes near the window.
+// How views ask: what costs time waits until it is looked at, and an answer that comes late is not shown for what is wanted by then.
 
 const NEAR_AHEAD = 1e9; // parameters times tokens of a run whose views are asked for before anybody looks
 const NEAR_PAUSE = 1200; // milliseconds that a run must have been shown for that
@@ -17,7 +17,7 @@ class Passed extends Error {}
 export function asks(node, about, failed, again = true) {
   return async function ask(work) {
     const own = { about: about() };
-    const wanted = () => atWork.get(node) === own && about().every((one, place) => one === own.about[place]);
+    const wanted = () => atWork.get(node) === own && about().every((one, place) => Object.is(one, own.about[place]));
     const wait = async (answer) => {
       let found = null;
       try {
@@ -52,8 +52,10 @@ export function asks(node, about, failed, again = true) {
   };
 }
 
-/** Call `load()` for each new run, once `root` is near the window; one that nobody looks at is never asked for, one that was left or failed is asked for again.
- * Returns a function that does so before anybody looks, for `askAhead`. */
+/**
+ * Call `load()` for each new run, once `root` is near the window; one that nobody looks at is never asked for, one that was left or failed
+ * is asked for again. Returns a function that does so before anybody looks, for `askAhead`.
+ */
 export function whenNear(root, app, load) {
   let near = false;
   let shown = null; // the run that is there, or asked for
