@@ -27,7 +27,9 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from multiprocessing import get_context
 
 import torch
 import uvicorn
@@ -53,6 +55,10 @@ FRAMES = """async (seconds) => {
   }
   return { frames: frames / seconds, worst };
 }"""
+WATCHED = 1.5  # seconds for which frames are counted
+DEEP = (48, 12, 48, 1024)  # layers, heads, width and tokens
+DEEP_TITLE = "1,024 tokens, 48 layers, 12 heads"
+DETAILED = 2  # rounds in which the views after the first one are timed
 
 
 def model(layers: int, heads: int, width: int, tokens: int, vocabulary: int = 5000) -> ch.Model:
@@ -64,6 +70,12 @@ def model(layers: int, heads: int, width: int, tokens: int, vocabulary: int = 50
             )
         ).eval()
     )
+
+
+def row_of(m: ch.Model, tokens: int, seed: int = 1) -> list[int]:
+    """Return token ids drawn at random."""
+    made = torch.randint(m.config.vocab_size, (tokens,), generator=torch.Generator().manual_seed(seed))
+    return made.tolist()
 
 
 @contextmanager
@@ -113,18 +125,18 @@ def answered(browser: Browser, url: str) -> dict[str, float]:
     page.evaluate("top => scrollBy({top, behavior: 'instant'})", box["y"] - 120)
     box = page.locator("#attention canvas.heat").bounding_box()
     assert box is not None
-    page.evaluate(f"() => {{ window.counted = ({FRAMES})(2.5); }}")
+    page.evaluate(f"() => {{ window.counted = ({FRAMES})({WATCHED}); }}")
     start, turn = time.perf_counter(), 0
-    while time.perf_counter() - start < 2.5:
+    while time.perf_counter() - start < WATCHED:
         page.mouse.move(max(box["x"], 200) + 40 + 13 * turn % 500, max(box["y"], 120) + 20 + 7 * turn % 400)
         turn += 1
     found |= {
         f"hovering_{name}": round(value, 1) for name, value in page.evaluate("() => window.counted").items()
     }
-    page.evaluate(f"() => {{ window.counted = ({FRAMES})(2.5); }}")
+    page.evaluate(f"() => {{ window.counted = ({FRAMES})({WATCHED}); }}")
     start = time.perf_counter()
-    while time.perf_counter() - start < 2.5:
-        page.mouse.wheel(0, 90 if time.perf_counter() - start < 1.25 else -90)
+    while time.perf_counter() - start < WATCHED:
+        page.mouse.wheel(0, 90 if time.perf_counter() - start < WATCHED / 2 else -90)
     found |= {
         f"scrolling_{name}": round(value, 1) for name, value in page.evaluate("() => window.counted").items()
     }
@@ -167,12 +179,13 @@ def opened(browser: Browser, url: str) -> dict[str, float]:
     page.evaluate("() => clearhead.open('drawers')")
     found["neurons"] = page.evaluate(ASKED, ["#drawer-neurons > summary", "#drawer-neurons [data-neuron]"])
     page.evaluate("() => clearhead.open('compare')")
-    page.fill("#compare-text", " ".join(str(7 * n % 5000) for n in range(256)))
+    # One token fewer: patches go token by token, and are new interventions, which nobody waits for here.
+    page.fill("#compare-text", " ".join(str(7 * n % 5000) for n in range(255)))
     page.click("#compare-run")
-    until(page, "() => document.querySelector('#patch-tokens canvas, #patch-tokens button')", 300)
-    until(page, "() => !document.querySelector('#compare [aria-busy]')", 300)  # patches are new interventions
-    page.wait_for_timeout(500)
+    until(page, "() => document.querySelector('#bench-lens')", 300)
+    until(page, "() => !document.querySelector('#compare [aria-busy]')", 300)
     found["A / B, read elsewhere"] = page.evaluate(ASKED, ["#compare [data-position='200']", "#compare-kl"])
+    found["A / B, its maps"] = page.evaluate(OPENED, ["compare", "#bench-lens"])
     page.close()
     return {f"{name}_ms": round(value, 1) for name, value in found.items()}
 
@@ -190,20 +203,22 @@ def measured(
     tokens: int,
     rounds: int,
     title: str,
-    file: bool = False,
     look: Callable[[Browser, str], dict[str, float]] = answered,
 ) -> dict[str, object]:
-    ids = torch.randint(m.config.vocab_size, (tokens,), generator=torch.Generator().manual_seed(1)).tolist()
-    shown = Opened(title, lambda: m, {"ids": ids})
+    shown = Opened(title, lambda: m, {"ids": row_of(m, tokens)})
     shown.roles, shown.findings = {}, []
-    with serving(shown) as (session, url):
+    with serving(shown) as (_, url):
         found: dict[str, object] = {"title": title, **best([look(browser, url) for _ in range(rounds)])}
-        if file:
-            run = session.run(next(reversed(session._runs)))
-            page = single_file(record_run(run, title))
-            found |= {"file_megabytes": round(len(page.encode()) / 1e6, 2)}
     print(found)
     return found
+
+
+def file_megabytes() -> float:
+    """Return the size of the deep model's page as one file. It takes long: a process of its own makes it."""
+    torch.set_num_threads(1)
+    m = model(*DEEP)
+    run = begin(m, row_of(m, DEEP[-1]))
+    return round(len(single_file(record_run(run, DEEP_TITLE)).encode()) / 1e6, 2)
 
 
 def timed(work: Callable[[], object]) -> tuple[float, float]:
@@ -228,17 +243,15 @@ def views(m: ch.Model, tokens: int, rounds: int, title: str) -> dict[str, object
     ratios: dict[str, list[float]] = {}
     seconds: dict[str, list[float]] = {}
     for turn in range(rounds + 1):
-        ids = torch.randint(
-            m.config.vocab_size, (tokens,), generator=torch.Generator().manual_seed(turn)
-        ).tolist()
+        ids = row_of(m, tokens, turn)
         with torch.no_grad():
             plain, wall = timed(lambda ids=ids: m.model(torch.tensor([ids])))  # type: ignore[misc]
         run = begin(m, ids)
         made = {"first view": timed(lambda run=run: [view(run, path) for path in first])}  # type: ignore[misc]
-        for path in (*later, *own, "step/blocks.3.attention.q"):
-            made[path] = timed(lambda run=run, path=path: view(run, path))  # type: ignore[misc]
         if not turn:
             continue  # to warm up
+        for path in (*later, *own, "step/blocks.3.attention.q") if turn <= DETAILED else ():
+            made[path] = timed(lambda run=run, path=path: view(run, path))  # type: ignore[misc]
         for name, (processor, _) in {"plain": (plain, wall), **made}.items():
             ratios.setdefault(name, []).append(processor / plain)
             seconds.setdefault(name, []).append(processor)
@@ -291,6 +304,9 @@ def main() -> None:
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    pool = ProcessPoolExecutor(1, mp_context=get_context("spawn"))
+    deep = not (options.skip_deep or options.only_views)
+    file = pool.submit(file_megabytes) if deep else None  # beside what is measured in processor time
     measured_views = [
         views(
             model(12, 12, 96, 256), 256, options.rounds, "views: 256 tokens, 12 layers, 12 heads, width 96"
@@ -307,6 +323,7 @@ def main() -> None:
         save("cpu_explorer_views", [{**each, **device} for each in measured_views])
     if options.only_views:
         return
+    megabytes = file.result() if file else 0.0
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         results = [
@@ -316,12 +333,9 @@ def main() -> None:
         results.append(measured(browser, model(12, 12, 96, 256), 256, options.rounds, title, look=opened))
         if "example.json" in page_files():
             results.append(first_paint(browser, options.rounds))
-        if not options.skip_deep:
-            results.append(
-                measured(
-                    browser, model(48, 12, 48, 1024), 1024, 1, "1,024 tokens, 48 layers, 12 heads", file=True
-                )
-            )
+        if deep:
+            found = measured(browser, model(*DEEP), DEEP[-1], 1, DEEP_TITLE)
+            results.append({**found, "file_megabytes": megabytes})
         machine = {
             "browser": f"Chromium {browser.version}, headless, software rendering",
             "device": f"CPU {platform.machine()}, shared",

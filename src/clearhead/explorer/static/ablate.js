@@ -4,7 +4,7 @@ import { ATLAS_ASKED, atlasName, beforeAfter, cellText, effectRows, effectsAt, e
 import { amountColour } from "./colour.js";
 import { el, figure, replace } from "./dom.js";
 import { scaleBar } from "./heatmap.js";
-import { whileWorking } from "./near.js";
+import { asks } from "./near.js";
 import { columnOf } from "./selection.js";
 
 const ABLATE_KINDS = { self: "", encoder: "encoder ", cross: "cross " };
@@ -37,7 +37,6 @@ export const ablateSection = {
     let buttons = new Map();
     let effects = null; // of the run and position that the grid shows
     let waiting = 0;
-    let asked = 0;
 
     function showGrid() {
       const model = app.store.get("model");
@@ -100,28 +99,22 @@ export const ablateSection = {
 
     function later() {
       clearTimeout(waiting);
-      waiting = setTimeout(() => whileWorking(answer, ask()), 120);
+      waiting = setTimeout(ask, 120);
     }
 
     /** The effect of every part alone, in the background; the grid gets its colours when it is there. */
-    async function loadEffects() {
-      const run = app.store.get("run");
-      if (!run || !root.offsetParent) return;
-      const position = effectsAt(app, run);
-      if (position === null) return;
-      const wanted = () => app.store.get("run") === run && effectsAt(app, run) === position && root.offsetParent !== null;
-      try {
-        const found = await effectsOf(app, run, position, progress.tell, wanted);
-        if (!found || !wanted()) return;
-        effects = found;
-        where.textContent = `Read at “${run.columns[position]}”.${app.source.live ? "" : " In this file: one part at a time, set to zero."}`;
-        paint();
-      } catch (error) {
-        if (wanted()) problem.textContent = error.message;
-      } finally {
-        if (wanted()) progress.end();
-      }
-    }
+    const at = () => { const run = app.store.get("run"); return [run, run && effectsAt(app, run)]; };
+    const askEffects = asks(legend, at, (error) => { progress.end(); problem.textContent = error.message; });
+    const loadEffects = () => askEffects(async (wait) => {
+      const [run, position] = at();
+      if (!run || !root.offsetParent || position === null) return;
+      const found = await wait(effectsOf(app, run, position, progress.tell, () => wait.still() && root.offsetParent !== null));
+      progress.end();
+      if (!found) return;
+      effects = found;
+      where.textContent = `Read at “${run.columns[position]}”.${app.source.live ? "" : " In this file: one part at a time, set to zero."}`;
+      paint();
+    });
 
     /** What is off, computed, or taken from what is recorded. */
     async function switched(run, position) {
@@ -134,26 +127,19 @@ export const ablateSection = {
       return app.source.post(`run/${run.run}/ablate`, { heads: of("heads"), layers: of("layers"), feedforwards: of("feedforwards"), how: app.store.get("how"), second: app.store.get("other")?.run, position });
     }
 
-    async function ask() {
+    const askAnswer = asks(answer, () => ["run", "off", "how", "other", "position"].map((key) => app.store.get(key)), (error) => { replace(answer); problem.textContent = error.message; });
+    const ask = () => askAnswer(async (wait) => {
       const run = app.store.get("run");
       problem.textContent = "";
       if (!run || !off.size) return replace(answer, el("p", { class: "soft" }, "Everything is on."));
-      const mine = ++asked;
-      try {
-        const made = await switched(run, columnOf(run, app.store.get("position")));
-        if (mine !== asked || app.store.get("run") !== run) return null;
-        const words = made.how === "second" ? `From the second text: ${made.ablated.join(", ")}` : `Off: ${made.ablated.join(", ")}`;
-        return replace(
-          answer,
-          el("p", {}, `${words}, read at “${run.columns[made.position]}”. The distribution moves by `, el("strong", { id: "ablate-kl", "data-value": made.kl }, `${figure(made.kl)} bits`), " (KL divergence)."),
-          beforeAfter(made.rows, "ablate-table"),
-        );
-      } catch (error) {
-        if (mine !== asked) return null;
-        problem.textContent = error.message;
-        return replace(answer);
-      }
-    }
+      const made = await wait(switched(run, columnOf(run, app.store.get("position"))));
+      const words = made.how === "second" ? `From the second text: ${made.ablated.join(", ")}` : `Off: ${made.ablated.join(", ")}`;
+      return replace(
+        answer,
+        el("p", {}, `${words}, read at “${run.columns[made.position]}”. The distribution moves by `, el("strong", { id: "ablate-kl", "data-value": made.kl }, `${figure(made.kl)} bits`), " (KL divergence)."),
+        beforeAfter(made.rows, "ablate-table"),
+      );
+    });
 
     app.store.on("model", () => {
       off.clear();

@@ -1,10 +1,9 @@
 // The answer, beside the text: the likeliest choices at the chosen token. One can be pinned, and another set against it.
 
 import { el, percent, replace } from "./dom.js";
-import { whileWorking } from "./near.js";
-import { distributionOf } from "./sampling.js";
+import { asks } from "./near.js";
+import { plainOf } from "./sampling.js";
 import { columnOf } from "./selection.js";
-import { unpack } from "./source.js";
 
 const ANSWER_ROWS = 6;
 const ANSWER_ASKED = { next: (label) => ["After ", label, " comes"], fill: (label) => ["In the place of ", label], tag: (label) => ["The tag of ", label], span: (label) => ["The answer ", label], classify: (label) => ["The ", label, " is"] };
@@ -37,7 +36,7 @@ export const answerSection = {
 
     function draw() {
       if (!body) return;
-      const { probabilities } = distributionOf(unpack(body.logits).values, {});
+      const { probabilities } = plainOf(body);
       const pinned = app.store.get("target") ?? body.top[0];
       const shown = body.top.slice(0, ANSWER_ROWS);
       const most = probabilities[body.top[0]] || 1;
@@ -49,23 +48,21 @@ export const answerSection = {
       more.textContent = foil === null ? `Explained: ${name(pinned)}` : `Explained: ${name(pinned)} rather than ${name(foil)}`;
     }
 
-    async function load() {
-      const run = app.store.get("run");
-      if (!run || run.task === "embed") return;
-      const position = app.store.get("position");
-      try {
-        const found = await app.source.get(`run/${run.run}/next?position=${columnOf(run, position)}`);
-        if (app.store.get("run") !== run || app.store.get("position") !== position) return;
-        body = found;
-        draw();
-      } catch (error) {
-        body = null;
-        replace(list);
-        more.textContent = error.message;
-      }
+    function failed(error) {
+      body = null;
+      for (const node of [words, list]) replace(node);
+      more.textContent = error.message;
     }
 
-    for (const key of ["run", "position"]) app.store.listen(key, () => whileWorking(root, load()));
+    const ask = asks(root, () => [app.store.get("run"), app.store.get("position")], failed);
+    const load = () => ask(async (wait) => {
+      const run = app.store.get("run");
+      if (!run || run.task === "embed") return;
+      body = await wait(app.source.get(`run/${run.run}/next?position=${columnOf(run, app.store.get("position"))}`));
+      draw();
+    });
+
+    for (const key of ["run", "position"]) app.store.listen(key, load);
     for (const key of ["target", "foil"]) app.store.listen(key, draw);
   },
 };

@@ -6,7 +6,7 @@ import { amountColour, signedColour } from "./colour.js";
 import { el, figure, replace } from "./dom.js";
 import { enlarged } from "./enlarged.js";
 import { paintAt, scaleBar } from "./heatmap.js";
-import { askAhead, whenNear, whileWorking } from "./near.js";
+import { askAhead, asks, whenNear } from "./near.js";
 import { leadingHead } from "./selection.js";
 import { headPattern, unpack } from "./source.js";
 
@@ -46,6 +46,7 @@ export const attentionSection = {
     let sheetAddress = "";
     let panel = null;
     let followRow = () => {};
+    let largeWaits = false; // until somebody looks: it is as large as the room for it
 
     function kindsOf(model) {
       return [...new Set(model.attentions.map((entry) => entry.kind))];
@@ -75,7 +76,7 @@ export const attentionSection = {
       kind = name;
       if (headOf(app.store.get("head"))?.kind !== kind) app.store.values.head = null;
       showTabs();
-      return whileWorking(large, load(app.store.get("run")));
+      return load();
     }
 
     const headName = (layer, number) => atlasName(kind, layer, number);
@@ -141,27 +142,25 @@ export const attentionSection = {
     }
 
     /** Fetch the numbers of the colour that is chosen, and paint them. */
-    async function recolour() {
+    const colourOf = () => { const [run, colour] = [app.store.get("run"), app.store.get("colour")]; return [run, colour, run && colourPath(app, run, colour), small]; };
+    const askColours = asks(legend, colourOf, (error) => { progress.end(); problem.textContent = error.message; });
+    const recolour = () => askColours(async (wait) => {
       const [run, colour] = [app.store.get("run"), app.store.get("colour")];
       if (!run || !small) return;
       showChoices();
-      const path = colourPath(app, run, colour);
-      const wanted = () => app.store.get("run") === run && app.store.get("colour") === colour && colourPath(app, run, colour) === path && root.offsetParent !== null;
-      values = null;
-      paintColours();
       problem.textContent = "";
-      try {
-        const found = ["pattern", "role"].includes(colour) ? null : await colourValues(app, run, colour, small, progress.tell, wanted);
-        if (!wanted()) return;
-        values = found;
-      } catch (error) {
-        if (wanted()) problem.textContent = error.message;
-      } finally {
-        if (wanted()) progress.end();
+      const had = values;
+      if (["pattern", "role"].includes(colour)) values = null;
+      else {
+        values = null;
+        paintColours();
+        values = await wait(colourValues(app, run, colour, small, progress.tell, () => wait.still() && root.offsetParent !== null));
+        progress.end();
       }
       if (order.value !== "layer") drawGrid();
-      else paintColours();
-    }
+      else if (values || had) paintColours();
+      else showWithout();
+    });
 
     /** The colours of the cells: pictures of the patterns, roles, or numbers on a scale. */
     function paintColours() {
@@ -269,21 +268,21 @@ export const attentionSection = {
       followRow = () => { if (own) panel.choose(place()); };
     }
 
-    async function open(layer, number) {
+    const askLarge = asks(large, () => [app.store.get("run"), chosen, app.store.get("beside")], (error) => { problem.textContent = error.message; }, false);
+
+    function open(layer, number) {
       const run = app.store.get("run");
-      const name = headName(layer, number);
-      mark(name);
-      try {
-        const [found, other] = [await headPattern(app.source, run, kind, layer, number), await besideOf(run)];
-        if (app.store.get("run") !== run || chosen !== name) return;
+      mark(headName(layer, number));
+      largeWaits = !root.offsetParent;
+      if (largeWaits) return null;
+      return askLarge(async (wait) => {
+        const [found, other] = await wait(Promise.all([headPattern(app.source, run, kind, layer, number), besideOf(run)]));
         const { body, head, matrix } = found;
         const does = roleOf(head.name) || head.role;
         if (other) return showPair(found, other, run);
         const words = `Entropy ${figure(head.entropy)} bits: ${head.entropy < 1 ? "it looks at one or two places" : `as if it looked at ${figure(2 ** head.entropy, 2)} places alike`}.${body.aggregated > 1 ? ` Each cell stands for ${body.aggregated} tokens.` : ""}`;
-        show({ name: head.name, title: `Head ${head.name}${does ? `: ${does}` : ""}`, words, matrix, rows: body.rows, columns: body.columns, scale: "attention weight" }, run, body.aggregated);
-      } catch (error) {
-        problem.textContent = error.message;
-      }
+        return show({ name: head.name, title: `Head ${head.name}${does ? `: ${does}` : ""}`, words, matrix, rows: body.rows, columns: body.columns, scale: "attention weight" }, run, body.aggregated);
+      });
     }
 
     /** The head that is pinned beside: {name, title, matrix, shape}; null where there is none of this kind. */
@@ -303,50 +302,59 @@ export const attentionSection = {
       besidePanel(large, titled(found), other, { ...found.body, scale: "attention weight" }, (row) => { if (own && row >= 0) app.store.set("position", row * found.body.aggregated); });
     }
 
-    async function showRollout() {
+    function showRollout() {
       const run = app.store.get("run");
-      if (!run) return;
+      if (!run) return null;
       mark("rollout");
-      try {
-        const body = await app.source.get(`run/${run.run}/rollout/${kind}`);
-        if (app.store.get("run") !== run || chosen !== "rollout") return;
+      largeWaits = !root.offsetParent;
+      if (largeWaits) return null;
+      return askLarge(async (wait) => {
+        const body = await wait(app.source.get(`run/${run.run}/rollout/${kind}`));
         const words = "All layers as one: what each place is made of after the last layer, if attention and the stream around it were all that moves anything. A rough guide, not what the model computes.";
         show({ name: "rollout", title: "Rollout", words, matrix: unpack(body.pattern).values, rows: body.rows, columns: body.columns, scale: "share" }, run, 1);
-      } catch (error) {
-        problem.textContent = error.message;
-      }
+      });
     }
 
-    async function load(run) {
+    function failed(error) {
+      small = null;
+      note.textContent = (app.store.get("model").unpatterned || []).join(" ");
+      for (const node of [grid, large]) replace(node);
+      problem.textContent = error.message;
+    }
+
+    const ask = asks(root, () => [app.store.get("run"), kind], failed);
+    const load = () => ask(async (wait) => {
+      const run = app.store.get("run");
       problem.textContent = "";
-      if (!run) return;
-      try {
-        const found = await app.source.get(`run/${run.run}/thumbnails/${kind}`);
-        if (app.store.get("run") !== run || found.kind !== kind) return;
-        small = found;
-        const rolled = chosen === "rollout" && kind !== "cross";
-        const pinned = headOf(app.store.get("head"));
-        if (pinned && pinned.kind !== kind) return await goTo(pinned.kind);
-        const leading = headOf(leadingHead(app));
-        const first = pinned || (leading?.kind === kind ? leading : { layer: small.layers[0], number: 0 });
-        const { layer, number } = first;
-        app.store.values.head = headName(layer, number);
-        chosen = rolled ? "rollout" : headName(layer, number);
-        drawGrid();
-        await Promise.all([rolled ? showRollout() : open(layer, number), recolour()]);
-      } catch (error) {
-        small = null;
-        note.textContent = (app.store.get("model").unpatterned || []).join(" ");
-        replace(grid);
-        replace(large);
-        problem.textContent = error.message;
-      }
+      if (!run) return null;
+      small = await wait(app.source.get(`run/${run.run}/thumbnails/${kind}`));
+      const rolled = chosen === "rollout" && kind !== "cross";
+      const pinned = headOf(app.store.get("head"));
+      if (pinned && pinned.kind !== kind) return goTo(pinned.kind); // it was pinned meanwhile
+      const leading = headOf(leadingHead(app));
+      const first = pinned || (leading?.kind === kind ? leading : { layer: small.layers[0], number: 0 });
+      const { layer, number } = first;
+      app.store.values.head = headName(layer, number);
+      chosen = rolled ? "rollout" : headName(layer, number);
+      drawGrid();
+      if (!root.offsetParent) await wait(headPattern(app.source, run, kind, layer, number)); // what is drawn large once somebody looks
+      return Promise.all([rolled ? showRollout() : open(layer, number), recolour()]);
+    });
+
+    /** Draw the large one of a grid that was drawn before anybody looked. */
+    function showLarge() {
+      const found = headOf(app.store.get("head"));
+      if (!largeWaits || !root.offsetParent || !small) return;
+      largeWaits = false;
+      if (chosen === "rollout") showRollout();
+      else if (found) open(found.layer, found.number);
     }
 
     app.store.on("model", () => showTabs());
     app.store.on("roles", () => { showRoles(); paintColours(); });
     app.store.on("theme", () => { paintThumbs(); paintColours(); if (panel) panel.redraw(); });
     app.store.listen("position", () => followRow());
+    app.store.listen("view", showLarge);
     for (const key of ["colour", "position", "target", "foil", "other", "view"]) app.store.listen(key, () => { if (root.offsetParent) recolour(); });
     app.store.listen("beside", () => { const found = headOf(app.store.get("head")); showChoices(); if (found && small && found.kind === kind) open(found.layer, found.number); });
     app.store.listen("head", () => showWithout());
@@ -356,17 +364,12 @@ export const attentionSection = {
       if (found.kind === kind) open(found.layer, found.number);
       else goTo(found.kind);
     });
-    askAhead(app, async (run) => {
-      const first = headOf(app.store.get("head")) || headOf(leadingHead(app));
-      if (!first || first.kind !== (kind || first.kind)) return;
-      await app.source.get(`run/${run.run}/thumbnails/${first.kind}`);
-      await headPattern(app.source, run, first.kind, first.layer, first.number);
-    });
-    whenNear(root, app, (run) => {
+    const ahead = whenNear(root, app, () => {
       const pinned = headOf(app.store.get("head"));
       if (pinned) kind = pinned.kind;
       showTabs();
-      return load(run);
+      return load();
     });
+    askAhead(app, ahead);
   },
 };

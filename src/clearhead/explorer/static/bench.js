@@ -1,11 +1,11 @@
 // The bench: two texts, or two models, side by side: tokens laid beside each other, a place on each side, and what differs.
 
 import { jobProgress } from "./atlas.js";
-import { el, figure, percent, replace, tokenText } from "./dom.js";
+import { el, figure, percent, press, replace, tokenText } from "./dom.js";
 import { heatmap, scaleBar } from "./heatmap.js";
 import { inputFile } from "./input.js";
-import { whileWorking } from "./near.js";
-import { distributionOf } from "./sampling.js";
+import { asks } from "./near.js";
+import { plainOf } from "./sampling.js";
 import { columnOf } from "./selection.js";
 import { unpack } from "./source.js";
 
@@ -41,14 +41,14 @@ export const compareSection = {
     const text = el("textarea", { id: "compare-text", rows: 1, spellcheck: "false" });
     const image = el("input", { type: "file", id: "compare-image", accept: "image/*" });
     const which = el("select", { id: "compare-model" });
-    const go = el("button", { type: "button", id: "compare-run", class: "primary", onclick: () => whileWorking(shown, send()) }, "Compare");
+    const go = el("button", { type: "button", id: "compare-run", class: "primary", onclick: () => send() }, "Compare");
     const problem = el("p", { role: "alert", class: "problem" });
     const shown = el("div", { id: "compare-shown" });
     const whichBox = el("div", {}, el("label", { for: "compare-model" }, "Model"), which);
     const textBox = el("div", { class: "grow" }, el("label", { for: "compare-text" }, "Second text; empty: the same"), text);
     const imageBox = el("div", { class: "grow" }, el("label", { for: "compare-image" }, "Second image; none: the same"), image);
     const controls = el("div", { class: "row toolbar" }, textBox, imageBox, whichBox, go);
-    const part = el("select", { id: "patch-part", onchange: () => patched(patchTokens, part.value) }, Object.entries(BENCH_PATCHES).map(([value, words]) => el("option", { value }, words)));
+    const part = el("select", { id: "patch-part", onchange: () => patched(patchTokens) }, Object.entries(BENCH_PATCHES).map(([value, words]) => el("option", { value }, words)));
     const patchWords = el("div", {});
     const [patchHeads, patchTokens] = ["patch-heads", "patch-tokens"].map((id) => el("div", { id }));
     const patchSaid = el("p", { id: "patch-said", "aria-live": "polite" });
@@ -57,7 +57,6 @@ export const compareSection = {
     let other = null; // the second run
     let sent = null; // the text that it was made of
     let frame = null; // of both runs: their tokens, and where the rest goes
-    let asked = 0;
 
     const sides = () => [app.store.get("run"), other];
     const nameOf = (run) => (run.model ? app.store.get("model").other : app.store.get("model")).name;
@@ -67,28 +66,26 @@ export const compareSection = {
       app.store.set("other", run);
     }
 
-    async function send() {
+    /** Let the model read the second text: what was asked for last counts, whatever A is by then. */
+    const askSecond = asks(controls, () => [app.source], (error) => { problem.textContent = error.message; });
+    const send = () => askSecond(async (wait) => {
       problem.textContent = "";
       const run = app.store.get("run");
       const model = app.store.get("model");
-      if (!run) return;
+      if (!run) return null;
       const body = { model: Number(which.value) || 0 };
       const first = run.source || run.tokens;
-      if (model.input === "patches") body.image = image.files[0] ? await inputFile(image.files[0]) : app.store.get("picture") || null;
+      if (model.input === "patches") body.image = image.files[0] ? await wait(inputFile(image.files[0])) : app.store.get("picture") || null;
       else if (text.value.trim()) body[model.tokenizer ? "text" : "ids"] = model.tokenizer ? text.value : text.value.split(/[\s,]+/).filter(Boolean).map(Number);
       else if (first.text) body.text = first.text;
       else body.ids = first.ids;
-      try {
-        const made = await app.source.post("run", body);
-        sent = body.text || null;
-        app.store.values.at = null;
-        setOther(made);
-        app.store.set("second", sent);
-        await show();
-      } catch (error) {
-        problem.textContent = error.message;
-      }
-    }
+      const made = await wait(app.source.post("run", body));
+      sent = body.text || null;
+      app.store.values.at = null;
+      setOther(made);
+      app.store.set("second", sent);
+      return show();
+    });
 
     /** The second text of the address, or of a file. */
     async function restore() {
@@ -99,7 +96,7 @@ export const compareSection = {
       } else if (second && second !== sent && app.store.get("model").input !== "patches") {
         sent = second;
         text.value = second;
-        return whileWorking(shown, send());
+        return send();
       }
       return show();
     }
@@ -118,7 +115,7 @@ export const compareSection = {
     async function nextOf(run) {
       if (run.task === "embed") return null;
       const body = await app.source.get(`run/${run.run}/next?position=${placeOf(run)}`);
-      const { probabilities, order } = distributionOf(unpack(body.logits).values, {});
+      const { probabilities, order } = plainOf(body);
       return { probabilities, order, names: new Map(body.top.map((id, place) => [id, body.labels[place]])) };
     }
 
@@ -198,7 +195,7 @@ export const compareSection = {
       const at = (row, head) => `${rows[row]}.${head}`;
       const value = (name) => (ours.has(name) && theirs.has(name) ? ours.get(name).value - theirs.get(name).value : NaN);
       const values = Float32Array.from(rows.flatMap((_, row) => Array.from({ length: most }, (_, head) => value(at(row, head)))));
-      return signedMap({ id: "bench-heads", title: `Heads: direct contribution to “${label}”, A − B`, words: "Choose one to open it in the atlas.", values, rows: rows.map((row) => `layer ${row}`), columns: Array.from({ length: most }, (_, head) => String(head)), unit: "logits", onPin: (row, head) => { app.store.set("head", at(row, head)); app.open("attention"); }, describe: (row, head, value) => (Number.isNaN(value) ? "no such head" : `head ${at(row, head)}: ${value < 0 ? "" : "+"}${figure(value)} logits`) });
+      return signedMap({ id: "bench-heads", title: `Heads: direct contribution to “${label}”, A − B`, words: "Choose one to open it in the atlas.", values, rows: rows.map((row) => (/\D/.test(row) ? row.replace(".", " ") : `layer ${row}`)), columns: Array.from({ length: most }, (_, head) => String(head)), unit: "logits", onPin: (row, head) => { app.store.set("head", at(row, head)); app.open("attention"); }, describe: (row, head, value) => (Number.isNaN(value) ? "no such head" : `head ${at(row, head)}: ${value < 0 ? "" : "+"}${figure(value)} logits`) });
     }
 
     const patchPath = (run, kind) => `patch/${other.run}/${kind}?position=${columnOf(run, app.store.get("position"))}${app.store.get("target") === null ? "" : `&token=${app.store.get("target")}`}${app.store.get("foil") === null ? "" : `&against=${app.store.get("foil")}`}`;
@@ -211,27 +208,24 @@ export const compareSection = {
       return one.probabilities.every((p, id) => Math.abs(p - two.probabilities[id]) < 1e-7) ? "Both sides say the same there: patching has nothing to bring back." : null;
     }
 
+    const patchOf = (node) => { const run = app.store.get("run"); return run && other ? [run, patchPath(run, node === patchHeads ? "heads" : part.value)] : [run, null]; };
+    const askPatches = new Map([patchHeads, patchTokens].map((node) => [node, asks(node, () => patchOf(node), (error) => { progress.end(); replace(node, el("p", { class: "soft" }, error.message)); })]));
+
     /** The patches of one kind of part: computed at once where that is quick, else when asked for. */
-    async function patched(node, kind, now = false) {
-      const run = app.store.get("run");
-      if (!run || !other || run.task === "embed") return;
-      const path = patchPath(run, kind);
-      const wanted = () => app.store.get("run") === run && other && patchPath(run, kind) === path && (kind === "heads" || kind === part.value) && root.offsetParent !== null;
+    const patched = (node, now = false) => askPatches.get(node)(async (wait) => {
+      const [run, path] = patchOf(node);
+      const kind = node === patchHeads ? "heads" : part.value;
+      if (!path || run.task === "embed") return null;
       const model = app.store.get("model");
       const length = run.tokens.labels.length + (run.source ? run.source.labels.length : 0);
       const rows = kind === "heads" ? model.attentions.reduce((sum, entry) => sum + entry.heads, 0) : (model.layers + (model.encoder_layers || 0) + 1) * length;
       replace(patchSaid);
       if (!app.source.has(`run/${run.run}/${path}`)) return replace(node, el("p", { class: "soft" }, "These patches were not recorded in this file."));
-      if (!now && app.source.live && rows * length > BENCH_AT_ONCE) return replace(node, el("p", {}, `${rows.toLocaleString("en")} runs of ${length} tokens. `, el("button", { type: "button", class: "patch-run", onclick: () => patched(node, kind, true) }, "Patch them all")));
-      try {
-        const body = await app.source.job(run.run, path, progress.tell, wanted);
-        if (body && wanted()) showPatches(node, body);
-      } catch (error) {
-        if (wanted()) replace(node, el("p", { class: "soft" }, error.message));
-      } finally {
-        if (wanted()) progress.end();
-      }
-    }
+      if (!now && app.source.live && rows * length > BENCH_AT_ONCE) return replace(node, el("p", {}, `${rows.toLocaleString("en")} runs of ${length} tokens. `, el("button", { type: "button", class: "patch-run", onclick: () => patched(node, true) }, "Patch them all")));
+      const body = await wait(app.source.job(run.run, path, progress.tell, () => wait.still() && root.offsetParent !== null));
+      progress.end();
+      return body && showPatches(node, body);
+    });
 
     function showPatches(node, body) {
       const run = app.store.get("run");
@@ -257,7 +251,7 @@ export const compareSection = {
     function markPlaces() {
       const [, two] = sides();
       const read = { position: app.store.get("position"), at: two.columns.length === two.tokens.labels.length ? placeOf(two) : -1 };
-      for (const [key, here] of Object.entries(read)) for (const chip of shown.querySelectorAll(`[data-${key}]`)) chip.setAttribute("aria-pressed", String(Number(chip.dataset[key]) === here));
+      for (const [key, here] of Object.entries(read)) for (const chip of shown.querySelectorAll(`[data-${key}]`)) press(chip, Number(chip.dataset[key]) === here);
     }
 
     /** Where tokens, answers, maps and patches of two runs go: made once, so that another place loses no focus. */
@@ -269,38 +263,38 @@ export const compareSection = {
       replace(patchTokens);
       replace(patchWords);
       replace(shown, tokensOf(pairs), el("div", { class: "bench bench-top" }, answer, lens, heads), below);
-      frame = { first, second, pairs, answer, lens, heads, below };
+      const map = (node) => asks(node, about, (error) => replace(node, el("p", { class: "soft" }, error.message)), false);
+      frame = { first, second, pairs, answer, lens, heads, below, askLens: map(lens), askHeads: map(heads) };
       return frame;
     }
 
-    async function show() {
+    const about = () => [...sides(), ...["position", "at", "target", "foil"].map((key) => app.store.get(key))];
+    const ask = asks(shown, about, (error) => { problem.textContent = error.message; });
+    const show = () => ask(async (wait) => {
       const [first, second] = sides();
       if (!first || !second) return replace(shown);
-      const mine = ++asked;
-      const stale = () => mine !== asked || other !== second || app.store.get("run") !== first;
       problem.textContent = "";
-      try {
-        const [one, two] = await Promise.all([first, second].map(nextOf));
-        if (stale()) return null;
-        const { pairs, answer, lens, heads, below } = framed(first, second);
-        markPlaces();
-        replace(answer, answers(one, two));
-        const why = one && two ? unpatched(first, second, one, two) : null;
-        const patches = one && first.model === second.model && !why;
-        if (!patches) replace(below, why && el("p", { class: "soft" }, why));
-        else if (!below.querySelector("#patch")) replace(below, el("div", { id: "patch" }, el("h4", {}, "Patch: what of A brings its answer back in B?"), patchWords, el("div", { class: "row toolbar" }, el("div", {}, el("label", { for: "patch-part" }, "Of each layer, token by token, take"), part)), el("div", { class: "bench" }, patchHeads, patchTokens), progress.root, patchSaid));
-        if (one && two && one.probabilities.length === two.probabilities.length) {
-          const choice = app.store.get("target") ?? one.order[0];
-          const label = one.names.get(choice) || two.names.get(choice) || `id ${choice}`;
-          const put = async (node, work) => { const map = await work.catch((error) => el("p", { class: "soft" }, error.message)); if (!stale()) replace(node, map); };
-          await whileWorking(heads, put(heads, headMap(choice, label)));
-          await whileWorking(lens, put(lens, lensMap(choice, label, pairs, one.probabilities.length)));
-        }
-        if (patches && !stale()) await Promise.all([whileWorking(patchHeads, patched(patchHeads, "heads")), whileWorking(patchTokens, patched(patchTokens, part.value))]);
-      } catch (error) {
-        if (mine === asked) problem.textContent = error.message;
-      }
+      const [one, two] = await wait(Promise.all([first, second].map(nextOf)));
+      const { answer, below } = framed(first, second);
+      markPlaces();
+      replace(answer, answers(one, two));
+      const why = one && two ? unpatched(first, second, one, two) : null;
+      const patches = one && first.model === second.model && !why;
+      if (!patches) replace(below, why && el("p", { class: "soft" }, why));
+      else if (!below.querySelector("#patch")) replace(below, el("div", { id: "patch" }, el("h4", {}, "Patch: what of A brings its answer back in B?"), patchWords, el("div", { class: "row toolbar" }, el("div", {}, el("label", { for: "patch-part" }, "Of each layer, token by token, take"), part)), el("div", { class: "bench" }, patchHeads, patchTokens), progress.root, patchSaid));
+      showMaps(frame, one, two, patches);
       return null;
+    });
+
+    /** The maps under the answers, one after the other; where something else is wanted meanwhile, its question draws them. */
+    async function showMaps({ pairs, lens, heads, askLens, askHeads }, one, two, patches) {
+      if (one && two && one.probabilities.length === two.probabilities.length) {
+        const choice = app.store.get("target") ?? one.order[0];
+        const label = one.names.get(choice) || two.names.get(choice) || `id ${choice}`;
+        if ((await askHeads(async (wait) => replace(heads, await wait(headMap(choice, label))))) === null) return;
+        if ((await askLens(async (wait) => replace(lens, await wait(lensMap(choice, label, pairs, one.probabilities.length))))) === null) return;
+      }
+      if (patches) for (const node of [patchHeads, patchTokens]) patched(node);
     }
 
     app.store.on("model", (model) => {

@@ -1,6 +1,7 @@
 // What the model takes at a chosen length: parameters, FLOPs, memory and cache, counted from its config.
 
 import { bytes, el, figure, replace, svg } from "./dom.js";
+import { asks } from "./near.js";
 
 const COST_PARTS = ["embedding", "positions", "attention", "cross", "feedforward", "norms", "head"];
 const COST_DTYPES = { float32: 4, bfloat16: 2, float16: 2 };
@@ -64,48 +65,41 @@ export const costSection = {
     const memoryBox = el("div", {});
     const curveBox = el("div", { class: "grow" });
     const lower = el("div", { class: "row cost-lower" }, memoryBox, curveBox);
-    let asked = 0;
 
     const options = () => `batch=${batch.value}&dtype=${dtype.value}`;
     const path = (tokens) => (app.source.live ? `cost?length=${tokens}&${options()}` : `cost?length=${tokens}`);
 
-    async function show() {
+    const ask = asks(shown, () => [app.source, length.value, options()], (error) => { problem.textContent = error.message; });
+    const show = () => ask(async (wait) => {
       const model = app.store.get("model");
       if (!model || !model.family) return;
-      const mine = ++asked;
       problem.textContent = "";
-      try {
-        const tokens = Number(length.value);
-        const here = await app.source.get(model.input === "patches" && app.source.live ? `cost?${options()}` : path(tokens));
-        if (mine !== asked) return;
-        const memory = here.memory;
-        replace(curveBox);
-        replace(
-          shown,
-          costBar("Parameters", here.parameters, figure, "cost-parameters"),
-          costBar("FLOPs, one pass forward", here.flops.forward, figure, "cost-flops"),
-          lower,
-        );
-        replace(
-          memoryBox,
-          el("h3", {}, "Memory"),
-          el(
-            "table",
-            { class: "cost-memory" },
-            el("tbody", {}, [["weights", memory.weights], ["key/value cache", memory.kv_cache], ["cross-attention cache", memory.cross_cache], ["attention matrix of a layer", memory.attention_matrix], ["activations kept to train", memory.activations.total], ["all that training takes", memory.training]].filter(([, value]) => value > 0).map(([name, value]) => el("tr", {}, el("th", { scope: "row" }, name), el("td", { class: "number", "data-value": value }, bytes(value))))),
-          ),
-        );
-        if (model.input !== "patches") await showCurve(mine, tokens, model);
-      } catch (error) {
-        if (mine === asked) problem.textContent = error.message;
-      }
-    }
+      const tokens = Number(length.value);
+      const here = await wait(app.source.get(model.input === "patches" && app.source.live ? `cost?${options()}` : path(tokens)));
+      const memory = here.memory;
+      replace(curveBox);
+      replace(
+        shown,
+        costBar("Parameters", here.parameters, figure, "cost-parameters"),
+        costBar("FLOPs, one pass forward", here.flops.forward, figure, "cost-flops"),
+        lower,
+      );
+      replace(
+        memoryBox,
+        el("h3", {}, "Memory"),
+        el(
+          "table",
+          { class: "cost-memory" },
+          el("tbody", {}, [["weights", memory.weights], ["key/value cache", memory.kv_cache], ["cross-attention cache", memory.cross_cache], ["attention matrix of a layer", memory.attention_matrix], ["activations kept to train", memory.activations.total], ["all that training takes", memory.training]].filter(([, value]) => value > 0).map(([name, value]) => el("tr", {}, el("th", { scope: "row" }, name), el("td", { class: "number", "data-value": value }, bytes(value))))),
+        ),
+      );
+      if (model.input !== "patches") await showCurve(wait, tokens, model);
+    });
 
-    async function showCurve(mine, chosen, model) {
+    async function showCurve(wait, chosen, model) {
       const points = [];
       for (const tokens of known(model)) {
-        const body = await app.source.get(path(tokens)).catch(() => null);
-        if (mine !== asked) return;
+        const body = await wait(app.source.get(path(tokens)).catch(() => null));
         if (body) points.push({ length: tokens, forward: body.flops.forward.total, cache: body.memory.kv_cache + body.memory.cross_cache });
       }
       if (points.length > 1) replace(curveBox, el("h3", {}, "By length"), costCurve(points, chosen));

@@ -26,10 +26,26 @@ export function svg(tag, attributes, ...children) {
   return fill(document.createElementNS(SVG, tag), attributes, children);
 }
 
-/** Put children in the place of all that a node holds. */
+/** How to find an element again after its part of the page is drawn anew: its name there, and the how manieth of that name it is. */
+function standIn(node, here) {
+  const name = (one) => one.id || `${one.tagName} ${one.getAttribute("aria-label") || ""} ${Object.entries(one.dataset).filter(([key]) => key !== "value")}`;
+  const named = () => [...node.querySelectorAll(here.tagName)].filter((one) => name(one) === name(here));
+  const place = named().indexOf(here);
+  return () => named()[place];
+}
+
+/** Put children in the place of all that a node holds. Who is in it with the keyboard stays on what has taken that element's place. */
 export function replace(node, ...children) {
+  const here = document.activeElement;
+  const again = here && here !== node && node.contains(here) ? standIn(node, here) : null;
   node.replaceChildren(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false));
+  again?.()?.focus({ preventScroll: true });
   return node;
+}
+
+/** Show whether a button is pressed; of hundreds, those that change are touched. */
+export function press(button, pressed) {
+  if (button.getAttribute("aria-pressed") !== String(pressed)) button.setAttribute("aria-pressed", String(pressed));
 }
 
 /** A number as people read it: 124.4M, 0.0312, 3. */

@@ -2,51 +2,39 @@
 
 import { css, signedColour } from "./colour.js";
 import { el, figure, percent, replace, svg } from "./dom.js";
-import { whileWorking } from "./near.js";
+import { asks } from "./near.js";
 import { saveButtons } from "./picture.js";
 import { askedOf } from "./selection.js";
 
-/** A drawer: opened, it asks; `load(run, body)` fills it for each selection. */
+/** A drawer: opened, it asks; `load(run, body, wait)` fills it for each selection. */
 function drawer(app, root, { id, title, words, keys, load }) {
   const body = el("div", { class: "body" });
   const problem = el("p", { role: "alert", class: "problem" });
   const box = el("details", { id: `drawer-${id}`, class: "drawer" }, el("summary", {}, title), el("p", { class: "soft" }, words), problem, body);
-  let latest = 0; // an answer to what was asked before says nothing here
-  const fill = async () => {
+  const ask = asks(body, () => ["run", ...keys].map((key) => app.store.get(key)), (error) => { replace(body); problem.textContent = error.message; });
+  const look = () => {
     const run = app.store.get("run");
     if (run && !app.source.live) box.hidden = !app.source.list(`run/${run.run}/${id}?`).length; // a file shows what it has
     if (!run || box.hidden || !box.open || !root.offsetParent) return;
     problem.textContent = "";
-    const own = (latest += 1);
-    try {
-      await load(run, body);
-    } catch (error) {
-      if (own !== latest) return;
-      replace(body);
-      problem.textContent = error.message;
-    }
+    ask((wait) => load(app.store.get("run"), body, wait));
   };
-  const look = () => whileWorking(body, fill());
   box.addEventListener("toggle", look);
   for (const key of ["run", "view", ...keys]) app.store.listen(key, look);
   return box;
 }
 
 /** Neurons, each with what it adds here, what it promotes and what fires it. */
-async function showNeurons(app, run, body) {
-  const asked = askedOf(app, run);
-  const found = await app.source.get(`run/${run.run}/neurons?${asked}`);
-  if (app.store.get("run") !== run || askedOf(app, run) !== asked) return;
+async function showNeurons(app, run, body, wait) {
+  const found = await wait(app.source.get(`run/${run.run}/neurons?${askedOf(app, run)}`));
   const fired = ({ before, token, after }) => el("li", {}, el("span", { class: "soft" }, before.slice(-40)), el("mark", {}, token), el("span", { class: "soft" }, after.slice(0, 30)));
   const row = (one) => el("tr", { "data-neuron": one.name }, el("th", { scope: "row", class: "mono" }, one.name), el("td", { class: "number", "data-value": one.value }, el("span", { class: "dot", style: { background: css(signedColour(one.value < 0 ? -0.85 : 0.85)) } }), figure(one.value)), el("td", { class: "mono neuron-words", dir: "auto" }, one.promotes.join("  ") || "–"), el("td", {}, one.fired.length ? el("ul", { class: "plain" }, one.fired.map(fired)) : "–"));
   replace(body, el("div", { class: "wide", tabindex: "0", role: "group", "aria-label": "Neurons" }, el("table", { class: "neurons" }, el("thead", {}, el("tr", {}, el("th", {}, "neuron"), el("th", { class: "number" }, "logits"), el("th", {}, "promotes"), el("th", {}, `fired most, in ${found.read} ${found.read === 1 ? "text" : "texts"}`))), el("tbody", {}, found.neurons.map(row)))));
 }
 
 /** The plane of the chosen token, its neighbours and the text's tokens. */
-async function showMap(app, run, body) {
-  const position = app.store.get("position");
-  const found = await app.source.get(`run/${run.run}/map?position=${position}`);
-  if (app.store.get("run") !== run || app.store.get("position") !== position) return;
+async function showMap(app, run, body, wait) {
+  const found = await wait(app.source.get(`run/${run.run}/map?position=${app.store.get("position")}`));
   const [width, height] = [680, 380];
   const scale = (axis, size) => {
     const values = found.points.map((point) => point[axis]);
@@ -67,26 +55,19 @@ function steerDrawer(app) {
   const strength = el("input", { type: "range", id: "steer-strength", min: -8, max: 8, step: 0.5, value: 2, oninput: () => { shown.textContent = strength.value; } });
   const problem = el("p", { role: "alert", class: "problem" });
   const out = el("div", { class: "row", id: "steer-out", "aria-live": "polite" });
-  const go = el("button", { type: "button", id: "steer-go", class: "primary", onclick: () => whileWorking(out, steer()) }, "Steer");
+  const go = el("button", { type: "button", id: "steer-go", class: "primary", onclick: () => steer() }, "Steer");
   const field = (id, words, input) => el("div", { class: "grow" }, el("label", { for: id }, words), input);
 
   const said = (name, answer) => el("div", { class: "grow steer-said", "data-side": name }, el("h3", {}, name), answer.text !== undefined ? el("p", { class: "mono", dir: "auto" }, answer.text) : el("ol", { class: "plain" }, answer.choices.map((one) => el("li", {}, el("span", { class: "mono" }, one.label), " ", el("span", { class: "number", "data-value": one.p }, percent(one.p))))));
 
-  async function steer() {
+  const ask = asks(out, () => [app.store.get("run")], (error) => { replace(out); problem.textContent = error.message; }, false);
+  const steer = () => ask(async (wait) => {
     const run = app.store.get("run");
     problem.textContent = "";
-    go.disabled = true;
-    try {
-      const column = run.columns.length === run.tokens.labels.length ? app.store.get("position") : 0;
-      const found = await app.source.post(`run/${run.run}/steer`, { toward: toward.value, away: away.value, layer: Number(layer.value), strength: Number(strength.value), position: column });
-      replace(out, said("before", found.before), said("after", found.after));
-    } catch (error) {
-      replace(out);
-      problem.textContent = error.message;
-    } finally {
-      go.disabled = false;
-    }
-  }
+    const column = run.columns.length === run.tokens.labels.length ? app.store.get("position") : 0;
+    const found = await wait(app.source.post(`run/${run.run}/steer`, { toward: toward.value, away: away.value, layer: Number(layer.value), strength: Number(strength.value), position: column }));
+    replace(out, said("before", found.before), said("after", found.after));
+  });
 
   app.store.on("model", (model) => { layer.max = Math.max(model.layers - 1, 0); layer.value = Math.floor(model.layers / 2); });
   app.store.listen("run", () => replace(out));
@@ -102,9 +83,9 @@ export const drawersSection = {
   mount(root, app) {
     replace(
       root,
-      drawer(app, root, { id: "neurons", title: "Neurons that matter here", words: "What single neurons of the feed-forwards add to the pinned answer, what they promote, and what fires them elsewhere.", keys: ["position", "target", "foil"], load: (run, body) => showNeurons(app, run, body) }),
+      drawer(app, root, { id: "neurons", title: "Neurons that matter here", words: "What single neurons of the feed-forwards add to the pinned answer, what they promote, and what fires them elsewhere.", keys: ["position", "target", "foil"], load: (run, body, wait) => showNeurons(app, run, body, wait) }),
       app.source.live ? steerDrawer(app) : null,
-      drawer(app, root, { id: "map", title: "The chosen token among its neighbours", words: "Vectors of the input table, on the plane in which these differ most.", keys: ["position"], load: (run, body) => showMap(app, run, body) }),
+      drawer(app, root, { id: "map", title: "The chosen token among its neighbours", words: "Vectors of the input table, on the plane in which these differ most.", keys: ["position"], load: (run, body, wait) => showMap(app, run, body, wait) }),
     );
   },
 };

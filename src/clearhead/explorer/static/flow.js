@@ -2,7 +2,7 @@
 
 import { bytes, el, figure, replace } from "./dom.js";
 import { heatmap, scaleBar } from "./heatmap.js";
-import { askAhead, whenNear } from "./near.js";
+import { askAhead, asks, whenNear } from "./near.js";
 import { unpack } from "./source.js";
 
 /** Steps as a tree along their paths: {name, steps, groups, parameters, flops, bytes, seconds}. */
@@ -146,7 +146,9 @@ export const flowSection = {
       if (focus) [...lane.querySelectorAll("[data-group]")].find((one) => one.dataset.group === focus)?.focus();
     }
 
-    async function openStep(step) {
+    const askStep = asks(panel, () => [app.store.get("run"), chosen], (error) => replace(panel.querySelector("#flow-numbers"), el("p", { class: "soft" }, error.message)), false);
+
+    function openStep(step) {
       const run = app.store.get("run");
       chosen = step.name;
       for (const box of lane.querySelectorAll(".step")) box.setAttribute("aria-pressed", String(box.dataset.step === chosen));
@@ -172,12 +174,7 @@ export const flowSection = {
           el("div", { class: "grow" }, numbers),
         ),
       );
-      try {
-        const body = await app.source.get(`run/${run.run}/step/${step.name}`);
-        if (chosen === step.name && app.store.get("run") === run) showNumbers(numbers, body, run);
-      } catch (error) {
-        replace(numbers, el("p", { class: "soft" }, error.message));
-      }
+      return askStep(async (wait) => showNumbers(numbers, await wait(app.source.get(`run/${run.run}/step/${step.name}`)), run));
     }
 
     function labelsOf(letter, count, run, step) {
@@ -218,34 +215,39 @@ export const flowSection = {
       lane.scrollTop += box.getBoundingClientRect().top - lane.getBoundingClientRect().top - lane.clientHeight / 3;
     }
 
-    whenNear(root, app, async (run) => {
-      problem.textContent = "";
-      totals.textContent = "The steps are being counted…";
-      try {
-        const found = await app.source.get(`run/${run.run}/trace`);
-        if (app.store.get("run") !== run) return;
-        view = found;
-        const tree = flowTree(view.steps);
-        if (!open.size) {
-          for (const stack of tree.children) if (stack.children && flowKind(stack.name) === "stack") open.add(stack.name);
-          for (const stack of tree.children.filter((child) => child.children)) {
-            const block = stack.children.find((child) => child.children && flowKind(child.name) === "block");
-            if (block) open.add(block.name);
-          }
-        }
-        totals.textContent = `${view.steps.length} steps, ${figure(view.totals.parameters)} parameters, ${figure(view.totals.flops)} FLOPs, ${(1000 * view.totals.seconds).toFixed(1)} ms one by one`;
-        totals.dataset.parameters = String(view.totals.parameters);
-        totals.dataset.flops = String(view.totals.flops);
-        draw();
-        const same = view.steps.find((step) => step.name === chosen);
-        if (app.store.get("step")) showStep(app.store.get("step"));
-        else if (same) openStep(same);
-        else replace(panel, el("p", { class: "soft" }, "Open a box, and choose a step in it: its formula and its numbers appear here. A plus is where a sublayer adds to the stream."));
-      } catch (error) {
-        totals.textContent = "";
-        problem.textContent = error.message;
+    function failed(error) {
+      view = null;
+      totals.textContent = "";
+      for (const node of [lane, panel]) replace(node);
+      problem.textContent = error.message;
+    }
+
+    /** At first, the stacks are open, and the first block of each. */
+    function openFirst() {
+      for (const stack of flowTree(view.steps).children.filter((child) => child.children)) {
+        if (flowKind(stack.name) === "stack") open.add(stack.name);
+        const block = stack.children.find((child) => child.children && flowKind(child.name) === "block");
+        if (block) open.add(block.name);
       }
-    });
+    }
+
+    const ask = asks(root, () => [app.store.get("run")], failed);
+    whenNear(root, app, () => ask(async (wait) => {
+      const run = app.store.get("run");
+      problem.textContent = "";
+      if (!run) return;
+      totals.textContent = "The steps are being counted…";
+      view = await wait(app.source.get(`run/${run.run}/trace`));
+      if (!open.size) openFirst();
+      totals.textContent = `${view.steps.length} steps, ${figure(view.totals.parameters)} parameters, ${figure(view.totals.flops)} FLOPs, ${(1000 * view.totals.seconds).toFixed(1)} ms one by one`;
+      totals.dataset.parameters = String(view.totals.parameters);
+      totals.dataset.flops = String(view.totals.flops);
+      draw();
+      const same = view.steps.find((step) => step.name === chosen);
+      if (app.store.get("step")) showStep(app.store.get("step"));
+      else if (same) openStep(same);
+      else replace(panel, el("p", { class: "soft" }, "Open a box, and choose a step in it: its formula and its numbers appear here. A plus is where a sublayer adds to the stream."));
+    }));
     askAhead(app, (run) => app.source.get(`run/${run.run}/trace`)); // a pass of its own
     app.store.on("model", () => {
       open.clear();

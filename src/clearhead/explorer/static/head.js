@@ -2,7 +2,7 @@
 
 import { amountColour, css, inkOn, signedColour } from "./colour.js";
 import { el, figure, percent, replace, tokenText } from "./dom.js";
-import { whenNear, whileWorking } from "./near.js";
+import { asks, whenNear } from "./near.js";
 import { leadingHead } from "./selection.js";
 
 const HEAD_ROWS = 24; // sources that are listed; of more, those with the largest shares
@@ -67,29 +67,25 @@ export const headSection = {
       return found;
     }
 
-    async function load(run) {
-      if (!run) return;
-      const name = nameOf();
-      const count = (name.startsWith("encoder.") && run.source ? run.source : run.tokens).labels.length;
-      const reader = Math.min(app.store.get("position"), count - 1);
-      const stale = () => app.store.get("run") !== run || nameOf() !== name || Math.min(app.store.get("position"), count - 1) !== reader;
-      problem.textContent = "";
-      try {
-        const found = await app.source.get(`run/${run.run}/stops/${nearest(run, name, reader)}`);
-        if (stale()) return;
-        body = found;
-        at = Math.min(at, body.stops.length - 1);
-        draw();
-      } catch (error) {
-        if (stale()) return;
-        body = null;
-        for (const node of [which, stops, words, table]) replace(node);
-        problem.textContent = error.message;
-      }
+    function failed(error) {
+      body = null;
+      for (const node of [which, stops, words, table]) replace(node);
+      problem.textContent = error.message;
     }
 
+    const ask = asks(root, () => [app.store.get("run"), nameOf(), app.store.get("position")], failed);
+    const load = () => ask(async (wait) => {
+      const [run, name] = [app.store.get("run"), nameOf()];
+      if (!run) return;
+      const count = (name.startsWith("encoder.") && run.source ? run.source : run.tokens).labels.length;
+      problem.textContent = "";
+      body = await wait(app.source.get(`run/${run.run}/stops/${nearest(run, name, Math.min(app.store.get("position"), count - 1))}`));
+      at = Math.min(at, body.stops.length - 1);
+      draw();
+    });
+
     whenNear(root, app, load);
-    for (const key of ["head", "leading", "position", "view"]) app.store.listen(key, () => { if (root.offsetParent) whileWorking(root, load(app.store.get("run"))); });
+    for (const key of ["head", "leading", "position", "view"]) app.store.listen(key, () => { if (root.offsetParent) load(); });
     app.store.listen("theme", draw);
   },
 };

@@ -1,10 +1,11 @@
 // Input: what somebody types, as the tokens that the model reads, and how they were made.
 
 import { css, inkOn, signedColour } from "./colour.js";
-import { el, figure, replace, tokenText } from "./dom.js";
+import { el, figure, press, replace, tokenText } from "./dom.js";
 import { patchImage, soundImage } from "./image.js";
+import { asks } from "./near.js";
 import { drawingPad } from "./pad.js";
-import { askedOf, openRun } from "./selection.js";
+import { askedOf, columnOf, openRun } from "./selection.js";
 
 const INPUT_CHIPS = 600; // shown at first; more on demand
 const INPUT_PAUSE = 120; // milliseconds without a key, after which what is typed is shown as tokens
@@ -93,7 +94,7 @@ export const inputSection = {
     const sourceBox = el("div", { hidden: true }, el("h3", {}, "The encoder reads"), source);
     const tokensTitle = el("h3", { class: "small" }, "Tokens");
     replace(root, el("div", { class: "row" }, Object.values(boxes)), el("div", { class: "row toolbar run-row" }, go, keys, mask, maskWords), problem, examples, sourceBox, el("div", { class: "row tokens-head" }, tokensTitle, about), seen, tokens, tinted, el("details", { id: "input-how" }, el("summary", {}, "How a token came about"), marked, made));
-    for (const key of ["run", "position", "target", "foil", "theme"]) app.store.listen(key, tint);
+    for (const key of ["run", "position", "target", "foil", "theme"]) app.store.listen(key, () => tint());
     app.store.listen("position", markChosen);
     let typing = 0;
     let picture = null;
@@ -152,21 +153,21 @@ export const inputSection = {
     }
 
     /** The tokens of what is being typed: the model has not read them yet. */
-    async function previewTokens() {
+    const askTyped = asks(about, () => [app.store.get("run"), text.value, pair.value], () => {}, false);
+    const previewTokens = () => askTyped(async (wait) => {
       const model = app.store.get("model");
       const run = app.store.get("run");
-      if (!run || !app.source.live || !model.tokenizer || !text.value) return;
-      const typed = text.value;
-      const found = await app.source.post("tokens", { text: typed, ...(pair.value && !boxes.pair.hidden ? { pair: pair.value } : {}) }).catch(() => null);
+      if (!run || !app.source.live || !model.tokenizer || !text.value) return null;
+      const found = await wait(app.source.post("tokens", { text: text.value, ...(pair.value && !boxes.pair.hidden ? { pair: pair.value } : {}) }));
       const read = run.source || run.tokens;
-      if (!found || text.value !== typed || app.store.get("run") !== run) return;
       const list = run.source ? source : tokens;
       if (found.tokens.ids.join() === read.ids.join()) return list.querySelector(".typed") ? (showTokens(run), tint()) : null;
       replace(list, found.tokens.labels.slice(0, INPUT_CHIPS).map((label, place) => el("li", {}, el("span", { class: `chip typed${found.tokens.special[place] ? " special" : ""}` }, tokenText(label)))));
       const count = found.tokens.labels.length;
       about.textContent = `${figure(count)} ${count === 1 ? "token" : "tokens"}, not read yet: press Run`;
       tinted.hidden = true;
-    }
+      return null;
+    });
 
     function insertMask() {
       const { mask: word } = app.store.get("model");
@@ -248,21 +249,9 @@ export const inputSection = {
       return body;
     }
 
-    async function send() {
+    function send() {
       problem.textContent = "";
-      go.disabled = true;
-      try {
-        const body = asked();
-        app.say("The model reads…");
-        const run = await app.source.post("run", body);
-        app.say("");
-        openRun(app, run);
-      } catch (error) {
-        app.say("");
-        problem.textContent = error.message;
-      } finally {
-        go.disabled = !app.source.live;
-      }
+      return app.read("The model reads…", async () => app.source.post("run", asked()), (run) => openRun(app, run), (error) => { problem.textContent = error.message; });
     }
 
     function choose(side, place, quietly) {
@@ -274,18 +263,21 @@ export const inputSection = {
       replace(made, el("h3", {}, "How ", el("span", { class: "mono", dir: "auto" }, list.labels[place]), " came about"), inputStages(typed, place) || el("p", { class: "soft" }, run.sound || list.ids.length ? `id ${list.ids[place]}` : list.special[place] ? "A mark that the model puts before the patches; what it gathers is what the classes are read from." : `The patch in row ${list.labels[place].split(",")[0]} and column ${list.labels[place].split(",")[1]}, both counted from 0.`));
       if (shownImage) shownImage.draw(null, place);
       if (quietly) return;
-      for (const chip of root.querySelectorAll(".chip")) chip.setAttribute("aria-pressed", String(chip.closest("ul").id === (side === "source" ? "input-source" : "input-tokens") && Number(chip.dataset.token) === place));
+      for (const [list, own] of [[source, side === "source"], [tokens, side !== "source"]]) for (const chip of list.querySelectorAll(".chip")) press(chip, own && Number(chip.dataset.token) === place);
       if (side !== "source") app.store.set("position", place);
     }
 
     /** Tint the tokens by what they gave to the pinned answer, through heads: blue for it, red against it. */
-    async function tint() {
+    const askTint = asks(tinted, () => ["run", "position", "target", "foil"].map((key) => app.store.get(key)), () => showTint(null));
+    const tint = () => askTint(async (wait) => {
       const run = app.store.get("run");
       tinted.hidden = true;
       if (!run || run.task === "embed") return;
-      const asked = askedOf(app, run);
-      const found = await app.source.get(`run/${run.run}/paths?${asked}`).catch(() => null);
-      if (app.store.get("run") !== run || askedOf(app, run) !== asked) return;
+      await wait(app.source.get(`run/${run.run}/next?position=${columnOf(run, app.store.get("position"))}`).catch(() => null)); // the answer comes first
+      showTint(await wait(app.source.get(`run/${run.run}/paths?${askedOf(app, run)}`)));
+    });
+
+    function showTint(found) {
       const most = found ? Math.max(...found.sources.map(Math.abs), 1e-9) : 1;
       for (const chip of tokens.querySelectorAll(".chip")) {
         const value = found ? found.sources[Number(chip.dataset.token)] : null;
@@ -299,7 +291,7 @@ export const inputSection = {
     }
 
     function markChosen() {
-      for (const chip of tokens.querySelectorAll(".chip")) chip.setAttribute("aria-pressed", String(Number(chip.dataset.token) === app.store.get("position")));
+      for (const chip of tokens.querySelectorAll(".chip")) press(chip, Number(chip.dataset.token) === app.store.get("position"));
     }
 
     function showTokens(run) {
@@ -347,7 +339,8 @@ export const inputSection = {
       preview.hidden = !picture;
       if (picture) preview.src = `data:image/png;base64,${picture}`;
     });
-    app.store.on("run", async (run) => {
+    const askStages = asks(made, () => [app.store.get("run")], () => {}, false);
+    app.store.on("run", (run) => {
       if (!run) return;
       all.tokens = all.source = false;
       problem.textContent = "";
@@ -359,7 +352,9 @@ export const inputSection = {
       showPicture(run);
       replace(marked);
       replace(made, el("p", { class: "soft" }, run.picture ? "Choose a patch to see where it is." : "Choose a token to see how it came about."));
-      stages = await app.source.get(`run/${run.run}/stages`).catch(() => null);
+      stages = null;
+      if (text.value !== (first.text || first.ids.join(" "))) previewTokens(); // somebody has typed on meanwhile
+      askStages(async (wait) => { stages = await wait(app.source.get(`run/${run.run}/stages`)); });
     });
   },
 };

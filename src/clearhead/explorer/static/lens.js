@@ -3,7 +3,7 @@
 import { amountColour, css, inkOn, signedColour } from "./colour.js";
 import { el, figure, percent, replace, svg, tokenText } from "./dom.js";
 import { scaleBar } from "./heatmap.js";
-import { askAhead, whenNear, whileWorking } from "./near.js";
+import { askAhead, asks, whenNear } from "./near.js";
 import { saveButtons } from "./picture.js";
 import { columnOf } from "./selection.js";
 import { LensTables } from "./source.js";
@@ -92,8 +92,7 @@ export const lensSection = {
           el("figure", { class: "grow" }, lensChart(view.layers.map((_, row) => view.final(row, column)), view.layers, `probability of ${view.chosen(column)}`), el("figcaption", { class: "soft" }, "Probability of the final choice, ", el("span", { class: "mono" }, view.chosen(column)), `, by layer; entropy here ${figure(view.entropy(layer, column))} bits`)),
         ),
       );
-      if (root.offsetParent) whileWorking(parts, showParts(column));
-      else partsWait = true;
+      showParts();
     }
 
     function keys(event) {
@@ -160,10 +159,15 @@ export const lensSection = {
       const rows = view.layers.map((name, layer) => el("tr", { role: "row" }, el("th", { role: "rowheader", class: "corner" }, name), columns.map((column) => cell(layer, column, most))));
       replace(grid, el("table", { class: "lens", role: "grid", "aria-label": `What the model would say, by layer and position; colour: ${LENS_SHOWS[shows.value]}`, onkeydown: keys, onpointerover: entitle, onclick: (event) => { const at = cellOf(event); if (at) pinCell(...at, false); } }, el("thead", { role: "rowgroup" }, head), el("tbody", { role: "rowgroup" }, rows)));
       replace(scale, scaleBar(shows.value === "entropy" ? "bits" : "probability", 0, shows.value === "entropy" ? Number(most.toFixed(1)) : 1));
-      const step = (by) => () => { first = Math.min(Math.max(first + by, 0), Math.max(view.columns.length - LENS_WIDE, 0)); showWindow(app.store.get("run")); };
+      const step = (by) => () => { first = Math.min(Math.max(first + by, 0), Math.max(view.columns.length - LENS_WIDE, 0)); showWindow(); };
       replace(window, view.columns.length > LENS_WIDE ? [el("button", { type: "button", onclick: step(-LENS_WIDE) }, "Earlier tokens"), el("span", { class: "soft" }, `${first} to ${last - 1} of ${view.columns.length}`), el("button", { type: "button", onclick: step(LENS_WIDE) }, "Later tokens")] : null);
       choose(chosen[0], Math.min(Math.max(chosen[1], first), last - 1), focused);
-      const marked = grid.querySelector('td[aria-selected="true"]');
+      showMarked();
+    }
+
+    /** Scroll to the chosen column. */
+    function showMarked() {
+      const marked = root.offsetParent && grid.querySelector('td[aria-selected="true"]');
       if (marked) grid.scrollLeft = marked.offsetLeft + marked.offsetWidth - grid.clientWidth;
     }
 
@@ -183,18 +187,15 @@ export const lensSection = {
     }
 
     /** Ask for the columns that are drawn and not there yet; what comes is put into the grid. */
-    async function fillLens(run) {
-      const here = view;
-      const stale = () => app.store.get("run") !== run || view !== here;
+    async function fillLens(run, wait) {
+      if (view?.columns !== run.columns) return;
       let drawn = performance.now();
       let fresh = [];
-      for (let piece = nextPiece(run, here, first, chosen[1]); piece; piece = nextPiece(run, here, first, chosen[1])) {
+      for (let piece = nextPiece(run, view, first, chosen[1]); piece; piece = nextPiece(run, view, first, chosen[1])) {
         waits.hidden = false;
         bar.max = Math.min(LENS_WIDE, run.columns.length - first);
         bar.value = bar.max - piece.left - piece.count;
-        const body = await app.source.get(piece.path);
-        if (stale()) return;
-        here.add(piece.start, body);
+        view.add(piece.start, await wait(app.source.get(piece.path)));
         fresh.push(...Array.from({ length: piece.count }, (_, i) => piece.start + i).filter((column) => column >= first && column < first + LENS_WIDE));
         if (piece.left && performance.now() - drawn < LENS_DRAWN) continue;
         fillColumns(fresh);
@@ -205,9 +206,9 @@ export const lensSection = {
     }
 
     /** Draw the columns around the chosen one, and ask for those that are not there. */
-    function showWindow(run) {
+    function showWindow() {
       draw();
-      if (app.source.live) whileWorking(root, fillLens(run));
+      if (app.source.live) ask((wait) => fillLens(app.store.get("run"), wait));
     }
 
     /** Where the grid begins, and the cell that is chosen in it. */
@@ -217,24 +218,14 @@ export const lensSection = {
       return [column < from ? Math.max(0, column - LENS_WIDE / 2) : from, column];
     }
 
-    askAhead(app, async (run) => {
-      if (run.task === "embed" || view?.columns === run.columns) return;
-      const [[from, at], tables] = [placed(run), new LensTables(run.columns)];
-      for (let piece = nextPiece(run, tables, from, at); piece && app.store.get("run") === run; piece = nextPiece(run, tables, from, at)) tables.add(piece.start, await app.source.get(piece.path));
-      await app.source.get(`run/${run.run}/contributions?position=${at}`);
-    });
+    const askParts = asks(parts, () => [app.store.get("run"), chosen[1]], (error) => replace(parts, app.source.live ? el("p", { class: "soft" }, error.message) : null));
 
-    async function showParts(column) {
-      const run = app.store.get("run");
-      const here = run;
-      partsWait = false;
-      try {
-        const body = await app.source.get(`run/${run.run}/contributions?position=${column}`);
-        if (app.store.get("run") !== here || chosen[1] !== column) return;
-        drawParts(body);
-      } catch (error) {
-        if (chosen[1] === column) replace(parts, app.source.live ? el("p", { class: "soft" }, error.message) : null);
-      }
+    /** What each part adds at the chosen column; it waits until somebody looks. */
+    async function showParts() {
+      partsWait = !root.offsetParent;
+      if (partsWait) return;
+      const left = await askParts(async (wait) => drawParts(await wait(app.source.get(`run/${app.store.get("run").run}/contributions?position=${chosen[1]}`))));
+      if (left === null && !root.offsetParent) partsWait = true;
     }
 
     function drawParts(body) {
@@ -243,16 +234,17 @@ export const lensSection = {
       const rest = terms.slice(16).reduce((sum, term) => sum + term.value, 0);
       const rows = [...shown, ...(terms.length > 16 ? [{ name: `${terms.length - 16} smaller ones`, kind: "", value: rest }] : [])];
       const line = 24;
+      const wide = Math.max(300, Math.min(640, parts.clientWidth || 640)); // on a phone all of it is seen
       const [left, right] = [140, 56];
       const least = Math.max(0, ...rows.map((term) => -term.value));
       const highest = Math.max(0, ...rows.map((term) => term.value));
-      const unit = (640 - left - right - (least ? right : 0)) / (least + highest || 1);
+      const unit = (wide - left - right - (least ? right : 0)) / (least + highest || 1);
       const zero = left + (least ? right + least * unit : 0);
       const names = { self: (term) => `head ${term.name}`, cross: (term) => `head ${term.name}`, encoder: (term) => `head ${term.name}`, feedforward: (term) => term.name.replace("feedforward", "feed-forward") };
       const said = (term) => (names[term.kind] || (() => term.name))(term);
       const picture = svg(
         "svg",
-        { viewBox: `0 0 640 ${rows.length * line + 6}`, class: "chart bars", role: "img", "aria-label": `What each part adds to the logit of ${body.choice}` },
+        { viewBox: `0 0 ${wide} ${rows.length * line + 6}`, class: "chart bars", role: "img", "aria-label": `What each part adds to the logit of ${body.choice}` },
         svg("line", { x1: zero, x2: zero, y1: 0, y2: rows.length * line, class: "axis" }),
         rows.map((term, i) => {
           const reach = Math.abs(term.value) * unit;
@@ -273,41 +265,47 @@ export const lensSection = {
       );
     }
 
-    whenNear(root, app, async (run) => {
+    function failed(error) {
+      view = null;
+      waits.hidden = true;
+      for (const node of [grid, detail, parts]) replace(node);
+      problem.textContent = error.message;
+    }
+
+    const ask = asks(root, () => [app.store.get("run")], failed);
+    const ahead = whenNear(root, app, () => ask(async (wait) => {
+      const run = app.store.get("run");
       problem.textContent = "";
-      if (run.task === "embed") return;
-      try {
-        const tables = new LensTables(run.columns);
-        const [from, column] = placed(run);
-        [first, chosen] = [from, [Math.min(app.store.get("layer") ?? Infinity, app.store.get("model").layers), column]];
-        if (!app.source.live) tables.add(0, await app.source.get(`run/${run.run}/lens`));
-        if (app.store.get("run") !== run) return;
-        [view, drawnAs] = [tables, ""];
-        if (app.source.live) await fillLens(run);
-        else draw();
-      } catch (error) {
-        view = null;
-        replace(grid);
-        problem.textContent = error.message;
-      }
+      if (!run || run.task === "embed") return;
+      const tables = new LensTables(run.columns);
+      if (!app.source.live) tables.add(0, await wait(app.source.get(`run/${run.run}/lens`)));
+      const [from, column] = placed(run);
+      [first, chosen, view, drawnAs] = [from, [Math.min(app.store.get("layer") ?? Infinity, app.store.get("model").layers), column], tables, ""];
+      if (app.source.live) await fillLens(run, wait);
+      else draw();
+    }));
+    askAhead(app, async (run) => {
+      await ahead();
+      if (run.task !== "embed") await app.source.get(`run/${run.run}/contributions?position=${columnOf(run, app.store.get("position"))}`);
     });
     app.store.on("theme", () => draw());
     app.store.listen("view", () => {
       if (!view || !root.offsetParent) return;
-      if (!drawnAs && grid.firstChild) showWindow(app.store.get("run"));
-      else if (partsWait) whileWorking(parts, showParts(chosen[1]));
+      showMarked();
+      if (!drawnAs && grid.firstChild) showWindow();
+      else if (partsWait) showParts();
     });
     for (const key of ["position", "layer"]) {
       app.store.listen(key, () => {
         const run = app.store.get("run");
-        if (!view || !run || !grid.firstChild) return;
+        if (!view || view.columns !== run?.columns) return;
         const [layer, column] = [Math.min(app.store.get("layer") ?? Infinity, view.layers.length - 1), columnOf(run, app.store.get("position"))];
         if (layer === chosen[0] && column === chosen[1]) return;
         if (column >= first && column < first + LENS_WIDE && drawnAs) return choose(layer, column, false);
         chosen = [layer, column];
-        first = Math.max(0, Math.min(column - LENS_WIDE / 2, view.columns.length - LENS_WIDE));
+        if (column < first || column >= first + LENS_WIDE) first = Math.max(0, Math.min(column - LENS_WIDE / 2, view.columns.length - LENS_WIDE));
         drawnAs = "";
-        if (root.offsetParent) showWindow(run);
+        if (root.offsetParent) showWindow();
       });
     }
   },

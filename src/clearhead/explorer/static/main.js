@@ -11,6 +11,7 @@ import { flowSection } from "./flow.js";
 import { headSection } from "./head.js";
 import { inputSection } from "./input.js";
 import { lensSection } from "./lens.js";
+import { asks } from "./near.js";
 import { nextSection } from "./next.js";
 import { pathSection } from "./path.js";
 import { ribbonSection } from "./ribbon.js";
@@ -52,20 +53,16 @@ function makeApp(source) {
       status.className = "error";
       status.textContent = error.message || String(error);
     },
-    /** Run `work` with a line that says so; errors are shown, not thrown. */
-    async busy(text, work) {
-      this.say(text);
-      document.body.setAttribute("aria-busy", "true");
-      try {
-        const made = await work();
+    /** Let the model read something, with a line that says so, and call `show(run)`; nothing is shown where the reader has gone on to another text meanwhile. */
+    read(text, work, show, failed = (error) => this.fail(error)) {
+      const ask = asks(document.body, () => [store.get("run")], (error) => { this.say(""); failed(error); }, false);
+      const read = ask(async (wait) => {
+        this.say(text);
+        const run = await wait(work());
         this.say("");
-        return made;
-      } catch (error) {
-        this.fail(error);
-        return null;
-      } finally {
-        document.body.removeAttribute("aria-busy");
-      }
+        show(run);
+      });
+      return read.then((made) => { if (made === null && !document.body.hasAttribute("aria-busy")) this.say(""); });
     },
   };
 }
@@ -191,11 +188,10 @@ async function startLive(app) {
   const named = statedInput(stated);
   const begin = named || model.example;
   if (begin) {
-    const run = await app.busy("The model reads its first text…", () => app.source.post("run", begin));
-    if (run) {
+    await app.read("The model reads its first text…", () => app.source.post("run", begin), (run) => {
       if (stated.view) app.open(stated.view);
       openRun(app, run, named || !stated.text ? stated : {});
-    }
+    });
   }
 }
 

@@ -2,10 +2,9 @@
 // The logits are here; moving a slider asks nobody.
 
 import { el, percent, replace } from "./dom.js";
-import { whileWorking } from "./near.js";
-import { diceFrom, distributionOf, drawFrom } from "./sampling.js";
+import { asks } from "./near.js";
+import { diceFrom, distributionOf, drawFrom, plainOf } from "./sampling.js";
 import { columnOf, openRun } from "./selection.js";
-import { unpack } from "./source.js";
 
 const NEXT_ROWS = 20;
 const NEXT_WORDS = {
@@ -103,7 +102,8 @@ export const nextSection = {
     function draw() {
       if (!view) return;
       const asked = { next: `, after “${view.label}”`, fill: `, in the place of “${view.label}”`, tag: `, for “${view.label}”` };
-      const result = distributionOf(logits, options());
+      const { temperature, topK, topP, minP } = options();
+      const result = temperature === 1 && !topK && topP >= 1 && !minP ? plain : distributionOf(logits, options());
       const entries = wanted(result).map((id) => ({ id, label: nameOf(id), p: result.probabilities[id], plain: plain.probabilities[id], gone: result.gone[id], actual: id === view.actual }));
       const widest = Math.max(...entries.map((entry) => entry.p), 1e-12);
       replace(body, entries.map((entry) => nextRow(entry, widest)));
@@ -115,10 +115,10 @@ export const nextSection = {
       const run = app.store.get("run");
       const p = distributionOf(logits, options()).probabilities[choice];
       const label = nameOf(choice);
-      const longer = await app.busy(`The model reads on after ${label}…`, () => app.source.post(`run/${run.run}/extend`, { token: choice }));
-      if (!longer) return;
-      written.push({ run, label, p, choice, after: longer.run });
-      openRun(app, longer);
+      await app.read(`The model reads on after ${label}…`, () => app.source.post(`run/${run.run}/extend`, { token: choice }), (longer) => {
+        written.push({ run, label, p, choice, after: longer.run });
+        openRun(app, longer);
+      });
     }
 
     function goBack() {
@@ -131,22 +131,30 @@ export const nextSection = {
       replace(history, written.map((entry) => el("li", { class: "chip", "data-id": entry.choice }, entry.label, el("small", { "data-value": entry.p }, percent(entry.p)))));
     }
 
-    async function load(run, position) {
-      problem.textContent = "";
-      try {
-        const found = await app.source.get(`run/${run.run}/next?position=${position}`);
-        if (app.store.get("run") !== run || columnOf(run, app.store.get("position")) !== position) return;
-        view = found;
-        logits = unpack(found.logits).values;
-        plain = distributionOf(logits, {});
-        draw();
-      } catch (error) {
-        view = null;
-        replace(body);
-        kept.textContent = "";
-        problem.textContent = error.message;
-      }
+    function failed(error) {
+      view = null;
+      replace(body);
+      kept.textContent = "";
+      problem.textContent = error.message;
     }
+
+    const ask = asks(root, () => [app.store.get("run"), app.store.get("position")], failed);
+    const load = () => ask(async (wait) => {
+      const run = app.store.get("run");
+      if (!run || run.task === "embed") return;
+      problem.textContent = "";
+      view = await wait(app.source.get(`run/${run.run}/next?position=${columnOf(run, app.store.get("position"))}`));
+      plain = plainOf(view);
+      logits = plain.logits;
+      draw();
+    });
+    /** Follow the selection; what nobody sees is not drawn. */
+    function look() {
+      const run = app.store.get("run");
+      if (run && run.task !== "embed") showWhere(run);
+      if (root.offsetParent) load();
+    }
+
 
     function showWhere(run) {
       if (run.columns.length < 2) return replace(where);
@@ -175,16 +183,8 @@ export const nextSection = {
       title(NEXT_TITLES[run.task]);
       sliders.topK.input.max = Math.min(200, app.store.get("model").vocab_size || run.columns.length);
       showHistory();
-      if (reads) return;
-      showWhere(run);
-      whileWorking(root, load(run, columnOf(run, app.store.get("position"))));
+      look();
     });
-    app.store.on("position", (position) => {
-      const run = app.store.get("run");
-      if (run && run.task !== "embed") {
-        showWhere(run);
-        whileWorking(root, load(run, columnOf(run, position)));
-      }
-    });
+    for (const key of ["position", "view"]) app.store.listen(key, look);
   },
 };

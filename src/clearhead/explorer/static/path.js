@@ -3,7 +3,7 @@
 import { ATLAS_ASKED } from "./atlas.js";
 import { css, inkOn, signedColour } from "./colour.js";
 import { el, figure, replace, svg } from "./dom.js";
-import { whenNear, whileWorking } from "./near.js";
+import { asks, whenNear } from "./near.js";
 import { saveButtons } from "./picture.js";
 import { askedOf } from "./selection.js";
 import { LensTables } from "./source.js";
@@ -136,7 +136,7 @@ export const pathSection = {
     let said = new Map(); // by column: what the model would say there, layer by layer
     let reasons = new Map(); // by edge: what made its head look there
     let chosen = -1;
-    let [shownRun, shownAsked] = [null, null];
+    let [shownRun, shownAsked, shownWide] = [null, null, 0];
     replace(root, problem, finding, picture, el("div", { class: "row path-below" }, key, el("div", { class: "slider" }, el("label", { for: "path-least" }, "from ", shown, " of the strongest"), least)), left, sum, table, why, saveButtons(() => drawing, "path"));
     showKey();
 
@@ -161,11 +161,10 @@ export const pathSection = {
     }
 
     function draw() {
-      if (!body) return;
+      const run = app.store.get("run");
+      if (!body || run !== shownRun) return; // what was looked at has given way to something else
       showKey();
       shown.textContent = `${least.value} %`;
-      const run = app.store.get("run");
-      if (!run) return; // the model that was looked at has given way to another
       const direct = visible();
       const steps = direct.slice(0, PATH_LISTED).flatMap((edge, number) => ((number < PATH_WHY || number === chosen) && reasons.get(keyOf(edge)) || []).filter((one) => one.value > 0 && pathPlace(one.part) && one.reader !== one.source).slice(0, 2).map((one) => ({ ...pathSides(one), why: true })));
       const edges = [...direct, ...steps].map((edge) => ({ ...edge, words: words(edge) }));
@@ -176,7 +175,8 @@ export const pathSection = {
       const level = (term) => (term.kind === "feedforward" ? term.layer + 1 : term.name.includes("embedding") ? 0 : -1);
       const most = Math.abs(body.edges[0]?.value ?? 1);
       const pulses = body.terms.filter((term) => level(term) >= 0 && Math.abs(term.value) >= (Number(least.value) / 100) * most).map((term) => ({ layer: level(term), value: term.value, words: `${term.name}: ${figure(term.value)} logits` }));
-      const room = picture.clientWidth || 860;
+      shownWide = picture.clientWidth;
+      const room = shownWide || 860;
       const columns = pathColumns(run, edges, reader, room);
       const all = run.tokens.labels.length + (run.source ? run.source.labels.length : 0);
       left.textContent = columns.length < all ? `${columns.length} of ${all} tokens are drawn: those that gave most.` : "";
@@ -247,72 +247,73 @@ export const pathSection = {
       return kept.get(key);
     }
 
-    async function explain(edge, number) {
+    /** A question about this path: the same run, answer and rival. */
+    const about = () => { const run = app.store.get("run"); return [run, run && askedOf(app, run)]; };
+    const askWhy = asks(why, () => [...about(), chosen], (error) => { replace(why, el("p", { class: "soft" }, error.message)); draw(); }, false);
+
+    function explain(edge, number) {
       chosen = number;
       const run = app.store.get("run");
-      try {
-        const found = (await reasonsOf(run, edge)).slice(0, 6);
+      return askWhy(async (wait) => {
+        const found = (await wait(reasonsOf(run, edge))).slice(0, 6);
         const said = (one) => { const side = pathSides(one); const where = one.reader === one.source ? ["at ", named(side.to, one.reader)] : ["brought ", named(side.from, one.source), " to ", named(side.to, one.reader)]; return el("li", { "data-part": one.part }, el("span", { class: "mono" }, pathPlace(one.part) ? `head ${one.part}` : one.part), ` ${where[0]}`, el("span", { class: "mono" }, where[1]), where[2] || null, where[3] ? el("span", { class: "mono" }, where[3]) : null, ` (${where.length > 2 ? `${one.source} to ${one.reader}` : one.reader}): `, el("span", { class: "mono", "data-value": one.value }, `${one.value < 0 ? "" : "+"}${figure(one.value)}`)); };
         replace(why, el("h3", {}, `Why head ${edge.part} looks from “${named(edge.to, edge.reader)}” at “${named(edge.from, edge.source)}”`), el("p", { class: "soft" }, "What earlier parts add to the log-odds of looking there, by gradient × activation: first order, not a sum."), found.length ? el("ol", {}, found.map(said)) : el("p", { class: "soft" }, "Nothing comes before it but the tokens themselves."));
-      } catch (error) {
-        replace(why, el("p", { class: "soft" }, error.message));
-      }
-      draw();
+        draw();
+      });
     }
 
     /** Ask what the model would say in the cells that are drawn and not known yet. */
-    async function fillCells(run, stale) {
+    async function fillCells(run, wait) {
       const missing = [...new Set(asksFor)].filter((place) => !said.has(place));
       if (!app.source.live || !missing.length) return;
-      const found = await app.source.get(`run/${run.run}/said/${missing.join(",")}`).catch(() => null);
-      if (!found || stale()) return;
+      const found = await wait(app.source.get(`run/${run.run}/said/${missing.join(",")}`).catch(() => null));
+      if (!found) return;
       found.columns.forEach((place, number) => said.set(place, found.says.map((row) => row[number])));
       draw();
     }
 
     /** When there is nothing else to do: what made the strongest heads look there, as dashed arcs. */
-    async function followBack(run, stale) {
+    async function followBack(run, still) {
       const cheap = app.store.get("model").parameters * run.tokens.labels.length < PATH_AHEAD;
       for (const [number, edge] of body.edges.slice(0, cheap ? PATH_LISTED : PATH_WHY).entries()) {
-        if (stale() || !root.offsetParent) return;
+        if (!still() || !root.offsetParent) return;
         await reasonsOf(run, edge, true).catch(() => null);
-        if (!stale() && number < PATH_WHY) draw();
+        if (still() && number < PATH_WHY) draw();
       }
     }
 
-    async function load(run) {
+    function failed(error) {
+      const [run, asked] = about();
+      body = null;
+      for (const node of [finding, sum, picture, left, table, why]) replace(node);
+      if (app.source.has(`run/${run.run}/paths?${asked}`)) problem.textContent = error.message;
+      else offer(run);
+    }
+
+    const ask = asks(root, about, failed);
+    const load = () => ask(async (wait) => {
+      const [run, asked] = about();
       problem.textContent = "";
       if (!run || run.task === "embed") return;
-      const asked = askedOf(app, run);
-      const stale = () => app.store.get("run") !== run || askedOf(app, run) !== asked;
-      try {
-        const [found, grid] = await Promise.all([app.source.get(`run/${run.run}/paths?${asked}`), app.source.live ? null : app.source.get(`run/${run.run}/lens`).then((all) => new LensTables(run.columns).add(0, all), () => null)]);
-        if (stale()) return;
-        if (shownRun !== run) said = new Map();
-        [body, lens, reasons, chosen, shownRun, shownAsked] = [{ ...found, edges: found.edges.map(pathSides) }, grid, new Map(), -1, run, asked];
-        app.store.set("leading", { run: run.run, head: (body.edges.find((edge) => edge.value > 0) || body.edges[0])?.part });
-        const carried = found.total - found.rest;
-        replace(sum, "The logit of ", el("strong", { class: "mono", dir: "auto" }, found.choice), found.against === null ? null : [" less that of ", el("strong", { class: "mono", dir: "auto" }, found.against)], " is ", el("strong", { class: "mono", id: "path-logit", "data-value": found.logit }, figure(found.logit, 5)), ": heads carried ", el("span", { class: "mono", "data-value": carried }, figure(carried, 5)), ", everything else added ", el("span", { class: "mono", "data-value": found.rest }, figure(found.rest, 5)), "; together ", el("span", { class: "mono", id: "path-total", "data-value": found.total }, figure(found.total, 5)), ".");
-        replace(why);
-        draw();
-        await fillCells(run, stale);
-        followBack(run, stale);
-      } catch (error) {
-        if (stale()) return;
-        body = null;
-        for (const node of [finding, sum, picture, left, table, why]) replace(node);
-        if (app.source.has(`run/${run.run}/paths?${asked}`)) problem.textContent = error.message;
-        else offer(run);
-      }
-    }
+      const [found, grid] = await wait(Promise.all([app.source.get(`run/${run.run}/paths?${asked}`), app.source.live ? null : app.source.get(`run/${run.run}/lens`).then((all) => new LensTables(run.columns).add(0, all), () => null)]));
+      if (shownRun !== run) said = new Map();
+      [body, lens, reasons, chosen, shownRun, shownAsked] = [{ ...found, edges: found.edges.map(pathSides) }, grid, new Map(), -1, run, asked];
+      app.store.set("leading", { run: run.run, head: (body.edges.find((edge) => edge.value > 0) || body.edges[0])?.part });
+      const carried = found.total - found.rest;
+      replace(sum, "The logit of ", el("strong", { class: "mono", dir: "auto" }, found.choice), found.against === null ? null : [" less that of ", el("strong", { class: "mono", dir: "auto" }, found.against)], " is ", el("strong", { class: "mono", id: "path-logit", "data-value": found.logit }, figure(found.logit, 5)), ": heads carried ", el("span", { class: "mono", "data-value": carried }, figure(carried, 5)), ", everything else added ", el("span", { class: "mono", "data-value": found.rest }, figure(found.rest, 5)), "; together ", el("span", { class: "mono", id: "path-total", "data-value": found.total }, figure(found.total, 5)), ".");
+      replace(why);
+      draw();
+      await fillCells(run, wait);
+      followBack(run, () => body?.edges && shownRun === app.store.get("run") && shownAsked === about()[1]);
+    });
 
     whenNear(root, app, load);
-    for (const key of ["position", "target", "foil"]) app.store.listen(key, () => { if (root.offsetParent) whileWorking(root, load(app.store.get("run"))); });
+    for (const key of ["position", "target", "foil"]) app.store.listen(key, () => { if (root.offsetParent) load(); });
     app.store.listen("view", () => {
       const run = app.store.get("run");
       if (!body || !root.offsetParent || !run) return;
-      if (run === shownRun && askedOf(app, run) === shownAsked) draw();
-      else whileWorking(root, load(run));
+      if (run !== shownRun || askedOf(app, run) !== shownAsked) load();
+      else if (picture.clientWidth !== shownWide) draw();
     });
     app.store.listen("theme", () => draw());
     for (const key of ["roles", "other"]) app.store.listen(key, () => draw());

@@ -1,7 +1,7 @@
 // The alignment ribbon of an encoder-decoder: what was read above, what was written below, bands where cross-attention looks.
 
 import { el, percent, replace, svg } from "./dom.js";
-import { whenNear, whileWorking } from "./near.js";
+import { asks, whenNear } from "./near.js";
 import { saveButtons } from "./picture.js";
 import { unpack } from "./source.js";
 
@@ -70,12 +70,13 @@ export const ribbonSection = {
     }
 
     /** The mean of a layer's heads, or one head. */
-    async function show() {
+    const ask = asks(root, () => [app.store.get("run"), which.value], (error) => { problem.textContent = error.message; });
+    const show = () => ask(async (wait) => {
       const run = app.store.get("run");
-      const wanted = which.value;
-      const [layer, head] = wanted.split(".").map(Number);
-      const body = await app.source.get(`run/${run.run}/attention/cross/${layer}`);
-      if (app.store.get("run") !== run || which.value !== wanted) return; // another one was chosen meanwhile
+      problem.textContent = "";
+      if (!run?.source) return;
+      const [layer, head] = which.value.split(".").map(Number);
+      const body = await wait(app.source.get(`run/${run.run}/attention/cross/${layer}`));
       const { shape, values } = unpack(body.pattern);
       const cells = shape[1] * shape[2];
       const mean = new Float32Array(cells);
@@ -83,20 +84,20 @@ export const ribbonSection = {
       for (const number of heads) for (let i = 0; i < cells; i++) mean[i] += values[number * cells + i] / heads.length;
       pattern = { values: mean, rows: body.rows, columns: body.columns, aggregated: body.aggregated };
       draw();
-    }
+    });
 
-    async function load(run) {
-      problem.textContent = "";
-      if (!run.source) return;
+    function load() {
+      if (!app.store.get("run").source) return show();
+      const before = which.value;
       replace(root, problem, el("div", { class: "row toolbar" }, el("div", {}, el("label", { for: "ribbon-head" }, "Cross-attention of"), which)), picture, list, saveButtons(() => drawing, "alignment"));
       const layers = app.store.get("model").attentions.filter((entry) => entry.kind === "cross" && entry.pattern !== false);
       replace(which, layers.flatMap(({ layer, heads }) => [el("option", { value: String(layer) }, `layer ${layer}, all heads`), ...Array.from({ length: heads }, (_, head) => el("option", { value: `${layer}.${head}` }, `head cross.${layer}.${head}`))]));
-      which.value = String(layers.at(-1).layer);
-      await show().catch((error) => { problem.textContent = error.message; });
+      which.value = [...which.options].some((one) => one.value === before) ? before : String(layers.at(-1).layer);
+      return show();
     }
 
     whenNear(root, app, load);
     app.store.listen("position", () => { if (root.offsetParent) draw(); });
-    app.store.listen("view", () => { if (root.offsetParent && pattern) whileWorking(root, Promise.resolve(draw())); });
+    app.store.listen("view", () => { if (root.offsetParent && pattern) draw(); });
   },
 };

@@ -1,6 +1,8 @@
 // From logits to probabilities, in float64 and in the same fixed order as `clearhead.generate.sampling`:
 // temperature, then top-k, top-p and min-p, each on what the one before has left.
 
+import { unpack } from "./source.js";
+
 const GREEDY_BELOW = 1e-6;
 
 /** The whole numbers below `count`, by falling score; equal scores in the order of their numbers. */
@@ -57,6 +59,17 @@ export function distributionOf(logits, { temperature = 1, topK = 0, topP = 1, mi
   }
   const kept = gone.reduce((count, reason) => count + (reason ? 0 : 1), 0);
   return { probabilities: softmaxOf(scores), gone, kept, order };
+}
+
+const PLAIN = new WeakMap(); // by answer of the model: several views read the same one
+
+/** The model's own distribution from a view `next`: {logits, probabilities, order, ...}; made once for each answer. */
+export function plainOf(body) {
+  if (!PLAIN.has(body)) {
+    const logits = unpack(body.logits).values;
+    PLAIN.set(body, { logits, ...distributionOf(logits, {}) });
+  }
+  return PLAIN.get(body);
 }
 
 /** The choice at which the running sum of probabilities passes a number between 0 and 1. */

@@ -82,8 +82,8 @@ export function followSelection(app) {
   });
   app.store.listen("position", () => {
     const run = app.store.get("run");
-    const here = run && `position=${columnOf(run, app.store.get("position"))}`;
-    if (run) app.source.drop((path) => path.startsWith(`run/${run.run}/`) && /[?&]position=/.test(path) && !path.split(/[?&]/).includes(here));
+    const here = run && [app.store.get("position"), columnOf(run, app.store.get("position"))].map((place) => `position=${place}`);
+    if (run) app.source.drop((path) => path.startsWith(`run/${run.run}/`) && /[?&]position=/.test(path) && !path.split(/[?&]/).some((part) => here.includes(part)));
   });
   const write = () => {
     clearTimeout(waiting);

@@ -3,7 +3,7 @@
 import { css, inkOn, signedColour } from "./colour.js";
 import { el, figure, replace, tokenText } from "./dom.js";
 import { scaleBar } from "./heatmap.js";
-import { whenNear } from "./near.js";
+import { asks, whenNear } from "./near.js";
 import { unpack } from "./source.js";
 
 const SIMILAR_MOST = 40; // tokens a side
@@ -37,23 +37,16 @@ export const similarSection = {
       replace(grid, el("table", { class: "similar" }, el("thead", {}, head), el("tbody", {}, Array.from({ length: rows }, (_, row) => el("tr", {}, el("th", { scope: "row", class: "corner" }, tokenText(body.tokens[0][row], "mono token", 9)), Array.from({ length: columns }, (__, column) => cell(row, column)))))), shape[0] > rows || shape[1] > columns ? el("p", { class: "soft" }, `The first ${SIMILAR_MOST} tokens of each text.`) : null);
     }
 
-    whenNear(root, app, async (run) => {
+    const ask = asks(root, () => [app.store.get("run")], (error) => { problem.textContent = error.message; });
+    whenNear(root, app, () => ask(async (wait) => {
+      const run = app.store.get("run");
       problem.textContent = "";
       for (const node of [words, scale, grid]) replace(node);
       body = null;
-      if (!run.pair) {
-        replace(words, "Type a second text at the left to compare this one with.");
-        return;
-      }
-      try {
-        const found = await app.source.get(`run/${run.run}/similar`);
-        if (app.store.get("run") !== run) return;
-        body = found;
-        draw();
-      } catch (error) {
-        problem.textContent = error.message;
-      }
-    });
+      if (!run?.pair) return replace(words, "Type a second text at the left to compare this one with.");
+      body = await wait(app.source.get(`run/${run.run}/similar`));
+      return draw();
+    }));
     app.store.listen("theme", draw);
   },
 };

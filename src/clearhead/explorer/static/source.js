@@ -91,16 +91,17 @@ export class LiveSource {
   async get(path) {
     if (!this.kept.has(path)) {
       const cancel = new AbortController();
-      this.waited.set(path, cancel);
       const answer = this.ask(path, { signal: cancel.signal });
+      const forget = (table, own) => { if (table.get(path) === own) table.delete(path); }; // it may have been asked for again
+      this.waited.set(path, cancel);
       this.kept.set(path, answer);
-      answer.catch(() => this.kept.delete(path)).finally(() => this.waited.delete(path));
+      answer.catch(() => forget(this.kept, answer)).finally(() => forget(this.waited, cancel));
       if (this.kept.size > 400) this.kept.delete(this.kept.keys().next().value);
     }
     return this.kept.get(path);
   }
 
-  /** Cancel what is on its way and no longer wanted: the server drops it if it has not begun. Who waits for it hears nothing. */
+  /** Cancel what is on its way and no longer wanted: the server drops it if it has not begun. Who waits for it hears an error that says `dropped`. */
   drop(unwanted) {
     for (const [path, cancel] of this.waited) {
       if (!unwanted(path)) continue;
@@ -146,14 +147,10 @@ export class LiveSource {
   }
 
   async ask(path, options) {
-    let response;
-    try {
-      response = await fetch(`inside/${path}`, options);
-    } catch {
-      if (options?.signal?.aborted) return new Promise(() => {}); // nobody waits for it
-      throw new Error("the server does not answer: is `clearhead explore` still running?");
-    }
-    const body = await response.json().catch(() => ({}));
+    const response = await fetch(`inside/${path}`, options).catch(() => null);
+    const body = await response?.json().catch(() => ({}));
+    if (options?.signal?.aborted) throw Object.assign(new Error("nobody waits for this any more"), { dropped: true });
+    if (!response) throw new Error("the server does not answer: is `clearhead explore` still running?");
     if (!response.ok) throw new Error(body.error || `the server answered ${response.status}`);
     return body;
   }

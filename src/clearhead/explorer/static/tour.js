@@ -1,9 +1,9 @@
 // A guided tour: about ten steps along the forward pass, told with the tokens and the numbers of the reader's own input.
 
 import { el, figure, percent, replace } from "./dom.js";
-import { distributionOf } from "./sampling.js";
+import { plainOf } from "./sampling.js";
 import { columnOf } from "./selection.js";
-import { headPattern, lensAt, unpack } from "./source.js";
+import { headPattern, lensAt } from "./source.js";
 
 const quoted = (text) => `“${text.length > 40 ? `${text.slice(0, 39)}…` : text}”`;
 
@@ -63,7 +63,7 @@ async function tourSteps(app) {
       add("lens", "Making up its mind", `The lens asks the model for its answer after every layer. Before the first block it would say ${quoted(early.label)}, with ${percent(early.p)}; after the last one it says ${quoted(end.label)}, with ${percent(end.p)}.`);
     }
     const next = await app.source.get(`run/${run.run}/next?position=${position}`);
-    const { probabilities, order } = distributionOf(unpack(next.logits).values, {});
+    const { probabilities, order } = plainOf(next);
     const second = order.length > 1 ? `, then ${quoted(next.labels[1])} with ${percent(probabilities[order[1]])}` : "";
     const more = { next: " Move the sliders to see how one of them is drawn, and append it.", fill: ` This is for the place of ${quoted(next.label)}; choose another above the table.`, tag: ` This is for ${quoted(next.label)}; choose another above the table.` }[run.task] || "";
     add("next", run.task === "next" ? "The next token" : "The answer", `The last scores become probabilities: ${quoted(next.labels[0])} has ${percent(probabilities[order[0]])}${second}.${more}`);
@@ -78,7 +78,8 @@ async function tourSteps(app) {
 export async function startTour(app) {
   if (!app.store.get("run")) return app.say("The tour begins when the model has read something.");
   document.querySelector(".tour")?.remove();
-  const steps = await app.busy("Preparing the tour…", () => tourSteps(app));
+  let steps = null;
+  await app.read("Preparing the tour…", () => tourSteps(app), (made) => { steps = made; });
   if (!steps) return null;
   const before = document.activeElement;
   const title = el("h2", { id: "tour-title", tabindex: "-1" });

@@ -3,7 +3,7 @@
 import { css, signedColour } from "./colour.js";
 import { el, figure, replace } from "./dom.js";
 import { patchImage } from "./image.js";
-import { whenNear, whileWorking } from "./near.js";
+import { asks, whenNear } from "./near.js";
 import { columnOf } from "./selection.js";
 
 const WORTH_HALF = 50; // % of a track on each side of zero
@@ -53,22 +53,21 @@ export const worthSection = {
       return el("figure", {}, drawn.canvas, el("figcaption", { class: "soft" }, name));
     }
 
-    async function load(run) {
+    function failed(error) {
+      body = null;
+      for (const node of [words, pictures, table]) replace(node);
+      problem.textContent = error.message;
+    }
+
+    const ask = asks(root, () => ["run", "position", "target"].map((key) => app.store.get(key)), failed);
+    const load = () => ask(async (wait) => {
+      const [run, target] = [app.store.get("run"), app.store.get("target")];
       problem.textContent = "";
       if (!run) return;
-      const target = app.store.get("target");
       const asked = `position=${columnOf(run, app.store.get("position"))}${target === null ? "" : `&token=${target}`}`;
-      try {
-        const found = await app.source.get(`run/${run.run}/occlusion?${asked}`);
-        if (app.store.get("run") !== run) return;
-        body = found;
-        draw();
-      } catch (error) {
-        body = null;
-        for (const node of [words, pictures, table]) replace(node);
-        problem.textContent = error.message;
-      }
-    }
+      body = await wait(app.source.get(`run/${run.run}/occlusion?${asked}`));
+      draw();
+    });
 
     app.store.on("model", (model) => {
       const name = model.input === "patches" ? "Patches" : "Words";
@@ -76,7 +75,7 @@ export const worthSection = {
       document.querySelectorAll('#worth-title, nav a[data-view="worth"]').forEach((node) => { node.textContent = name; });
     });
     whenNear(root, app, load);
-    for (const key of ["position", "target"]) app.store.listen(key, () => { if (root.offsetParent) whileWorking(root, load(app.store.get("run"))); });
+    for (const key of ["position", "target"]) app.store.listen(key, () => { if (root.offsetParent) load(); });
     app.store.listen("theme", draw);
   },
 };

@@ -1,0 +1,154 @@
+"""Answers that come late: the reader has gone on, and nothing of an older question is shown for a newer."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+
+class Held:
+    """Requests that match a pattern are held back until `release`."""
+
+    def __init__(self, page: Any, pattern: str) -> None:
+        self.page, self.pattern = page, re.compile(pattern)
+        self.routes: list[Any] = []
+        self.holds = True
+
+    def hear(self, route: Any) -> None:
+        """Hold a request, or let it pass."""
+        if self.holds:
+            self.routes.append(route)
+        else:
+            route.continue_()
+
+    def wait(self, count: int = 1) -> None:
+        """Wait until so many requests are held."""
+        for _ in range(500):
+            if len(self.routes) >= count:
+                return
+            self.page.wait_for_timeout(10)
+        raise AssertionError(f"nobody asks for {self.pattern.pattern}")
+
+    def release(self, error: str | None = None) -> None:
+        """Let those that are held go on, or answer them with an error; those that come later pass."""
+        self.holds = False
+        for route in self.routes:
+            if error is None:
+                route.continue_()
+            else:
+                route.fulfill(status=400, json={"error": error})
+        self.routes.clear()
+        self.page.wait_for_timeout(60)  # time for an answer to do harm
+
+
+@contextlib.contextmanager
+def holding(seen: Any, pattern: str) -> Iterator[Held]:
+    """Hold back every request whose address matches."""
+    held = Held(seen.page, pattern)
+    seen.page.route(held.pattern, held.hear)
+    yield held
+    held.release()
+    seen.page.unroute(held.pattern)
+
+
+def quiet(seen: Any, section: str) -> None:
+    """Wait until nothing of a section is being asked for."""
+    seen.wait("id => !document.querySelector(`#${id} [aria-busy]`)", section)
+
+
+@pytest.mark.ledger("S2")
+def test_a_text_that_was_read_later_stays(watched, served):
+    seen = watched().open(served("decoder").url)
+    with holding(seen, r"/inside/run$") as held:
+        seen.page.fill("#input-text", "speak")
+        seen.page.press("#input-text", "Control+Enter")
+        held.wait()
+        older, held.routes = held.routes, []
+        seen.page.fill("#input-text", "they speak of the king")
+        seen.page.press("#input-text", "Control+Enter")
+        held.wait()
+        held.release()
+        seen.wait("() => clearhead.store.get('run').tokens.text === 'they speak of the king'")
+        with seen.page.expect_response(re.compile("/inside/run$")):
+            held.routes = older
+            held.release()
+    assert seen.page.evaluate("clearhead.store.get('run').tokens.text") == "they speak of the king"
+    assert seen.page.get_attribute("body", "aria-busy") is None
+
+
+@pytest.mark.ledger("S2")
+def test_an_old_error_is_not_shown_for_a_new_head(watched, served):
+    seen = watched().open(served("decoder").url)
+    opened = seen.look("attention", "[data-head][aria-pressed=true]").get_attribute("data-head")
+    older, newer = [name for name in ("0.0", "0.1", "1.0") if name != opened][:2]
+    layer, head = older.split(".")
+    with holding(seen, rf"/attention/self/{layer}\?head={head}$") as held:
+        seen.page.click(f"#attention [data-head='{older}']")
+        held.wait()
+        seen.page.click(f"#attention [data-head='{newer}']")
+        seen.wait("name => document.querySelector('#attention-head').dataset.head === name", newer)
+        held.release(error="an old error")
+    assert seen.texts("#attention .problem") == [""]
+    assert seen.page.get_attribute("#attention-head", "data-head") == newer
+
+
+@pytest.mark.ledger("S2")
+def test_an_older_answer_is_not_drawn_over_a_newer_one(watched, served):
+    seen = watched().open(served("classifier").url)
+    seen.look("worth", "tbody tr")
+    pins = seen.page.locator("#answer .answer-pin")
+    second = pins.nth(1).get_attribute("data-id")
+    with holding(seen, rf"/occlusion\?.*token={second}$") as held:
+        pins.nth(1).click()
+        held.wait()
+        seen.page.keyboard.press("Escape")
+        quiet(seen, "worth")
+        before = seen.texts("#worth-words")
+        held.release()
+    assert seen.texts("#worth-words") == before
+    # What is chosen by the keyboard keeps it, though the list is drawn anew.
+    pins.nth(1).focus()
+    seen.page.keyboard.press("Enter")
+    assert seen.page.evaluate("document.activeElement.dataset.id") == second
+
+
+@pytest.mark.ledger("S2")
+def test_a_view_that_was_left_is_asked_for_again(watched, served):
+    seen = watched().open(served("decoder").url)
+    with holding(seen, r"/thumbnails/") as held:
+        seen.page.evaluate("clearhead.open('attention')")
+        held.wait()
+        seen.page.evaluate("clearhead.open('next')")
+        seen.page.locator("#next-table tbody tr").first.wait_for()
+        first = seen.page.evaluate("clearhead.store.get('run').run")
+        seen.page.click("#next-greedy")  # what was asked about the first text is dropped
+        seen.wait("first => clearhead.store.get('run').run !== first", first)
+        seen.page.click("#next-back")
+        seen.wait("first => clearhead.store.get('run').run === first", first)
+    seen.look("attention", "canvas.heat")
+    assert seen.page.locator("#attention-grid button.head").count() == len(
+        seen.texts("#attention-grid .thumb")
+    )
+    # What is asked for ahead goes on too: it did not wait for the answer that was dropped.
+    seen.wait("() => clearhead.source.kept.has(`run/${clearhead.store.get('run').run}/trace`)", seconds=10)
+
+
+@pytest.mark.ledger("S3")
+def test_a_drawer_at_a_token_that_is_no_column_is_filled(watched, served):
+    """A classifier has one column; the map is asked for at a token, which is no request to drop."""
+    seen = watched().open(served("classifier").url)
+    seen.look("drawers", "summary")
+    seen.page.click("#drawer-map > summary")
+    seen.page.locator("#drawer-map svg").wait_for()
+    before = seen.texts("#drawer-map .map-chosen")
+    seen.page.click("#input-tokens [data-token='2']")
+    seen.wait(
+        "before => document.querySelector('#drawer-map .map-chosen')?.textContent !== before", before[0]
+    )
+    quiet(seen, "drawers")
+    assert seen.texts("#drawer-map .map-chosen") == seen.texts("#input-tokens [data-token='2'] > span")
+    assert seen.wrong == []
