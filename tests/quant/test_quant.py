@@ -15,8 +15,9 @@ from clearhead.fast.prepare import prepared
 from clearhead.generate.decode import greedy
 from clearhead.inside.quantize import weight_bytes
 from clearhead.model.cache import Cache
+from clearhead.quant import gptq
 from clearhead.quant.apply import dequantized, quantize_model
-from clearhead.quant.grid import BLOCK, Grid, nearest_codes, pack, unpack
+from clearhead.quant.grid import BLOCK, Grid, fitted, nearest_codes, pack, unpack
 from clearhead.quant.layers import QuantizedLinear, QuantizedTable, quantized_parts, rounding_bound
 from clearhead.quant.methods import METHODS, output_error
 
@@ -31,7 +32,12 @@ CONFIGS = {
     ),
     "experts": DECODER.replace(n_experts=3, n_active_experts=2),
 }
-PLANS = (ch.QuantPlan(8, method="rtn"), ch.QuantPlan(4, 64, symmetric=False), ch.QuantPlan(4, method="rtn"))
+PLANS = (
+    ch.QuantPlan(4, 64, symmetric=False),
+    ch.QuantPlan(8, method="rtn"),
+    ch.QuantPlan(4, symmetric=True, method="rtn"),
+    ch.QuantPlan.named("int4"),
+)
 
 
 def drawn(config):
@@ -92,6 +98,34 @@ def test_each_method_lowers_the_error_that_it_is_for(symmetric):
     assert sizes["hqq"] < sizes["rtn"]
 
 
+def test_gptq_chooses_the_codes_of_the_formula_and_fits_grids_by_least_squares():
+    torch.manual_seed(0)
+    weight, x = torch.randn(5, 70) * 0.1, torch.randn(300, 70) @ torch.randn(70, 70)
+    moment, grid = x.t() @ x / len(x), Grid(4, 32, False)
+    order = moment.diagonal().argsort(descending=True)
+    scales, offsets = fitted(grid, grid.split(weight), torch.ones(3, 32))
+    root = gptq._inverse_root(moment[order][:, order])
+    codes = gptq._codes(grid, weight, root, order, scales, offsets)
+    left = weight.double().clone()  # the plain formula: the inverse loses each column that was rounded
+    inverse = (moment.double() + 0.03 * moment.diagonal().double().mean() * torch.eye(70)).inverse()
+    for d in order.tolist():
+        scale, offset = scales[:, d // 32].double(), offsets[:, d // 32].double()
+        code = ((left[:, d] - offset) / scale).round().clamp(-8, 7)
+        assert torch.equal(codes[:, d].double(), code)
+        error = (left[:, d] - code * scale - offset) / inverse[d, d]
+        left -= error[:, None] * inverse[d]
+        inverse -= inverse[:, d, None] * inverse[d] / inverse[d, d]
+    # Of one group, the best scale and offset are those of a least-squares fit to the outputs.
+    weight, codes, x = weight[:, :32], codes[:, :32], x[:, :32]
+    first = scales[:, :1], offsets[:, :1]
+    found = gptq._refitted(grid, weight, codes, x.t() @ x / len(x), *first)
+    for n in range(5):
+        basis = torch.stack([x @ codes[n], x.sum(1)], 1).double()
+        best = torch.linalg.lstsq(basis, (x @ weight[n]).double()[:, None]).solution[:, 0]
+        assert float(found[0][n]) == pytest.approx(float(best[0]), rel=2**-8)
+        assert float(found[1][n]) == pytest.approx(float(best[1]), rel=2**-6, abs=1e-3)
+
+
 @pytest.mark.cpu
 @pytest.mark.skipif(library.library() is None, reason="no C compiler, or other threads than GNU's")
 @pytest.mark.parametrize("width", [(5, 33), (64, 172), (9, 64)])
@@ -116,7 +150,7 @@ def test_products_in_c_keep_to_the_error_they_state_and_each_row_is_as_if_alone(
 def test_a_directory_gives_the_same_model_back(name, tmp_path):
     model, given = drawn(CONFIGS[name]), inputs(CONFIGS[name])
     ch.Model(model).save(tmp_path / "wide")
-    for plan in PLANS[:2]:
+    for plan in PLANS[2:] if name == "GPT-2" else PLANS[:2]:
         m = ch.load(tmp_path / "wide", quantize=plan)
         logits = m.model(**given).logits
         assert torch.equal(logits, dequantized(m.model)(**given).logits)
@@ -131,10 +165,11 @@ def test_a_directory_gives_the_same_model_back(name, tmp_path):
         for part_name, part in quantized_parts(m.model).items():  # to the byte: tiles of 4 rows, runs of 32
             rows, columns = (part.out_features + 3) // 4 * 4, (part.in_features + 31) // 32 * 32
             bits = 8 if part_name.endswith((".tokens", "head.out")) else plan.bits
-            groups, kept = (
-                -(-part.in_features // plan.group),
-                [part.scales, part.offsets][: 2 - plan.symmetric],
-            )
+            groups, kept = -(-part.in_features // plan.group), [part.scales]
+            if plan.symmetric is False or (plan.symmetric is None and bits == 4):
+                kept.append(part.offsets)
+            else:
+                assert part.offsets is None
             assert part.codes.numel() == rows * columns * bits // 8
             assert [one.numel() * one.element_size() for one in kept] == [2 * rows * groups] * len(kept)
         with safe_open(first, "pt") as file:
@@ -225,7 +260,7 @@ def test_looking_inside_works_and_training_and_pruning_are_refused_by_name(tmp_p
     ],
 )
 def test_a_config_that_does_not_fit_the_codes_is_refused(tmp_path, change, wrong):
-    ch.Model(quantize_model(drawn(DECODER), PLANS[0]).model).save(tmp_path)
+    ch.Model(quantize_model(drawn(DECODER), PLANS[1]).model).save(tmp_path)
     theirs = json.loads((tmp_path / "config.json").read_text())
     change(theirs["quantization_config"])
     (tmp_path / "config.json").write_text(json.dumps(theirs))

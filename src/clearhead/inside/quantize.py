@@ -96,8 +96,8 @@ class QuantReport(Result):
 
     @property
     def symmetric(self) -> bool:
-        """Whether scales have no offset."""
-        return self.plan.symmetric
+        """Whether the scales of layers of `bits` have no offset."""
+        return self.plan.grid_of(self.bits).symmetric
 
     @property
     def method(self) -> str:
@@ -116,7 +116,7 @@ def quantize(
     group: int = 32,
     *,
     method: MethodName | None = None,
-    symmetric: bool = True,
+    symmetric: bool | None = None,
     text: str | Path | Sequence[str | Path] | Sequence[int] = (),
     wide: int | Sequence[str] = (),
     calibration: int = 8192,
@@ -131,7 +131,7 @@ def quantize(
         group: weights of a row that share a scale: 32, 64, 128 or 256.
         method: rtn (to the nearest), hqq (no data), gptq or awq, which need a text; None: gptq with a text,
             else hqq.
-        symmetric: scales alone; False: each group has an offset too.
+        symmetric: True: scales alone; False: each group has an offset too; None: 4 bits have one, 8 have not.
         text: files, an embedded corpus or token ids, for a decoder language model: one half calibrates, and
             the other is what perplexity and divergence are measured on.
         wide: names of layers, with `*` for anything, that keep 8 bits (of 8: floating point); or how many

@@ -32,12 +32,13 @@ class QuantPlan:
     """What to make of a model: weights of 4 or 8 bits, and how their codes are chosen.
 
     Layers whose names match one of `wide` keep 8 bits, or with 8 bits the dtype they have. The output layer
-    and the token table keep 8 bits in any case.
+    and the token table keep 8 bits in any case. Without a choice, groups of 4 bits have an offset beside their
+    scale, and those of 8 bits, which gain nothing by it, have none.
     """
 
     bits: int = 4
     group: int = 32
-    symmetric: bool = True
+    symmetric: bool | None = None  # None: by the bits of a layer
     method: MethodName = "hqq"
     wide: tuple[str, ...] = ()
 
@@ -47,7 +48,7 @@ class QuantPlan:
             self.method not in methods,
             f'method "{self.method}" is not known: choose from {", ".join(methods)}',
         )
-        Grid(self.bits, self.group, self.symmetric)
+        self.grid_of(self.bits)
 
     @classmethod
     def named(cls, name: "str | QuantPlan") -> "QuantPlan":
@@ -66,7 +67,11 @@ class QuantPlan:
         if chosen and self.bits == 8:
             return None
         wide = chosen or name == OUTPUT or name.endswith("tokens")
-        return Grid(8 if wide else self.bits, self.group, self.symmetric)
+        return self.grid_of(8 if wide else self.bits)
+
+    def grid_of(self, bits: int) -> Grid:
+        """Return the grid of layers that have this many bits."""
+        return Grid(bits, self.group, bits == 8 if self.symmetric is None else self.symmetric)
 
 
 @dataclass(frozen=True)
