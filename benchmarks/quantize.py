@@ -7,9 +7,9 @@ from a file that is rounded to 4 bits in groups of 32 already (Q4_1), so roundin
 next to nothing. They are moved off that grid first, unless `--as-stored`, without changing what the model
 computes, nor any weight: channels of the residual stream, of values and of feed-forwards are put in another
 order, in all layers alike. A new group then has weights of many old ones, each with its own scale, and is as
-wide as groups are. The first lines say that this is so: the share of groups of 32 weights that have at most 16
-different numbers, and perplexity, before and after. Calibration is on valid.txt and figures are on test.txt,
-rows of 512, all of them with `--tokens 0`.
+wide as groups are. The first lines say that this is so: the share of groups of 32 weights that have at most
+16 different numbers, and perplexity, before and after. Calibration is on valid.txt and figures are on
+test.txt, rows of 512, all of them with `--tokens 0`.
 
 Each variant is printed, and with `--save` kept, as soon as it is measured.
 """
@@ -39,6 +39,7 @@ from common import save
 
 LENGTH = 512
 BATCH = 4
+MEMORY = 4e9  # bytes of log-probabilities to keep
 VARIANTS = {
     "int8 rtn": QuantPlan(8, method="rtn"),
     "int8 hqq": QuantPlan(8, method="hqq"),
@@ -55,7 +56,7 @@ RESULT = Path(__file__).parent / "results" / "quantize.json"
 
 @torch.no_grad()
 def reorder(model: ch.Transformer, seed: int = 0) -> None:
-    """Put channels in another order, everywhere alike: every weight stays, and the model computes the same."""
+    """Put channels in another order, in all layers alike: no weight changes, nor what the model computes."""
     generator = torch.Generator().manual_seed(seed)
 
     def order(size: int) -> Tensor:
@@ -125,14 +126,24 @@ def rows(m: ch.Model, path: Path, tokens: int, device: torch.device) -> list[Ten
     return list(torch.tensor(ids[: count * LENGTH], device=device).view(count, LENGTH).split(BATCH))
 
 
-@torch.no_grad()
-def measured(reference: ch.Transformer, model: ch.Transformer, test: list[Tensor]) -> TextFigures:
-    """Return the figures of a model beside the one it was made from; logits of a batch are held at a time."""
-    sums = torch.zeros(4, dtype=torch.float64)
-    for ids in test:
-        log = log_probabilities(reference, ids)
-        sums += text_sums(log, log if model is reference else log_probabilities(model, ids), ids)
-    return text_figures(sums)
+class Reference:
+    """What the model in float32 says of the test rows: kept where memory allows, else computed again."""
+
+    def __init__(self, model: ch.Transformer, test: list[Tensor]) -> None:
+        self.model, self.test = model, test
+        self.kept: list[Tensor] | None = None
+        if 4 * model.config.vocab_size * sum(one.numel() for one in test) <= MEMORY:
+            with torch.no_grad():
+                self.kept = [log_probabilities(model, ids) for ids in test]
+
+    @torch.no_grad()
+    def measured(self, model: ch.Transformer) -> TextFigures:
+        """Return the figures of a model beside this one; logits of a batch are held at a time."""
+        sums = torch.zeros(4, dtype=torch.float64)
+        for number, ids in enumerate(self.test):
+            log = log_probabilities(self.model, ids) if self.kept is None else self.kept[number]
+            sums += text_sums(log, log if model is self.model else log_probabilities(model, ids), ids)
+        return text_figures(sums)
 
 
 def keep(title: str, name: str, line: dict[str, object]) -> None:
@@ -161,7 +172,7 @@ def main() -> None:
     device = next(m.model.parameters()).device
     test = rows(m, options.data / "test.txt", options.tokens, device)
     valid = rows(m, options.data / "valid.txt", options.calibration, device)
-    stored = measured(m.model, m.model, test)
+    stored = Reference(m.model, test).measured(m.model)
     print(
         f"as stored: perplexity {stored.perplexity:.3f}, on a grid {share_on_grid(m.model):.1%}", flush=True
     )
@@ -170,7 +181,8 @@ def main() -> None:
     title = "weights as stored (Q4_1)" if options.as_stored else "weights off their grid"
     count, seen_tokens = sum(map(len, test)), sum(one.numel() for one in valid)
     title += f", {count} rows of {LENGTH} tokens, calibrated on {seen_tokens:,}, on {device.type}"
-    float32, size = measured(m.model, m.model, test), weight_bytes(m.model)
+    reference = Reference(m.model, test)
+    float32, size = reference.measured(m.model), weight_bytes(m.model)
     grid = share_on_grid(m.model)
     print(f"{title}\nfloat32: perplexity {float32.perplexity:.3f}, on a grid {grid:.1%}", flush=True)
     if options.save:
@@ -181,7 +193,7 @@ def main() -> None:
         start = time.perf_counter()
         model = quantize_model(m.model, VARIANTS[name], seen=seen or {}).model
         size = weight_bytes(model)
-        found = measured(m.model, widened(model), test)
+        found = reference.measured(widened(model))
         change = found.perplexity / float32.perplexity - 1
         print(f"{name}: {found.perplexity:.3f} ({change:+.2%}), KL {found.divergence:.4f}, "
               f"{size / 1e6:.0f} MB, {time.perf_counter() - start:.0f} s", flush=True)  # fmt: skip

@@ -92,8 +92,8 @@ def test_each_method_lowers_the_error_that_it_is_for(symmetric):
         name: float((x @ (weight - found).t()).square().sum()) / len(x) for name, found in made.items()
     }
     assert errors == pytest.approx(measured, rel=1e-3)
-    # Of inputs drawn by six seeds the worst shares were 0.722 and 0.962, symmetric or not.
-    assert errors["gptq"] < 0.74 * errors["rtn"] and errors["awq"] < 0.97 * errors["rtn"]
+    # Of inputs drawn by four seeds the worst shares were 0.366 and 0.962, symmetric or not.
+    assert errors["gptq"] < 0.4 * errors["rtn"] and errors["awq"] < 0.97 * errors["rtn"]
     sizes = {name: float((weight - found).abs().pow(0.7).sum()) for name, found in made.items()}
     assert sizes["hqq"] < sizes["rtn"]
 

@@ -40,7 +40,9 @@ def quantize(
         Literal["rtn", "hqq", "gptq", "awq"] | None,
         option("how weights are rounded; gptq and awq need --data; default: gptq with it, else hqq"),
     ] = None,
-    symmetric: Annotated[bool, option("scales alone, no offset beside them: 4.5 bits a weight, not 5")] = False,
+    symmetric: Annotated[
+        bool, option("scales alone, no offset beside them: 4.5 bits a weight, not 5")
+    ] = False,
     asymmetric: Annotated[bool, option("an offset beside each scale, which 4 bits have by default")] = False,
     data: Annotated[
         tuple[str, ...],

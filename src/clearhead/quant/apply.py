@@ -32,8 +32,8 @@ class QuantPlan:
     """What to make of a model: weights of 4 or 8 bits, and how their codes are chosen.
 
     Layers whose names match one of `wide` keep 8 bits, or with 8 bits the dtype they have. The output layer
-    and the token table keep 8 bits in any case. Without a choice, groups of 4 bits have an offset beside their
-    scale, and those of 8 bits, which gain nothing by it, have none.
+    and the token table keep 8 bits in any case. Without a choice, groups of 4 bits have an offset beside
+    their scale, and those of 8 bits, which gain little by it, have none.
     """
 
     bits: int = 4

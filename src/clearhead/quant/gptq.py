@@ -1,7 +1,7 @@
 """GPTQ: codes that make up for each other's errors, on grids that are fitted to what the layer puts out.
 
-`moment` [D, D] is the mean of x xᵀ over what the layer reads. With Δ the error of the weight, the mean squared
-error of its outputs is the trace of Δ · moment · Δᵀ: everything here lowers that.
+`moment` [D, D] is the mean of x xᵀ over what the layer reads. With Δ the error of the weight, the mean
+squared error of its outputs is the trace of Δ · moment · Δᵀ: everything here lowers that.
 
 Shapes: N width out, D width in, G groups of a row, g columns of a group.
 """
@@ -85,7 +85,9 @@ def _refitted(
             continue
         ones, mixed, by_offset = within.sum(), grown.sum(1), pull.sum(1)
         spread = (by_codes * ones - mixed.square()).clamp(min=1e-30)
-        change = torch.where(spread > 1e-6 * by_codes * ones, (by_scale * ones - by_offset * mixed) / spread, 0)
+        change = torch.where(
+            spread > 1e-6 * by_codes * ones, (by_scale * ones - by_offset * mixed) / spread, 0
+        )
         scales[:, g] = bf16(before + change)
         moved = scales[:, g].float() - before
         was = offsets[:, g].float()
