@@ -35,6 +35,7 @@ from clearhead.inside.quantize import (
 from clearhead.quant.apply import QuantPlan, linear_names, quantize_model
 from clearhead.quant.calibrate import moments
 from clearhead.quant.layers import QuantizedLinear, quantized_parts
+from clearhead.quant.methods import CALIBRATED
 from common import save
 
 LENGTH = 512
@@ -47,6 +48,7 @@ VARIANTS = {
     "int4 rtn, symmetric": QuantPlan(4, symmetric=True, method="rtn"),
     "int4 hqq": QuantPlan(4, method="hqq"),
     "int4 hqq, symmetric": QuantPlan(4, symmetric=True, method="hqq"),
+    "int4 imatrix": QuantPlan(4),
     "int4 awq": QuantPlan(4, method="awq"),
     "int4 gptq": QuantPlan(4, method="gptq"),
     "int4 gptq, symmetric": QuantPlan(4, symmetric=True, method="gptq"),
@@ -178,7 +180,7 @@ def main() -> None:
     )
     if not options.as_stored:
         reorder(m.model)
-    title = "weights as stored (Q4_1)" if options.as_stored else "weights off their grid"
+    title = "weights as stored (Q4_1)" if options.as_stored else "channels in another order"
     count, seen_tokens = sum(map(len, test)), sum(one.numel() for one in valid)
     title += f", {count} rows of {LENGTH} tokens, calibrated on {seen_tokens:,}, on {device.type}"
     reference = Reference(m.model, test)
@@ -187,11 +189,12 @@ def main() -> None:
     print(f"{title}\nfloat32: perplexity {float32.perplexity:.3f}, on a grid {grid:.1%}", flush=True)
     if options.save:
         keep(title, "float32", {**float32.to_dict(), "bytes": size, "change": 0.0})
-    needed = any(VARIANTS[name].method in ("gptq", "awq") for name in options.variants)
+    needed = any(VARIANTS[name].method in CALIBRATED for name in options.variants)
     seen = moments(m.model, valid, linear_names(m.model)) if needed else None
     for name in options.variants:
         start = time.perf_counter()
-        model = quantize_model(m.model, VARIANTS[name], seen=seen or {}).model
+        given = seen if VARIANTS[name].method in CALIBRATED else None
+        model = quantize_model(m.model, VARIANTS[name], seen=given).model
         size = weight_bytes(model)
         found = reference.measured(widened(model))
         change = found.perplexity / float32.perplexity - 1

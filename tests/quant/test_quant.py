@@ -17,6 +17,7 @@ from clearhead.inside.quantize import weight_bytes
 from clearhead.model.cache import Cache
 from clearhead.quant import gptq
 from clearhead.quant.apply import dequantized, quantize_model
+from clearhead.quant.calibrate import drawn_sizes
 from clearhead.quant.grid import BLOCK, Grid, fitted, nearest_codes, pack, unpack
 from clearhead.quant.layers import QuantizedLinear, QuantizedTable, quantized_parts, rounding_bound
 from clearhead.quant.methods import METHODS, output_error
@@ -94,8 +95,30 @@ def test_each_method_lowers_the_error_that_it_is_for(symmetric):
     assert errors == pytest.approx(measured, rel=1e-3)
     # Of inputs drawn by four seeds the worst shares were 0.366 and 0.962, symmetric or not.
     assert errors["gptq"] < 0.4 * errors["rtn"] and errors["awq"] < 0.97 * errors["rtn"]
+    weighed = {name: float(((weight - w).square() * moment.diagonal()).sum()) for name, w in made.items()}
+    assert weighed["imatrix"] < 0.95 * weighed["rtn"]
     sizes = {name: float((weight - found).abs().pow(0.7).sum()) for name, found in made.items()}
     assert sizes["hqq"] < sizes["rtn"]
+
+
+def test_without_data_a_decoder_finds_its_large_inputs_by_itself_and_the_plan_says_what_was_done():
+    model = drawn(CONFIGS["Llama, grouped, untied"])
+    with torch.no_grad():  # one channel of what the queries of block 0 read is large
+        model.decoder.blocks[0].attention_residual.before.weight[5] = 40.0
+    name, grid = "decoder.blocks.0.attention.q", Grid(4, 32, False)
+    sizes = drawn_sizes(model, [name])[name]
+    with ch.record(model, "blocks.0.resid_pre") as seen, torch.no_grad():
+        length = min(256, model.config.max_positions)
+        model(torch.randint(61, (1, length), generator=torch.Generator().manual_seed(0)))
+        reads = model.decoder.blocks[0].attention_residual.before(seen["blocks.0.resid_pre"])
+    torch.testing.assert_close(sizes, reads.square().mean((0, 1)))
+    done = quantize_model(model, ch.QuantPlan.named("int4"))
+    weight, layer = model.get_submodule(name).weight, done.model.get_submodule(name)
+    plain = nearest_codes(grid, weight.detach()).weight()
+    errors = [float((reads @ (weight - w).t()).square().sum()) for w in (layer.weight, plain)]
+    assert errors[0] < 0.3 * errors[1] and done.plan.method == "imatrix"
+    assert quantize_model(drawn(CONFIGS["encoder"]), ch.QuantPlan()).plan.method == "hqq"
+    assert quantize_model(model, ch.QuantPlan(8)).plan.method == "rtn"
 
 
 def test_gptq_chooses_the_codes_of_the_formula_and_fits_grids_by_least_squares():

@@ -37,8 +37,8 @@ def quantize(
     bits: Annotated[Literal["4", "8"], option("bits of a weight")] = "4",
     group: Annotated[Literal["32", "64", "128", "256"], option("weights that share a scale")] = "32",
     method: Annotated[
-        Literal["rtn", "hqq", "gptq", "awq"] | None,
-        option("how weights are rounded; gptq and awq need --data; default: gptq with it, else hqq"),
+        Literal["rtn", "hqq", "imatrix", "gptq", "awq"] | None,
+        option("how weights are rounded; gptq and awq need --data; default: gptq with it, else imatrix"),
     ] = None,
     symmetric: Annotated[
         bool, option("scales alone, no offset beside them: 4.5 bits a weight, not 5")

@@ -1,6 +1,6 @@
-"""Four ways to choose the codes of a weight: to the nearest, HQQ, GPTQ, AWQ.
+"""Five ways to choose the codes of a weight: to the nearest, HQQ, by an importance matrix, GPTQ, AWQ.
 
-The last two know what the layer reads: `moment` [D, D] is the mean of x xᵀ over the inputs of a data set.
+The last three know what the layer reads: `moment` [D, D] is the mean of x xᵀ over the inputs of a data set.
 With it the mean squared error of the layer's outputs is the trace of Δ · moment · Δᵀ, Δ the error of the
 weight.
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from clearhead.quant.gptq import gptq_codes
-from clearhead.quant.grid import Grid, Quantized, bf16, nearest_codes, stored
+from clearhead.quant.grid import Grid, Quantized, bf16, fitted, nearest_codes, stored
 
 NORM, BETA, GROWTH, ROUNDS = 0.7, 10.0, 1.01, 20  # of HQQ: the norm, and how hard its steps pull
 POWERS = 20  # of AWQ: exponents that are tried, from 0 to 1
@@ -79,6 +79,18 @@ def hqq(grid: Grid, weight: Tensor, moment: Tensor | None) -> Rounding:
     return Rounding(stored(grid, weight.shape[1], codes.flatten(1), best, best_offsets))
 
 
+def imatrix(grid: Grid, weight: Tensor, moment: Tensor | None) -> Rounding:
+    """Fit each group's grid by least squares, each column by the mean square of its inputs.
+
+    Of the moment, only the diagonal counts: [D, D], or the diagonal itself [D].
+    """
+    assert moment is not None
+    groups, sizes = grid.split(weight), moment if moment.dim() == 1 else moment.diagonal()
+    scales, offsets = fitted(grid, groups, grid.split(sizes[None])[0])
+    codes = grid.round(groups, scales, offsets).flatten(1)
+    return Rounding(stored(grid, weight.shape[1], codes, scales, offsets))
+
+
 def gptq(grid: Grid, weight: Tensor, moment: Tensor | None) -> Rounding:
     """Choose codes that make up for each other's errors, on grids fitted to the outputs."""
     assert moment is not None
@@ -110,5 +122,5 @@ def output_error(difference: Tensor, moment: Tensor) -> float:
 
 
 Method = Callable[[Grid, Tensor, Tensor | None], Rounding]
-METHODS: dict[str, Method] = {"rtn": rtn, "hqq": hqq, "gptq": gptq, "awq": awq}
+METHODS: dict[str, Method] = {"rtn": rtn, "hqq": hqq, "imatrix": imatrix, "gptq": gptq, "awq": awq}
 CALIBRATED = ("gptq", "awq")  # methods that need data
