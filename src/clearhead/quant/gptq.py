@@ -22,6 +22,7 @@ def gptq_codes(grid: Grid, weight: Tensor, moment: Tensor) -> Quantized:
     Columns that read the largest inputs come first, while most others are left to make up for their errors.
     """
     D = weight.shape[1]
+    moment = _damped(moment)
     order = moment.diagonal().argsort(descending=True)
     root = _inverse_root(moment[order][:, order])
     scales, offsets = fitted(grid, grid.split(weight), grid.split(moment.diagonal()[None])[0])
@@ -96,13 +97,19 @@ def _refitted(
     return scales, offsets
 
 
+def _damped(moment: Tensor) -> Tensor:
+    """Add to the diagonal, so that no direction that the texts lack is left to chance: [D, D]."""
+    mean = moment.diagonal().mean().clamp(min=1e-12)
+    return moment + DAMPING * mean * torch.eye(len(moment), device=moment.device)
+
+
 def _inverse_root(moment: Tensor) -> Tensor:
-    """Return the upper Cholesky factor of the inverse of a damped moment: [D, D]."""
-    damping = DAMPING * float(moment.diagonal().mean().clamp(min=1e-12))
+    """Return the upper Cholesky factor of the inverse of a moment: [D, D]."""
+    wide, more = moment.double(), 0.0
     identity = torch.eye(len(moment), device=moment.device, dtype=torch.float64)
     while True:
-        factor, failed = torch.linalg.cholesky_ex(moment.double() + damping * identity)
+        factor, failed = torch.linalg.cholesky_ex(wide + more * identity)
         if not failed:
             root: Tensor = torch.linalg.cholesky(torch.cholesky_inverse(factor), upper=True)
             return root.float()
-        damping *= 10
+        more = 10 * more or DAMPING * float(wide.diagonal().mean())
