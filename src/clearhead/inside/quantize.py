@@ -164,9 +164,8 @@ def quantize(
     before = after = None
     if read is not None:
         before, after = read.compare(m.model, done.model, on_progress)
-    return QuantReport(
-        made, done.plan, tuple(done.layers), weight_bytes(m.model), weight_bytes(done.model), before, after, tried
-    )
+    sizes = weight_bytes(m.model), weight_bytes(done.model)
+    return QuantReport(made, done.plan, tuple(done.layers), *sizes, before, after, tried)
 
 
 def _names(wide: int | Sequence[str]) -> tuple[str, ...]:
