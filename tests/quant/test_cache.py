@@ -87,3 +87,9 @@ def test_generation_takes_it_and_a_row_of_a_batch_comes_out_as_alone(name):
 def test_what_it_has_no_form_for_is_refused_by_name(options, says):
     with pytest.raises(ch.InputError, match=says):
         ch.Model(drawn(CONFIGS["GPT-2"])).generate([1, 2], 4, **{"cache": "int8", **options})
+
+
+def test_layers_that_take_some_tokens_alone_are_refused():
+    config = CONFIGS["Llama, grouped, untied"].replace(depth_capacity=(0.5, 1.0))
+    with pytest.raises(ch.InputError, match="depth_capacity"):
+        ch.Model(drawn(config)).generate([1, 2], 4, cache="int8")

@@ -42,7 +42,7 @@ from clearhead.generate.sampling import (
 from clearhead.model.cache import Cache, WindowCache
 from clearhead.model.kinds.stream_cache import StreamCache, check_stream
 from clearhead.model.transformer import Transformer
-from clearhead.quant.cache import Int8Cache
+from clearhead.quant.cache import int8_cache
 
 RESERVE = 8192  # tokens that a cache makes room for beforehand at most; beyond, it grows as they come
 PREFILL_CHUNK = 1024  # longer prompts are read in pieces, so that scores of a long prompt never exist at once
@@ -175,7 +175,7 @@ def decode(
 def cache_for(model: Transformer, room: int, form: str | None = None) -> Cache:
     """Make a cache for `room` tokens; layers with a window keep rings where that halves it at least."""
     if form == "int8":
-        return Int8Cache(min(room, RESERVE))
+        return int8_cache(model.config, min(room, RESERVE))
     reaches = (kind.reach for kind in model.main.spec.kinds)
     smallest = min((reach for reach in reaches if reach is not None), default=room)
     return (WindowCache if room > 2 * smallest else Cache)(min(room, RESERVE))

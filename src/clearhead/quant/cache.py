@@ -10,7 +10,9 @@ Shapes: B batch, K key/value heads, T new tokens, S all tokens, E head width.
 import torch
 from torch import Tensor
 
+from clearhead.config import ModelConfig
 from clearhead.config.kinds import Kind
+from clearhead.errors import refuse
 from clearhead.model.cache import Cache, LayerKeys, with_room
 from clearhead.quant.grid import bf16
 
@@ -71,6 +73,16 @@ class Int8Keys(LayerKeys):
         """Return the numbers that codes before slot `stop` stand for."""
         codes, scales, v_codes, v_scales = (part.narrow(2, 0, stop).to(self.dtype) for part in self.parts)
         return codes.mul_(scales), v_codes.mul_(v_scales)
+
+
+def int8_cache(config: ModelConfig, reserve: int) -> Int8Cache:
+    """Make a cache of 8 bits; refuse it for a model that keeps keys in another way."""
+    refuse(
+        min(config.main.capacities) < 1,
+        'cache "int8" and layers that take some tokens alone (depth_capacity), whose keys have their own form: '
+        "leave cache out",
+    )
+    return Int8Cache(reserve)
 
 
 def _rounded(x: Tensor) -> tuple[Tensor, Tensor]:
