@@ -79,8 +79,8 @@ def int8_cache(config: ModelConfig, reserve: int) -> Int8Cache:
     """Make a cache of 8 bits; refuse it for a model that keeps keys in another way."""
     refuse(
         min(config.main.capacities) < 1,
-        'cache "int8" and layers that take some tokens alone (depth_capacity), whose keys have their own form: '
-        "leave cache out",
+        'cache "int8" with layers that take some tokens alone (depth_capacity): their keys have another form, '
+        "so leave cache out",
     )
     return Int8Cache(reserve)
 
