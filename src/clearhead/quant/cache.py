@@ -79,7 +79,7 @@ def int8_cache(config: ModelConfig, reserve: int) -> Int8Cache:
     """Make a cache of 8 bits; refuse it for a model that keeps keys in another way."""
     refuse(
         min(config.main.capacities) < 1,
-        'cache "int8" with layers that take some tokens alone (depth_capacity): their keys have another form, '
+        'cache "int8" with layers that take some tokens alone (depth_capacity): their keys lie otherwise, '
         "so leave cache out",
     )
     return Int8Cache(reserve)
