@@ -20,6 +20,7 @@ from clearhead.quant.grid import Grid, nearest_codes
 from clearhead.quant.layers import QuantizedLinear
 
 WAYS = {"this processor's": (), "AVX2": ("-mno-avx512f",), "plain loops": ("-DPLAIN",)}
+GRIDS = {"int8": Grid(8, 32), "int4": Grid(4, 32), "int4 with offsets": Grid(4, 32, symmetric=False)}
 
 
 def main() -> None:
@@ -39,9 +40,8 @@ def main() -> None:
     }
     layer = torch.nn.Linear(options.size[1], options.size[0], bias=False)
     layers = {"float32": layer}
-    for bits in (8, 4):
-        codes = nearest_codes(Grid(bits, 32), layer.weight.detach())
-        layers[f"int{bits}"] = QuantizedLinear(codes, None, None)
+    for name, grid in GRIDS.items():
+        layers[name] = QuantizedLinear(nearest_codes(grid, layer.weight.detach()), None, None)
     for rows in options.rows:
         x, out = torch.randn(rows, options.size[1]), torch.empty(rows, options.size[0])
         for kind, one in layers.items():

@@ -5,10 +5,11 @@
 MODEL is a directory in Hugging Face's layout or the GGUF file itself. The weights that can be had here come
 from a file that is rounded to 4 bits in groups of 32 already (Q4_1), so rounding them to the same grid costs
 next to nothing. They are moved off that grid first, unless `--as-stored`, without changing what the model
-computes: what a norm, a value or a gate's factor puts out is multiplied by random numbers near 1, and the
-weights that read it are divided by them. The first lines say that this is so: the share of groups of 32
-weights that have at most 16 different numbers, and perplexity, before and after. Calibration is on valid.txt
-and figures are on test.txt, rows of 512, all of them with `--tokens 0`.
+computes, nor any weight: channels of the residual stream, of values and of feed-forwards are put in another
+order, in all layers alike. A new group then has weights of many old ones, each with its own scale, and is as
+wide as groups are. The first lines say that this is so: the share of groups of 32 weights that have at most
+16 different numbers, and perplexity, before and after. Calibration is on valid.txt and figures are on
+test.txt, rows of 512, all of them with `--tokens 0`.
 
 Each variant is printed, and with `--save` kept, as soon as it is measured.
 """
@@ -34,50 +35,59 @@ from clearhead.inside.quantize import (
 from clearhead.quant.apply import QuantPlan, linear_names, quantize_model
 from clearhead.quant.calibrate import moments
 from clearhead.quant.layers import QuantizedLinear, quantized_parts
+from clearhead.quant.methods import CALIBRATED
 from common import save
 
 LENGTH = 512
 BATCH = 4
+MEMORY = 4e9  # bytes of log-probabilities to keep
 VARIANTS = {
     "int8 rtn": QuantPlan(8, method="rtn"),
     "int8 hqq": QuantPlan(8, method="hqq"),
     "int4 rtn": QuantPlan(4, method="rtn"),
-    "int4 rtn, offsets": QuantPlan(4, symmetric=False, method="rtn"),
+    "int4 rtn, symmetric": QuantPlan(4, symmetric=True, method="rtn"),
     "int4 hqq": QuantPlan(4, method="hqq"),
-    "int4 hqq, offsets": QuantPlan(4, symmetric=False, method="hqq"),
+    "int4 hqq, symmetric": QuantPlan(4, symmetric=True, method="hqq"),
+    "int4 imatrix": QuantPlan(4),
     "int4 awq": QuantPlan(4, method="awq"),
-    "int4 awq, offsets": QuantPlan(4, symmetric=False, method="awq"),
     "int4 gptq": QuantPlan(4, method="gptq"),
-    "int4 gptq, offsets": QuantPlan(4, symmetric=False, method="gptq"),
+    "int4 gptq, symmetric": QuantPlan(4, symmetric=True, method="gptq"),
 }
 RESULT = Path(__file__).parent / "results" / "quantize.json"
 
 
 @torch.no_grad()
-def regauge(model: ch.Transformer, spread: float = 0.2, seed: int = 0) -> None:
-    """Multiply and divide weights so that the model computes the same with others."""
+def reorder(model: ch.Transformer, seed: int = 0) -> None:
+    """Put channels in another order, in all layers alike: no weight changes, nor what the model computes."""
     generator = torch.Generator().manual_seed(seed)
 
-    def factors(size: int) -> Tensor:
-        return (spread * torch.randn(size, generator=generator)).exp().to(next(model.parameters()).device)
+    def order(size: int) -> Tensor:
+        return torch.randperm(size, generator=generator).to(next(model.parameters()).device)
 
+    def put(rows: Tensor | None, columns: Tensor | None, *weights: Tensor) -> None:
+        for weight in weights:
+            moved = weight if rows is None else weight[rows]
+            weight.copy_(moved if columns is None else moved[:, columns])
+
+    stream = order(model.config.d_model)  # the residual stream, which most layers read or write
+    tables = [model.main.embedding.front.tokens.weight, model.head.out.weight]
+    put(None, stream, *(tables[:1] if tables[0] is tables[1] else tables))
+    put(stream, None, model.main.norm.weight)
     for block in model.main.blocks:
         attention, feedforward = block.attention, block.feedforward
-        for norm, layers in (
-            (block.attention_residual.before, (attention.q, attention.k, attention.v)),
-            (block.feedforward_residual.before, (feedforward.gate, feedforward.up)),
-        ):
-            c = factors(norm.weight.shape[0])
-            norm.weight.mul_(c)
-            for layer in layers:
-                layer.weight.div_(c)
-        c = factors(attention.v.out_features)
-        attention.v.weight.mul_(c[:, None])
+        reading = attention.q, attention.k, attention.v, feedforward.gate, feedforward.up
+        put(None, stream, *(layer.weight for layer in reading))
+        put(stream, None, attention.out.weight, feedforward.down.weight)
+        put(stream, None, block.attention_residual.before.weight, block.feedforward_residual.before.weight)
+        inner = order(feedforward.up.out_features)
+        put(inner, None, feedforward.gate.weight, feedforward.up.weight)
+        put(None, inner, feedforward.down.weight)
+        width = attention.d_value  # values keep to their head, and several query heads read one
+        values = torch.stack([order(width) + width * head for head in range(attention.n_kv_heads)])
+        put(values.flatten(), None, attention.v.weight)
         shared = attention.n_heads // attention.n_kv_heads
-        attention.out.weight.div_(c.view(-1, attention.d_value).repeat_interleave(shared, 0).flatten())
-        c = factors(feedforward.up.out_features)
-        feedforward.up.weight.mul_(c[:, None])
-        feedforward.down.weight.div_(c)
+        starts = width * torch.arange(attention.n_heads, device=values.device)[:, None]
+        put(None, ((values % width).repeat_interleave(shared, 0) + starts).flatten(), attention.out.weight)
 
 
 @torch.no_grad()
@@ -118,14 +128,24 @@ def rows(m: ch.Model, path: Path, tokens: int, device: torch.device) -> list[Ten
     return list(torch.tensor(ids[: count * LENGTH], device=device).view(count, LENGTH).split(BATCH))
 
 
-@torch.no_grad()
-def measured(reference: ch.Transformer, model: ch.Transformer, test: list[Tensor]) -> TextFigures:
-    """Return the figures of a model beside the one it was made from; logits of a batch are held at a time."""
-    sums = torch.zeros(4, dtype=torch.float64)
-    for ids in test:
-        log = log_probabilities(reference, ids)
-        sums += text_sums(log, log if model is reference else log_probabilities(model, ids), ids)
-    return text_figures(sums)
+class Reference:
+    """What the model in float32 says of the test rows: kept where memory allows, else computed again."""
+
+    def __init__(self, model: ch.Transformer, test: list[Tensor]) -> None:
+        self.model, self.test = model, test
+        self.kept: list[Tensor] | None = None
+        if 4 * model.config.vocab_size * sum(one.numel() for one in test) <= MEMORY:
+            with torch.no_grad():
+                self.kept = [log_probabilities(model, ids) for ids in test]
+
+    @torch.no_grad()
+    def measured(self, model: ch.Transformer) -> TextFigures:
+        """Return the figures of a model beside this one; logits of a batch are held at a time."""
+        sums = torch.zeros(4, dtype=torch.float64)
+        for number, ids in enumerate(self.test):
+            log = log_probabilities(self.model, ids) if self.kept is None else self.kept[number]
+            sums += text_sums(log, log if model is self.model else log_probabilities(model, ids), ids)
+        return text_figures(sums)
 
 
 def keep(title: str, name: str, line: dict[str, object]) -> None:
@@ -154,27 +174,29 @@ def main() -> None:
     device = next(m.model.parameters()).device
     test = rows(m, options.data / "test.txt", options.tokens, device)
     valid = rows(m, options.data / "valid.txt", options.calibration, device)
-    stored = measured(m.model, m.model, test)
+    stored = Reference(m.model, test).measured(m.model)
     print(
         f"as stored: perplexity {stored.perplexity:.3f}, on a grid {share_on_grid(m.model):.1%}", flush=True
     )
     if not options.as_stored:
-        regauge(m.model)
-    title = "weights as stored (Q4_1)" if options.as_stored else "weights off their grid"
+        reorder(m.model)
+    title = "weights as stored (Q4_1)" if options.as_stored else "channels in another order"
     count, seen_tokens = sum(map(len, test)), sum(one.numel() for one in valid)
     title += f", {count} rows of {LENGTH} tokens, calibrated on {seen_tokens:,}, on {device.type}"
-    float32, size = measured(m.model, m.model, test), weight_bytes(m.model)
+    reference = Reference(m.model, test)
+    float32, size = reference.measured(m.model), weight_bytes(m.model)
     grid = share_on_grid(m.model)
     print(f"{title}\nfloat32: perplexity {float32.perplexity:.3f}, on a grid {grid:.1%}", flush=True)
     if options.save:
         keep(title, "float32", {**float32.to_dict(), "bytes": size, "change": 0.0})
-    needed = any(VARIANTS[name].method in ("gptq", "awq") for name in options.variants)
+    needed = any(VARIANTS[name].method in CALIBRATED for name in options.variants)
     seen = moments(m.model, valid, linear_names(m.model)) if needed else None
     for name in options.variants:
         start = time.perf_counter()
-        model = quantize_model(m.model, VARIANTS[name], seen=seen or {}).model
+        given = seen if VARIANTS[name].method in CALIBRATED else None
+        model = quantize_model(m.model, VARIANTS[name], seen=given).model
         size = weight_bytes(model)
-        found = measured(m.model, widened(model), test)
+        found = reference.measured(widened(model))
         change = found.perplexity / float32.perplexity - 1
         print(f"{name}: {found.perplexity:.3f} ({change:+.2%}), KL {found.divergence:.4f}, "
               f"{size / 1e6:.0f} MB, {time.perf_counter() - start:.0f} s", flush=True)  # fmt: skip

@@ -15,8 +15,10 @@ from clearhead.fast.prepare import prepared
 from clearhead.generate.decode import greedy
 from clearhead.inside.quantize import weight_bytes
 from clearhead.model.cache import Cache
+from clearhead.quant import gptq
 from clearhead.quant.apply import dequantized, quantize_model
-from clearhead.quant.grid import BLOCK, Grid, nearest_codes, pack, unpack
+from clearhead.quant.calibrate import drawn_sizes
+from clearhead.quant.grid import BLOCK, Grid, fitted, nearest_codes, pack, unpack
 from clearhead.quant.layers import QuantizedLinear, QuantizedTable, quantized_parts, rounding_bound
 from clearhead.quant.methods import METHODS, output_error
 
@@ -31,7 +33,12 @@ CONFIGS = {
     ),
     "experts": DECODER.replace(n_experts=3, n_active_experts=2),
 }
-PLANS = (ch.QuantPlan(8, method="rtn"), ch.QuantPlan(4, 64, symmetric=False), ch.QuantPlan(4, method="rtn"))
+PLANS = (
+    ch.QuantPlan(4, 64, symmetric=False),
+    ch.QuantPlan(8, method="rtn"),
+    ch.QuantPlan(4, symmetric=True, method="rtn"),
+    ch.QuantPlan.named("int4"),
+)
 
 
 def drawn(config):
@@ -86,10 +93,61 @@ def test_each_method_lowers_the_error_that_it_is_for(symmetric):
         name: float((x @ (weight - found).t()).square().sum()) / len(x) for name, found in made.items()
     }
     assert errors == pytest.approx(measured, rel=1e-3)
-    # Of inputs drawn by six seeds the worst shares were 0.722 and 0.962, symmetric or not.
-    assert errors["gptq"] < 0.74 * errors["rtn"] and errors["awq"] < 0.97 * errors["rtn"]
+    # Of inputs drawn by four seeds the worst shares were 0.366 and 0.962, symmetric or not.
+    assert errors["gptq"] < 0.4 * errors["rtn"] and errors["awq"] < 0.97 * errors["rtn"]
+    weighed = {name: float(((weight - w).square() * moment.diagonal()).sum()) for name, w in made.items()}
+    assert weighed["imatrix"] < 0.95 * weighed["rtn"]
     sizes = {name: float((weight - found).abs().pow(0.7).sum()) for name, found in made.items()}
     assert sizes["hqq"] < sizes["rtn"]
+
+
+def test_without_data_a_decoder_finds_its_large_inputs_by_itself_and_the_plan_says_what_was_done():
+    model = drawn(CONFIGS["Llama, grouped, untied"])
+    with torch.no_grad():  # one channel of what the queries of block 0 read is large
+        model.decoder.blocks[0].attention_residual.before.weight[5] = 40.0
+    name, grid = "decoder.blocks.0.attention.q", Grid(4, 32, False)
+    sizes = drawn_sizes(model, [name])[name]
+    with ch.record(model, "blocks.0.resid_pre") as seen, torch.no_grad():
+        length = min(256, model.config.max_positions)
+        model(torch.randint(61, (1, length), generator=torch.Generator().manual_seed(0)))
+        reads = model.decoder.blocks[0].attention_residual.before(seen["blocks.0.resid_pre"])
+    torch.testing.assert_close(sizes, reads.square().mean((0, 1)))
+    done = quantize_model(model, ch.QuantPlan.named("int4"))
+    weight, layer = model.get_submodule(name).weight.detach(), done.model.get_submodule(name)
+    plain = nearest_codes(grid, weight).weight()
+    errors = [float((reads @ (weight - w).t()).square().sum()) for w in (layer.weight, plain)]
+    assert errors[0] < 0.3 * errors[1] and done.plan.method == "imatrix"
+    assert quantize_model(drawn(CONFIGS["encoder"]), ch.QuantPlan()).plan.method == "hqq"
+    assert quantize_model(model, ch.QuantPlan(8)).plan.method == "rtn"
+
+
+def test_gptq_chooses_the_codes_of_the_formula_and_fits_grids_by_least_squares():
+    torch.manual_seed(0)
+    weight, x = torch.randn(5, 70) * 0.1, torch.randn(300, 70) @ torch.randn(70, 70)
+    moment, grid = x.t() @ x / len(x), Grid(4, 32, False)
+    order = moment.diagonal().argsort(descending=True)
+    scales, offsets = fitted(grid, grid.split(weight), torch.ones(3, 32))
+    damped = gptq._damped(moment)
+    root = gptq._inverse_root(damped[order][:, order])
+    codes = gptq._codes(grid, weight, root, order, scales, offsets)
+    left = weight.double().clone()  # the plain formula: the inverse loses each column that was rounded
+    inverse = (moment.double() + gptq.DAMPING * moment.diagonal().double().mean() * torch.eye(70)).inverse()
+    for d in order.tolist():
+        scale, offset = scales[:, d // 32].double(), offsets[:, d // 32].double()
+        code = ((left[:, d] - offset) / scale).round().clamp(-8, 7)
+        assert torch.equal(codes[:, d].double(), code)
+        error = (left[:, d] - code * scale - offset) / inverse[d, d]
+        left -= error[:, None] * inverse[d]
+        inverse -= inverse[:, d, None] * inverse[d] / inverse[d, d]
+    # Of one group, the best scale and offset are those of a least-squares fit to the outputs.
+    weight, codes, x = weight[:, :32], codes[:, :32], x[:, :32]
+    first = scales[:, :1], offsets[:, :1]
+    found = gptq._refitted(grid, weight, codes, x.t() @ x / len(x), *first)
+    for n in range(5):
+        basis = torch.stack([x @ codes[n], x.sum(1)], 1).double()
+        best = torch.linalg.lstsq(basis, (x @ weight[n]).double()[:, None]).solution[:, 0]
+        assert float(found[0][n]) == pytest.approx(float(best[0]), rel=2**-8)
+        assert float(found[1][n]) == pytest.approx(float(best[1]), rel=2**-6, abs=1e-3)
 
 
 @pytest.mark.cpu
@@ -116,7 +174,7 @@ def test_products_in_c_keep_to_the_error_they_state_and_each_row_is_as_if_alone(
 def test_a_directory_gives_the_same_model_back(name, tmp_path):
     model, given = drawn(CONFIGS[name]), inputs(CONFIGS[name])
     ch.Model(model).save(tmp_path / "wide")
-    for plan in PLANS[:2]:
+    for plan in PLANS[2:] if name == "GPT-2" else PLANS[:2]:
         m = ch.load(tmp_path / "wide", quantize=plan)
         logits = m.model(**given).logits
         assert torch.equal(logits, dequantized(m.model)(**given).logits)
@@ -131,10 +189,11 @@ def test_a_directory_gives_the_same_model_back(name, tmp_path):
         for part_name, part in quantized_parts(m.model).items():  # to the byte: tiles of 4 rows, runs of 32
             rows, columns = (part.out_features + 3) // 4 * 4, (part.in_features + 31) // 32 * 32
             bits = 8 if part_name.endswith((".tokens", "head.out")) else plan.bits
-            groups, kept = (
-                -(-part.in_features // plan.group),
-                [part.scales, part.offsets][: 2 - plan.symmetric],
-            )
+            groups, kept = -(-part.in_features // plan.group), [part.scales]
+            if plan.symmetric is False or (plan.symmetric is None and bits == 4):
+                kept.append(part.offsets)
+            else:
+                assert part.offsets is None
             assert part.codes.numel() == rows * columns * bits // 8
             assert [one.numel() * one.element_size() for one in kept] == [2 * rows * groups] * len(kept)
         with safe_open(first, "pt") as file:
@@ -225,7 +284,7 @@ def test_looking_inside_works_and_training_and_pruning_are_refused_by_name(tmp_p
     ],
 )
 def test_a_config_that_does_not_fit_the_codes_is_refused(tmp_path, change, wrong):
-    ch.Model(quantize_model(drawn(DECODER), PLANS[0]).model).save(tmp_path)
+    ch.Model(quantize_model(drawn(DECODER), PLANS[1]).model).save(tmp_path)
     theirs = json.loads((tmp_path / "config.json").read_text())
     change(theirs["quantization_config"])
     (tmp_path / "config.json").write_text(json.dumps(theirs))
@@ -237,6 +296,9 @@ def test_a_report_measures_on_text_that_was_not_calibrated_on(tmp_path):
     m = ch.Model(drawn(DECODER.replace(max_positions=32)))
     torch.manual_seed(0)
     ids = torch.randint(61, (600,)).tolist()
+    micro = ch.Model(ch.Transformer(ch.preset("micro-decoder")))
+    poor = ch.quantize(micro, text=[1, 2, 3, 4] * 300).after  # moments of a low rank
+    assert poor.divergence < 0.1
     found = ch.quantize(m, text=ids, wide=1, calibration=128, evaluation=96)
     assert found.method == "gptq" and len(found.wide) == 1 and len(found.sensitivity) == 4
     assert found.wide[0] == f"{found.sensitivity[0].part}.*" and found.before.divergence == 0

@@ -37,10 +37,13 @@ def quantize(
     bits: Annotated[Literal["4", "8"], option("bits of a weight")] = "4",
     group: Annotated[Literal["32", "64", "128", "256"], option("weights that share a scale")] = "32",
     method: Annotated[
-        Literal["rtn", "hqq", "gptq", "awq"] | None,
-        option("how weights are rounded; gptq and awq need --data; default: gptq with it, else hqq"),
+        Literal["rtn", "hqq", "imatrix", "gptq", "awq"] | None,
+        option("how weights are rounded; gptq and awq need --data; default: gptq with it, else imatrix"),
     ] = None,
-    asymmetric: Annotated[bool, option("give each group an offset beside its scale")] = False,
+    symmetric: Annotated[
+        bool, option("scales alone, no offset beside them: 4.5 bits a weight, not 5")
+    ] = False,
+    asymmetric: Annotated[bool, option("an offset beside each scale, which 4 bits have by default")] = False,
     data: Annotated[
         tuple[str, ...],
         option(f"a text, half to calibrate on, half to measure on: {DATA}", metavar="FILE"),
@@ -75,6 +78,7 @@ def quantize(
         CheckpointError,
     )
     refuse(bool(wide) and sensitive != 0, "--wide and --sensitive were both given: choose one")
+    refuse(symmetric and asymmetric, "--symmetric and --asymmetric were both given: choose one")
     refuse(sensitive < 0, f"--sensitive {sensitive} is negative: it is a number of parts")
     model = load_model(folder, tokenizer, device, plot=plot)
     from clearhead.inside.quantize import quantize as run
@@ -85,7 +89,7 @@ def quantize(
             int(bits),
             int(group),
             method=method,
-            symmetric=not asymmetric,
+            symmetric=symmetric if symmetric or asymmetric else None,
             text=data,
             wide=sensitive or wide,
             calibration=calibration,

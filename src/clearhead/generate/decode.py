@@ -42,6 +42,7 @@ from clearhead.generate.sampling import (
 from clearhead.model.cache import Cache, WindowCache
 from clearhead.model.kinds.stream_cache import StreamCache, check_stream
 from clearhead.model.transformer import Transformer
+from clearhead.quant.cache import int8_cache
 
 RESERVE = 8192  # tokens that a cache makes room for beforehand at most; beyond, it grows as they come
 PREFILL_CHUNK = 1024  # longer prompts are read in pieces, so that scores of a long prompt never exist at once
@@ -128,7 +129,7 @@ def decode(
     running = list(range(len(rows)))
     chooser = Chooser(model, request, prompts, ends, rows)
     if cache is None:
-        cache = cache_for(model, prompts.longest + request.max_new_tokens)
+        cache = cache_for(model, prompts.longest + request.max_new_tokens, request.cache)
         if streams(model, request, prompts):
             cache = StreamCache(model.config, *stream_room(model, request))
     if request.early_exit is not None:
@@ -162,7 +163,7 @@ def decode(
         if over or stretched != is_stretched(model, length):
             stretched = is_stretched(model, length)
             texts = [(rows[i].prompt + rows[i].ids)[-(window or length) :] for i in running]
-            cache = cache_for(model, window or prompts.longest + request.max_new_tokens)
+            cache = cache_for(model, window or prompts.longest + request.max_new_tokens, request.cache)
             logits = prefill(model, texts, cache, *prompts.rows(running).sources)
         elif step is not None:
             logits = step(chosen, cache)
@@ -171,8 +172,10 @@ def decode(
     return rows
 
 
-def cache_for(model: Transformer, room: int) -> Cache:
+def cache_for(model: Transformer, room: int, form: str | None = None) -> Cache:
     """Make a cache for `room` tokens; layers with a window keep rings where that halves it at least."""
+    if form == "int8":
+        return int8_cache(model.config, min(room, RESERVE))
     reaches = (kind.reach for kind in model.main.spec.kinds)
     smallest = min((reach for reach in reaches if reach is not None), default=room)
     return (WindowCache if room > 2 * smallest else Cache)(min(room, RESERVE))

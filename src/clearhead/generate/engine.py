@@ -62,7 +62,7 @@ def decode_compiled(
     if request.compile and streams(model, request, prompts):
         warn_uncompiled("a text that streams turns its first keys anew for each token")
     moving = slides(model, request, prompts) or streams(model, request, prompts)
-    if cache is None and not moving and request.early_exit is None:
+    if cache is None and not moving and request.early_exit is None and request.cache is None:
         read = 0 if source is None else model.config.stacks[0].n_tokens(source.shape[1])
         sizes = (len(prompts.ids), prompts.longest + most, read)
         step = steps.find(*sizes, compiles=bool(request.compile))

@@ -95,6 +95,7 @@ def with_own(own: Mapping[str, Any], asked: Mapping[str, Any], hooked: bool = Fa
         hooked
         or asked.get("overflow") == "stream"
         or asked.get("early_exit") is not None
+        or asked.get("cache") is not None
         or any(asked.get(name) for name in WATCHED)
         or any(name in asked for name in DRAWING)
     ):

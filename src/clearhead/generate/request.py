@@ -154,6 +154,7 @@ class Request(Sampling):
     lookup: int = 0  # guess so many tokens at a time from the text itself: the same text, sooner; 0: off
     draft_tokens: int = 4  # how many tokens a draft model guesses at a time
     compile: bool | None = None  # compile the step of a token; None: only record it, on a GPU; False: neither
+    cache: Literal["int8"] | None = None  # keep keys and values in 8 bits: a quarter of the memory of float32
     early_exit: float | None = None  # skip the layers left once the best token is more probable than this
     exit_from: int | None = None  # of early_exit: ask first after so many layers; default: half
 
@@ -162,6 +163,7 @@ class Request(Sampling):
             self.overflow not in ("refuse", "window", "slide", "stream"),
             f'overflow "{self.overflow}" is not known: choose slide, stream, refuse or window',
         )
+        refuse(self.cache not in (None, "int8"), f'cache "{self.cache}" is not known: choose int8')
         super().__post_init__()
         for name in ("sinks", "stream_window"):
             value = getattr(self, name)
@@ -215,6 +217,20 @@ class Request(Sampling):
             refuse(
                 self.early_exit is not None and value not in (None, False, 0),
                 f"{name} with early_exit, which skips layers that it needs: leave one of them out",
+            )
+            refuse(
+                self.cache is not None and value not in (None, False, 0),
+                f'{name} with cache "{self.cache}", which it has no form for: leave one of them out',
+            )
+        others = {
+            "early_exit": self.early_exit,
+            "compile": self.compile,
+            "overflow": self.overflow == "stream",
+        }
+        for name, value in others.items():
+            refuse(
+                self.cache is not None and value not in (None, False),
+                f'{name} {getattr(self, name)} with cache "{self.cache}": leave one of them out',
             )
         refuse(
             self.early_exit is not None and self.compile,
@@ -277,6 +293,7 @@ class RequestOptions(TypedDict, total=False):
     lookup: int
     draft_tokens: int
     compile: bool | None
+    cache: Literal["int8"] | None
     early_exit: float | None
     exit_from: int | None
 

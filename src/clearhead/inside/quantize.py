@@ -96,8 +96,8 @@ class QuantReport(Result):
 
     @property
     def symmetric(self) -> bool:
-        """Whether scales have no offset."""
-        return self.plan.symmetric
+        """Whether the scales of layers of `bits` have no offset."""
+        return self.plan.grid_of(self.bits).symmetric
 
     @property
     def method(self) -> str:
@@ -116,7 +116,7 @@ def quantize(
     group: int = 32,
     *,
     method: MethodName | None = None,
-    symmetric: bool = True,
+    symmetric: bool | None = None,
     text: str | Path | Sequence[str | Path] | Sequence[int] = (),
     wide: int | Sequence[str] = (),
     calibration: int = 8192,
@@ -129,9 +129,9 @@ def quantize(
         m: what `load` gave, in floating point.
         bits: 8 or 4; the output layer and token tables keep 8.
         group: weights of a row that share a scale: 32, 64, 128 or 256.
-        method: rtn (to the nearest), hqq (no data), gptq or awq, which need a text; None: gptq with a text,
-            else hqq.
-        symmetric: scales alone; False: each group has an offset too.
+        method: rtn (to the nearest), hqq or imatrix, which need no text, gptq or awq, which do; None: gptq
+            with a text; without, imatrix for 4 bits of a decoder, hqq for other models, rtn for 8 bits.
+        symmetric: True: scales alone; False: each group has an offset too; None: 4 bits have one, 8 have not.
         text: files, an embedded corpus or token ids, for a decoder language model: one half calibrates, and
             the other is what perplexity and divergence are measured on.
         wide: names of layers, with `*` for anything, that keep 8 bits (of 8: floating point); or how many
@@ -141,12 +141,12 @@ def quantize(
         on_progress: told what is being done, and how much of how much is.
     """
     given = isinstance(text, str | Path) or len(text) > 0
-    plan = QuantPlan(bits, group, symmetric, method or ("gptq" if given else "hqq"), _names(wide))
+    plan = QuantPlan(bits, group, symmetric, method or ("gptq" if given else "imatrix"), _names(wide))
     refuse(m.towers is not None, f"{m.folder} has two towers: quantize one of them, {m.folder}/text")
     refuse(
         not given and (plan.method in CALIBRATED or isinstance(wide, int)),
         f"{'wide ' + str(wide) if isinstance(wide, int) else 'method ' + plan.method} needs a text: "
-        "give text (on the command line --data FILE), or choose rtn or hqq, and wide layers by name",
+        "give text (on the command line --data FILE), or choose imatrix, rtn or hqq, and wide layers by name",
     )
     for name, value in (("calibration", calibration), ("evaluation", evaluation)):
         refuse(value < 2, f"{name} {value} must be 2 tokens or more")
@@ -164,9 +164,8 @@ def quantize(
     before = after = None
     if read is not None:
         before, after = read.compare(m.model, done.model, on_progress)
-    return QuantReport(
-        made, plan, tuple(done.layers), weight_bytes(m.model), weight_bytes(done.model), before, after, tried
-    )
+    sizes = weight_bytes(m.model), weight_bytes(done.model)
+    return QuantReport(made, done.plan, tuple(done.layers), *sizes, before, after, tried)
 
 
 def _names(wide: int | Sequence[str]) -> tuple[str, ...]:

@@ -201,13 +201,13 @@ class GrowingKeys(LayerKeys):
         """Append the new keys and values; return views of the buffers."""
         start, stop = self.cache.length, self.cache.length + k.shape[2]
         room = max(stop, self.cache.reserve)
-        self.k, self.v = _with_room(self.k, k, start, room), _with_room(self.v, v, start, room)
+        self.k, self.v = with_room(self.k, k, start, room), with_room(self.v, v, start, room)
         self.k.narrow(2, start, stop - start).copy_(k.detach() if k.requires_grad else k)
         self.v.narrow(2, start, stop - start).copy_(v.detach() if v.requires_grad else v)
         return self.k.narrow(2, 0, stop), self.v.narrow(2, 0, stop)
 
 
-def _with_room(buffer: Tensor | None, new: Tensor, filled: int, room: int) -> Tensor:
+def with_room(buffer: Tensor | None, new: Tensor, filled: int, room: int) -> Tensor:
     """Return `buffer` if it has `room` slots, else a copy with at least twice as many: [B, K, room, E]."""
     slots = 0 if buffer is None else buffer.shape[2]
     if buffer is not None and slots >= room:

@@ -4,6 +4,7 @@ Shapes: N width out, D width in, T tokens.
 """
 
 import copy
+import dataclasses
 import fnmatch
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -17,12 +18,12 @@ from clearhead.fast.training import NarrowLinear
 from clearhead.model.feedforward import Experts
 from clearhead.model.heads import LanguageHead
 from clearhead.model.transformer import Transformer
-from clearhead.quant.calibrate import moments
+from clearhead.quant.calibrate import drawn_sizes, moments
 from clearhead.quant.grid import Grid
 from clearhead.quant.layers import QuantizedLinear, QuantizedTable, quantized_parts
-from clearhead.quant.methods import CALIBRATED, METHODS, Rounding, output_error, rtn
+from clearhead.quant.methods import CALIBRATED, METHODS, Rounding, hqq, output_error, rtn
 
-MethodName = Literal["rtn", "hqq", "gptq", "awq"]
+MethodName = Literal["rtn", "hqq", "imatrix", "gptq", "awq"]
 NAMES = {"int8": 8, "int4": 4}
 OUTPUT = "head.out"
 
@@ -32,13 +33,14 @@ class QuantPlan:
     """What to make of a model: weights of 4 or 8 bits, and how their codes are chosen.
 
     Layers whose names match one of `wide` keep 8 bits, or with 8 bits the dtype they have. The output layer
-    and the token table keep 8 bits in any case.
+    and the token table keep 8 bits in any case. Without a choice, groups of 4 bits have an offset beside
+    their scale, and those of 8 bits, which gain little by it, have none.
     """
 
     bits: int = 4
     group: int = 32
-    symmetric: bool = True
-    method: MethodName = "hqq"
+    symmetric: bool | None = None  # None: by the bits of a layer
+    method: MethodName = "imatrix"
     wide: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -47,7 +49,7 @@ class QuantPlan:
             self.method not in methods,
             f'method "{self.method}" is not known: choose from {", ".join(methods)}',
         )
-        Grid(self.bits, self.group, self.symmetric)
+        self.grid_of(self.bits)
 
     @classmethod
     def named(cls, name: "str | QuantPlan") -> "QuantPlan":
@@ -66,7 +68,11 @@ class QuantPlan:
         if chosen and self.bits == 8:
             return None
         wide = chosen or name == OUTPUT or name.endswith("tokens")
-        return Grid(8 if wide else self.bits, self.group, self.symmetric)
+        return self.grid_of(8 if wide else self.bits)
+
+    def grid_of(self, bits: int) -> Grid:
+        """Return the grid of layers that have this many bits."""
+        return Grid(bits, self.group, bits == 8 if self.symmetric is None else self.symmetric)
 
 
 @dataclass(frozen=True)
@@ -131,7 +137,8 @@ def quantize_model(
 
     Args:
         model: a model in floating point.
-        plan: bits, groups and method.
+        plan: bits, groups and method; "imatrix" without rows reads tokens drawn at random, and where a model
+            cannot, or has 8 bits, "hqq" or "rtn" takes its place.
         rows: ids [1, T] of texts to calibrate on, for a method that needs them.
         on_layer: told each layer, how many are done, and how many there are.
         seen: moments of the inputs by layer, where they were measured before; they take the place of rows.
@@ -145,8 +152,12 @@ def quantize_model(
             raise InputError(f'no layer is called "{pattern}"{nearest(pattern, names)}')
     refuse(
         plan.method in CALIBRATED and rows is None and seen is None,
-        f'method "{plan.method}" needs texts to calibrate on: give data, or choose rtn or hqq',
+        f'method "{plan.method}" needs texts to calibrate on: give data, or choose imatrix, rtn or hqq',
     )
+    sizes: Mapping[str, Tensor] = {}
+    if plan.method == "imatrix" and rows is None and not seen:
+        sizes = drawn_sizes(model, given) if plan.bits == 4 else {}
+        plan = plan if sizes else dataclasses.replace(plan, method="hqq" if plan.bits == 4 else "rtn")
     if seen is None:
         seen = {} if rows is None else moments(model, rows, given)
     made, layers = shared_copy(model), []
@@ -155,7 +166,7 @@ def quantize_model(
         layer = cast(nn.Linear, model.get_submodule(name))
         grid = cast(Grid, plan.grid(name))
         weight = layer.weight.detach().float()
-        choice = _chosen(plan, name, grid, weight, seen.get(name))
+        choice = _chosen(plan, name, grid, weight, seen.get(name, sizes.get(name)))
         new = QuantizedLinear(choice.made, layer.bias, choice.smooth, layer.weight.dtype)
         made.set_submodule(name, new)
         layers.append(_error(name, new, weight, choice, seen.get(name)))
@@ -168,8 +179,8 @@ def _chosen(plan: QuantPlan, name: str, grid: Grid, weight: Tensor, moment: Tens
     """Choose the codes of one layer; one that no text reached, such as an idle expert, is rounded plainly."""
     if name == OUTPUT and plan.method == "awq":  # its rows are a table too, which has no inputs to divide
         return rtn(grid, weight, None)
-    if plan.method in CALIBRATED and moment is None:
-        return rtn(grid, weight, None)
+    if moment is None and plan.method not in ("rtn", "hqq"):
+        return hqq(grid, weight, None) if plan.method == "imatrix" else rtn(grid, weight, None)
     return METHODS[plan.method](grid, weight, moment)
 
 

@@ -1,4 +1,7 @@
-"""What the linear layers of a model read, measured on texts: the second moment of their inputs.
+"""What the linear layers of a model read: the second moment of their inputs on texts, or their mean squares.
+
+Which inputs are large is much the same whatever a model reads. Tokens drawn at random tell it well enough,
+and a model can be calibrated so without any text.
 
 Shapes: D width in, T tokens.
 """
@@ -12,6 +15,8 @@ from torch import Tensor, nn
 
 from clearhead.model.transformer import Transformer, evaluating
 
+DRAWN = 256  # tokens
+
 
 @torch.no_grad()
 def moments(model: Transformer, rows: Iterable[Tensor], names: Iterable[str]) -> dict[str, Tensor]:
@@ -24,6 +29,31 @@ def moments(model: Transformer, rows: Iterable[Tensor], names: Iterable[str]) ->
         for row in rows:
             model(row.to(next(model.parameters()).device), logits="last")
     return {name: total / count for name, (total, count) in sums.items()}
+
+
+@torch.no_grad()
+def drawn_sizes(model: Transformer, names: Iterable[str]) -> dict[str, Tensor]:
+    """Return the mean squares of what each named layer reads of tokens drawn at random, by name: [D].
+
+    Empty for a model that reads more than tokens, or no tokens.
+    """
+    config, sizes = model.config, dict[str, Tensor]()
+    if config.family != "decoder" or config.head != "lm":
+        return sizes
+    length = min(DRAWN, config.max_positions)
+    ids = torch.randint(config.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
+
+    def see(name: str, part: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        sizes[name] = inputs[0].reshape(-1, inputs[0].shape[-1]).float().square().mean(0)
+
+    hooks = [model.get_submodule(n).register_forward_pre_hook(partial(see, n)) for n in names]
+    try:
+        with evaluating(model):
+            model(ids.to(next(model.parameters()).device), logits="last")
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return sizes
 
 
 @contextmanager

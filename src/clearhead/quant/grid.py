@@ -26,6 +26,8 @@ BLOCK = 32  # columns that kernels take at a time: groups are multiples of it
 TILE = 4  # rows, and columns, of a tile
 BITS = (4, 8)
 GROUPS = (32, 64, 128, 256)
+WIDTHS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)  # of grids that are tried, beside the one that spans a group
+FITS = 3  # times that each is measured, and fitted between
 
 
 @dataclass(frozen=True)
@@ -145,6 +147,56 @@ def nearest_codes(grid: Grid, weight: Tensor) -> Quantized:
     groups = grid.split(weight)
     scales, offsets = grid.fit(groups)
     return stored(grid, weight.shape[1], grid.round(groups, scales, offsets).flatten(1), scales, offsets)
+
+
+def fitted(grid: Grid, groups: Tensor, importance: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return scales and offsets of least squared error, each column of a group by its importance.
+
+    Grids of several widths are tried, and each is fitted to the codes that it gives by least squares. Eight
+    bits are fine enough to span a group. [N, G, group] with [G, group] -> [N, G] twice.
+    """
+    spanning, middle = grid.fit(groups)
+    if grid.bits == 8:
+        return spanning, middle
+    importance = importance.clamp(min=float(importance.mean()) * 1e-6 + 1e-30)
+    least, best, best_offsets = torch.full_like(spanning, torch.inf, dtype=torch.float32), spanning, middle
+    for width in WIDTHS:
+        scales, offsets = bf16(spanning.float() * width), middle
+        for _ in range(FITS):
+            codes = grid.round(groups, scales, offsets)
+            error = ((groups - _grown(codes, scales, offsets)).square() * importance).sum(-1)
+            better = error < least
+            least, best = torch.where(better, error, least), torch.where(better, scales, best)
+            if offsets is not None and best_offsets is not None:
+                best_offsets = torch.where(better, offsets, best_offsets)
+            scales, offsets = _least_squares(groups, codes, importance, scales, offsets)
+    return best, best_offsets
+
+
+def _least_squares(
+    groups: Tensor, codes: Tensor, importance: Tensor, scales: Tensor, offsets: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Fit scales and offsets to codes: [N, G, group] twice, [G, group], [N, G] twice -> [N, G] twice."""
+    centre = mean = torch.zeros(())
+    if offsets is not None:
+        total = importance.sum(-1)
+        centre, mean = ((x * importance).sum(-1) / total for x in (codes, groups))
+        codes, groups = codes - centre[..., None], groups - mean[..., None]
+    weighed = codes * importance
+    size = (weighed * codes).sum(-1)
+    scales = bf16(torch.where(size > 0, (weighed * groups).sum(-1) / size.clamp(min=1e-30), scales.float()))
+    return scales, None if offsets is None else bf16(mean - scales.float() * centre)
+
+
+def _grown(codes: Tensor, scales: Tensor, offsets: Tensor | None) -> Tensor:
+    """Return the numbers that codes stand for: [N, G, group]."""
+    made = codes * scales.float()[..., None]
+    return made if offsets is None else made + offsets.float()[..., None]
+
+
+def numbers(grid: Grid, codes: Tensor, scales: Tensor, offsets: Tensor | None) -> Tensor:
+    """Return the numbers that codes [N, D] stand for, before they are laid out: [N, D]."""
+    return _grown(grid.split(codes), scales, offsets).flatten(1)[:, : codes.shape[1]]
 
 
 def _laid(codes: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
-"""Four ways to choose the codes of a weight: to the nearest, HQQ, GPTQ, AWQ.
+"""Five ways to choose the codes of a weight: to the nearest, HQQ, by an importance matrix, GPTQ, AWQ.
 
-The last two know what the layer reads: `moment` [D, D] is the mean of x xᵀ over the inputs of a data set.
+The last three know what the layer reads: `moment` [D, D] is the mean of x xᵀ over the inputs of a data set.
 With it the mean squared error of the layer's outputs is the trace of Δ · moment · Δᵀ, Δ the error of the
 weight.
 
@@ -13,10 +13,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from clearhead.quant.grid import Grid, Quantized, bf16, nearest_codes, stored
+from clearhead.quant.gptq import gptq_codes
+from clearhead.quant.grid import Grid, Quantized, bf16, fitted, nearest_codes, stored
 
 NORM, BETA, GROWTH, ROUNDS = 0.7, 10.0, 1.01, 20  # of HQQ: the norm, and how hard its steps pull
-DAMPING = 0.01  # of GPTQ: added to the diagonal of the moment, as a share of its mean
 POWERS = 20  # of AWQ: exponents that are tried, from 0 to 1
 
 
@@ -79,60 +79,22 @@ def hqq(grid: Grid, weight: Tensor, moment: Tensor | None) -> Rounding:
     return Rounding(stored(grid, weight.shape[1], codes.flatten(1), best, best_offsets))
 
 
-def gptq(grid: Grid, weight: Tensor, moment: Tensor | None) -> Rounding:
-    """Round column by column, and let the columns to come make up for the error of each."""
+def imatrix(grid: Grid, weight: Tensor, moment: Tensor | None) -> Rounding:
+    """Fit each group's grid by least squares, each column by the mean square of its inputs.
+
+    Of the moment, only the diagonal counts: [D, D], or the diagonal itself [D].
+    """
     assert moment is not None
-    N, D = weight.shape
-    left, inverse = weight.clone(), _inverse_root(moment)
-    codes = torch.zeros(N, D, device=weight.device)
-    scales: list[Tensor] = []
-    offsets: list[Tensor] = []
-    for start in range(0, D, grid.group):
-        stop = min(start + grid.group, D)
-        scale, offset = _searched(grid, left[:, start:stop], moment.diagonal()[start:stop])
-        scales.append(scale)
-        offsets += [] if offset is None else [offset]
-        errors = torch.zeros(N, stop - start, device=weight.device)
-        for column in range(start, stop):
-            numbers = left[:, column : column + 1, None]
-            code = grid.round(numbers, scale, offset)[:, 0, 0]
-            made = code * scale[:, 0].float() + (0 if offset is None else offset[:, 0].float())
-            codes[:, column] = code
-            error = (left[:, column] - made) / inverse[column, column]
-            errors[:, column - start] = error
-            left[:, column + 1 : stop] -= error[:, None] * inverse[column, None, column + 1 : stop]
-        left[:, stop:] -= errors @ inverse[start:stop, stop:]
-    return Rounding(stored(grid, D, codes, torch.cat(scales, 1), torch.cat(offsets, 1) if offsets else None))
+    groups, sizes = grid.split(weight), moment if moment.dim() == 1 else moment.diagonal()
+    scales, offsets = fitted(grid, groups, grid.split(sizes[None])[0])
+    codes = grid.round(groups, scales, offsets).flatten(1)
+    return Rounding(stored(grid, weight.shape[1], codes, scales, offsets))
 
 
-def _inverse_root(moment: Tensor) -> Tensor:
-    """Return the upper Cholesky factor of the inverse of a damped moment: [D, D]."""
-    mean = moment.diagonal().mean().clamp(min=1e-12)
-    damping = DAMPING * float(mean)
-    identity = torch.eye(len(moment), device=moment.device, dtype=torch.float64)
-    while True:
-        factor, failed = torch.linalg.cholesky_ex(moment.double() + damping * identity)
-        if not failed:
-            root: Tensor = torch.linalg.cholesky(torch.cholesky_inverse(factor), upper=True)
-            return root.float()
-        damping *= 10
-
-
-def _searched(grid: Grid, weight: Tensor, importance: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return the grid of one group, narrowed where that lowers its error: [N, group] -> [N, 1] twice."""
-    groups = weight[:, None]  # N 1 group
-    scales, offsets = grid.fit(groups)
-    best, found = torch.full_like(scales, torch.inf, dtype=torch.float32), (scales, offsets)
-    for share in (1.0, 0.95, 0.9, 0.85, 0.8):
-        scale = bf16(scales.float() * share)
-        codes = grid.round(groups, scale, offsets)
-        made = codes * scale.float()[..., None] + (0 if offsets is None else offsets.float()[..., None])
-        error = ((groups - made).square() * importance).sum(-1)
-        best, found = (
-            torch.minimum(best, error),
-            (torch.where(error < best, scale, found[0]), offsets),
-        )
-    return found
+def gptq(grid: Grid, weight: Tensor, moment: Tensor | None) -> Rounding:
+    """Choose codes that make up for each other's errors, on grids fitted to the outputs."""
+    assert moment is not None
+    return Rounding(gptq_codes(grid, weight, moment))
 
 
 def awq(grid: Grid, weight: Tensor, moment: Tensor | None) -> Rounding:
@@ -160,5 +122,5 @@ def output_error(difference: Tensor, moment: Tensor) -> float:
 
 
 Method = Callable[[Grid, Tensor, Tensor | None], Rounding]
-METHODS: dict[str, Method] = {"rtn": rtn, "hqq": hqq, "gptq": gptq, "awq": awq}
+METHODS: dict[str, Method] = {"rtn": rtn, "hqq": hqq, "imatrix": imatrix, "gptq": gptq, "awq": awq}
 CALIBRATED = ("gptq", "awq")  # methods that need data

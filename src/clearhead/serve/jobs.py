@@ -30,7 +30,15 @@ from clearhead.tasks.generation import (
 from clearhead.tasks.results import Generation
 
 # Options that are not served, and the value that asks for nothing.
-ALONE = {"num_beams": 1, "num_return": 1, "lookup": 0, "reuse": False, "early_exit": None, "compile": None}
+ALONE = {
+    "num_beams": 1,
+    "num_return": 1,
+    "lookup": 0,
+    "reuse": False,
+    "early_exit": None,
+    "compile": None,
+    "cache": None,
+}
 Told = Callable[["Job", str], None]  # called with each new text that is final, and at the end
 
 

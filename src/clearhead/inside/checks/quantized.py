@@ -113,7 +113,8 @@ def _saved(inputs: Inputs) -> float:
         loaded = load(Path(folder) / "copy").model.to(inputs.device)
         mine, theirs = quantized_parts(inputs.model), quantized_parts(loaded)
         same = mine.keys() == theirs.keys() and all(
-            torch.equal(part.codes, theirs[name].codes) and torch.equal(part.scales, theirs[name].scales)
+            torch.equal(tensor, dict(theirs[name].named_buffers())[kind])
             for name, part in mine.items()
+            for kind, tensor in part.named_buffers()
         )
         return gap(inputs.of(loaded).run(), inputs.run()) if same else torch.inf
