@@ -159,35 +159,58 @@ static int64_t until(int64_t count, Thread thread) {
     return from(count, (Thread){thread.number + 1, thread.count});
 }
 
+#include "panels.h"
 #include "quantized.h"
 
-/* Where a thread rounds the inputs of layers of few bits, and what it rounded last. */
-typedef struct { float *memory; const float *x, *smooth; } Room;
+/* Where a thread rounds the inputs of layers of few bits, or lays rows side by side, and what is there now. */
+typedef struct { float *memory; const float *x, *smooth; int64_t laid; } Room;
 
-/* y [B, stride] = x [B, D] Wᵀ + bias, for the thread's share of the rows of W. */
-static void product(const Linear *linear, const float *x, int64_t batch, float *y, int64_t stride,
-                    int64_t alike, Thread thread, Room *room) {
-    if (linear->codes) {
-        Rounded rounded = rounded_in(room->memory, linear, batch);
-        if (room->x != x || room->smooth != linear->smooth) round_rows(linear, x, 0, batch, &rounded);
-        room->x = x, room->smooth = linear->smooth;
-        rounded_product(linear, &rounded, batch, y, stride, from(linear->rows, thread),
-                        until(linear->rows, thread));
-        return;
-    }
+/* Numbers of float32 that a thread needs for that. */
+static int64_t room_of(int64_t columns, int64_t batch) {
+    int64_t rounded = rounded_room(columns, batch), laid = panel_room(columns, batch);
+    return rounded > laid ? rounded : laid;
+}
+
+/* The thread's share of y [B, stride] = x [B, D] Wᵀ + bias in float32; `laid`: x side by side, or NULL. */
+static void wide_product(const Linear *linear, const float *x, const float *laid, int64_t batch, float *y,
+                         int64_t stride, int64_t alike, Thread thread) {
     static Tile *const single[] = {one_row_1, one_row_2, one_row_3, one_row_4};
     static Tile *const several[] = {four_rows_1, four_rows_2, four_rows_3, four_rows_4};
     int64_t D = linear->columns, stop = until(linear->rows, thread), rows = batch <= 2 && !alike ? 1 : 4;
     for (int64_t n = from(linear->rows, thread); n < stop; n += rows) {
         if (n + rows > stop) rows = 1;
+        const float *bias = linear->bias ? linear->bias + n : NULL;
+        if (laid && rows == TALL) {
+            panels(linear->weight + n * D, laid, D, batch, y + n, stride, bias);
+            continue;
+        }
         for (int64_t b = 0; b < batch;) {
             int64_t count = batch - b < ACROSS ? batch - b : ACROSS;
             Tile *tile = (rows == 1 ? single : several)[count - 1];
-            const float *bias = linear->bias ? linear->bias + n : NULL;
             tile(linear->weight + n * D, x + b * D, D, y + b * stride + n, stride, bias);
             b += count;
         }
     }
+}
+
+/* y [B, stride] = x [B, D] Wᵀ + bias, for the thread's share of the rows of W. */
+static void product(const Linear *linear, const float *x, int64_t batch, float *y, int64_t stride,
+                    int64_t alike, Thread thread, Room *room) {
+    int64_t laid = !linear->codes, known = room->x == x && room->laid == laid;
+    if (laid && (alike || !pays(batch))) {
+        wide_product(linear, x, NULL, batch, y, stride, alike, thread);
+        return;
+    }
+    if (laid) {
+        if (!known) lay_rows(x, linear->columns, batch, 0, panels_of(batch), room->memory);
+        wide_product(linear, x, room->memory, batch, y, stride, alike, thread);
+    } else {
+        Rounded rounded = rounded_in(room->memory, linear, batch);
+        if (!known || room->smooth != linear->smooth) round_rows(linear, x, 0, batch, &rounded);
+        rounded_product(linear, &rounded, batch, y, stride, from(linear->rows, thread),
+                        until(linear->rows, thread));
+    }
+    room->x = x, room->smooth = linear->smooth, room->laid = laid;
 }
 
 static float dot(const float *a, const float *b, int64_t width) {
@@ -363,7 +386,7 @@ static void layer_part(const Shared *s, const Layer *layer, float *x, Thread thr
     const Block *block = layer->block;
     int64_t B = layer->call->batch, D = block->width, size = B * D;
     float *normed = x + size, *y = normed + size, *other = y + size, *scores = other + size;
-    Room room = {scores + s->slots, NULL, NULL};
+    Room room = {scores + s->slots, NULL, NULL, 0};
 
     const Residual *first = &block->attention_residual, *last = &block->feedforward_residual;
     const float *read = x;
@@ -417,7 +440,7 @@ int clearhead_blocks(const Layer *layers, int64_t count) {
         int64_t needed[] = {q, own->k.rows, own->v.rows, z, width, f->up.rows, f->up.rows};
         for (int part = 0; part < 7; part++) sizes[part] = larger(sizes[part], needed[part]);
         slots = larger(slots, larger(layers[i].call->own.slots, layers[i].call->source.slots));
-        room = larger(room, rounded_room(larger(larger(z, width), f->down.columns), call->batch));
+        room = larger(room, room_of(larger(larger(z, width), f->down.columns), call->batch));
     }
     int64_t each = 4 * call->batch * width + slots + room;
     for (int part = 0; part < 7; part++) all += sizes[part] * call->batch;
@@ -441,26 +464,30 @@ typedef struct {
 
 static void linear_work(void *data) {
     Product *p = data;
+    const Linear *linear = p->linear;
     Thread thread = {omp_get_thread_num(), omp_get_num_threads()};
-    int64_t rows = p->linear->rows;
-    if (!p->linear->codes) {
-        product(p->linear, p->x, p->batch, p->y, rows, p->alike, thread, NULL);
+    int64_t rows = linear->rows, share = linear->codes ? p->batch : panels_of(p->batch);
+    int64_t first = share * thread.number / thread.count, stop = share * (thread.number + 1) / thread.count;
+    if (!linear->codes) {
+        if (p->memory) {
+            lay_rows(p->x, linear->columns, p->batch, first, stop, p->memory);
+            GOMP_barrier();
+        }
+        wide_product(linear, p->x, p->memory, p->batch, p->y, rows, p->alike, thread);
         return;
     }
-    Rounded rounded = rounded_in(p->memory, p->linear, p->batch);
-    int64_t first = p->batch * thread.number / thread.count;
-    int64_t stop = p->batch * (thread.number + 1) / thread.count;
-    round_rows(p->linear, p->x, first, stop, &rounded);
+    Rounded rounded = rounded_in(p->memory, linear, p->batch);
+    round_rows(linear, p->x, first, stop, &rounded);
     GOMP_barrier();
-    rounded_product(p->linear, &rounded, p->batch, p->y, rows, from(rows, thread), until(rows, thread));
+    rounded_product(linear, &rounded, p->batch, p->y, rows, from(rows, thread), until(rows, thread));
 }
 
 /* y [B, N] = x [B, D] Wᵀ + bias; 0, or 1 where memory ran out. */
 int clearhead_linear(const Linear *linear, const float *x, float *y, int64_t batch, int64_t threads,
                      int64_t alike) {
     Product job = {linear, x, y, batch, alike, NULL};
-    if (linear->codes) {
-        job.memory = malloc(rounded_room(linear->columns, batch) * sizeof(float));
+    if (linear->codes || (pays(batch) && !alike)) {
+        job.memory = malloc(room_of(linear->columns, batch) * sizeof(float));
         if (!job.memory) return 1;
     }
     GOMP_parallel(linear_work, &job, threads, 0);
