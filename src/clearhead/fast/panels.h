@@ -1,12 +1,12 @@
-/* Products of many rows in float32: rows of x lie side by side, so that one vector holds one column of several.
+/* Products of many rows in float32: rows of x lie side by side, so that a vector holds a column of several.
 
 A tile keeps its sums in registers and adds them up column by column. Every row of a batch is added up in the
 same order. Rows are filled up to whole vectors with zeros.
 
 Sizes: B rows of x, D width in. */
 
-/* A tile: as many vectors of rows of x, and rows of the weight. Wider ones gain nothing with 128 bits. */
-enum { MOST_VECTORS = LANES == 4 ? 2 : 3, TALL = 4 };
+/* A tile: as many vectors of rows of x, and rows of the weight; of these so many go panel by panel. */
+enum { MOST_VECTORS = LANES == 4 ? 2 : 3, TALL = 4, TOGETHER = 16 };
 
 static inline int64_t vectors_of(int64_t batch) { return (batch + LANES - 1) / LANES; }
 
@@ -21,7 +21,9 @@ static int64_t panel_room(int64_t columns, int64_t batch) {
 }
 
 /* Panels of nearly one size share the vectors of a batch; panel `number` begins at this one. */
-static inline int64_t panels_of(int64_t batch) { return (vectors_of(batch) + MOST_VECTORS - 1) / MOST_VECTORS; }
+static inline int64_t panels_of(int64_t batch) {
+    return (vectors_of(batch) + MOST_VECTORS - 1) / MOST_VECTORS;
+}
 static inline int64_t panel_from(int64_t batch, int64_t number) {
     return vectors_of(batch) * number / panels_of(batch);
 }
@@ -70,22 +72,22 @@ typedef const float *Weights;
         EACH(r, TALL) EACH(c, C) *(Vector *)(rows[r] + c * LANES) = sums[r][c] + bias[r];                  \
         for (int64_t b = 0; b < count; b++) EACH(r, TALL) y[b * stride + r] = rows[r][b];                  \
     }
+typedef void Panel(const float *, const float *, int64_t, float *, int64_t, const float *, int64_t);
 PANEL(1)
 PANEL(2)
 PANEL(3)
 
-/* Four rows of a weight with all rows of x, laid side by side. */
-static void panels(const float *w, const float *laid, int64_t D, int64_t batch, float *y, int64_t stride,
-                   const float *bias) {
+/* Rows of a weight, a multiple of four, with all rows of x, side by side. A panel stays near meanwhile. */
+static void panels(const float *w, int64_t rows, const float *laid, int64_t D, int64_t batch, float *y,
+                   int64_t stride, const float *bias) {
     static const float none[TALL] = {0};
-    if (!bias) bias = none;
     for (int64_t number = 0; number < panels_of(batch); number++) {
         int64_t first = panel_from(batch, number), count = panel_from(batch, number + 1) - first;
         int64_t start = first * LANES, left = batch - start;
-        const float *x = laid + start * D;
-        float *out = y + start * stride;
-        if (count == 3) panel_3(w, x, D, out, stride, bias, left < 3 * LANES ? left : 3 * LANES);
-        if (count == 2) panel_2(w, x, D, out, stride, bias, left < 2 * LANES ? left : 2 * LANES);
-        if (count == 1) panel_1(w, x, D, out, stride, bias, left < LANES ? left : LANES);
+        int64_t filled = left < count * LANES ? left : count * LANES;
+        Panel *panel = count == 3 ? panel_3 : count == 2 ? panel_2 : panel_1;
+        for (int64_t n = 0; n < rows; n += TALL)
+            panel(w + n * D, laid + start * D, D, y + start * stride + n, stride, bias ? bias + n : none,
+                  filled);
     }
 }

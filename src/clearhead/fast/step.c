@@ -162,7 +162,7 @@ static int64_t until(int64_t count, Thread thread) {
 #include "panels.h"
 #include "quantized.h"
 
-/* Where a thread rounds the inputs of layers of few bits, or lays rows side by side, and what is there now. */
+/* Where a thread rounds inputs of layers of few bits, or lays rows side by side, and what is there now. */
 typedef struct { float *memory; const float *x, *smooth; int64_t laid; } Room;
 
 /* Numbers of float32 that a thread needs for that. */
@@ -178,12 +178,13 @@ static void wide_product(const Linear *linear, const float *x, const float *laid
     static Tile *const several[] = {four_rows_1, four_rows_2, four_rows_3, four_rows_4};
     int64_t D = linear->columns, stop = until(linear->rows, thread), rows = batch <= 2 && !alike ? 1 : 4;
     for (int64_t n = from(linear->rows, thread); n < stop; n += rows) {
-        if (n + rows > stop) rows = 1;
         const float *bias = linear->bias ? linear->bias + n : NULL;
-        if (laid && rows == TALL) {
-            panels(linear->weight + n * D, laid, D, batch, y + n, stride, bias);
+        if (laid && n + TALL <= stop) {
+            rows = stop - n < TOGETHER ? (stop - n) / TALL * TALL : TOGETHER;
+            panels(linear->weight + n * D, rows, laid, D, batch, y + n, stride, bias);
             continue;
         }
+        if (n + rows > stop) rows = 1;
         for (int64_t b = 0; b < batch;) {
             int64_t count = batch - b < ACROSS ? batch - b : ACROSS;
             Tile *tile = (rows == 1 ? single : several)[count - 1];
