@@ -20,8 +20,9 @@ import torch
 from torch import nn
 
 SOURCE = Path(__file__).with_name("step.c")
-INCLUDED = SOURCE.with_name("quantized.h")
-FLAGS = ("-O3", "-march=native", "-shared", "-fPIC")
+INCLUDED = [SOURCE.with_name("panels.h"), SOURCE.with_name("quantized.h")]
+# Comparisons set no flags that anyone reads: without them loops with a choice become vectors.
+FLAGS = ("-O3", "-march=native", "-fno-trapping-math", "-shared", "-fPIC")
 OFF = "CLEARHEAD_NATIVE"  # in the environment: 0 leaves the library out
 
 
@@ -90,7 +91,7 @@ def _built(compiler: str, flags: tuple[str, ...]) -> Path:
 
 def _sources() -> list[str]:
     """Return the text of what is compiled."""
-    return [path.read_text("utf-8") for path in (SOURCE, INCLUDED)]
+    return [path.read_text("utf-8") for path in (SOURCE, *INCLUDED)]
 
 
 def _processor() -> str:

@@ -23,7 +23,7 @@ from clearhead.model.stack import Block, Residual
 from clearhead.model.taps import SILENT, Tap
 from clearhead.quant.layers import QuantizedLinear
 
-MOST_ROWS = 48  # up to so many rows our product is quicker than the plain one
+MOST_ROWS = 64  # up to so many rows our product is quicker than the plain one
 
 NORM_KINDS = {norms.LayerNorm: 1, norms.RMSNorm: 2}
 ACTIVATION_NUMBERS = {function: number for number, function in enumerate(ACTIVATIONS.values())}

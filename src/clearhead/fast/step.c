@@ -159,35 +159,59 @@ static int64_t until(int64_t count, Thread thread) {
     return from(count, (Thread){thread.number + 1, thread.count});
 }
 
+#include "panels.h"
 #include "quantized.h"
 
-/* Where a thread rounds the inputs of layers of few bits, and what it rounded last. */
-typedef struct { float *memory; const float *x, *smooth; } Room;
+/* Where a thread rounds inputs of layers of few bits, or lays rows side by side, and what is there now. */
+typedef struct { float *memory; const float *x, *smooth; int64_t laid; } Room;
 
-/* y [B, stride] = x [B, D] Wᵀ + bias, for the thread's share of the rows of W. */
-static void product(const Linear *linear, const float *x, int64_t batch, float *y, int64_t stride,
-                    int64_t alike, Thread thread, Room *room) {
-    if (linear->codes) {
-        Rounded rounded = rounded_in(room->memory, linear, batch);
-        if (room->x != x || room->smooth != linear->smooth) round_rows(linear, x, 0, batch, &rounded);
-        room->x = x, room->smooth = linear->smooth;
-        rounded_product(linear, &rounded, batch, y, stride, from(linear->rows, thread),
-                        until(linear->rows, thread));
-        return;
-    }
+/* Numbers of float32 that a thread needs for that. */
+static int64_t room_of(int64_t columns, int64_t batch) {
+    int64_t rounded = rounded_room(columns, batch), laid = panel_room(columns, batch);
+    return rounded > laid ? rounded : laid;
+}
+
+/* The thread's share of y [B, stride] = x [B, D] Wᵀ + bias in float32; `laid`: x side by side, or NULL. */
+static void wide_product(const Linear *linear, const float *x, const float *laid, int64_t batch, float *y,
+                         int64_t stride, int64_t alike, Thread thread) {
     static Tile *const single[] = {one_row_1, one_row_2, one_row_3, one_row_4};
     static Tile *const several[] = {four_rows_1, four_rows_2, four_rows_3, four_rows_4};
     int64_t D = linear->columns, stop = until(linear->rows, thread), rows = batch <= 2 && !alike ? 1 : 4;
     for (int64_t n = from(linear->rows, thread); n < stop; n += rows) {
+        const float *bias = linear->bias ? linear->bias + n : NULL;
+        if (laid && n + TALL <= stop) {
+            rows = stop - n < TOGETHER ? (stop - n) / TALL * TALL : TOGETHER;
+            panels(linear->weight + n * D, rows, laid, D, batch, y + n, stride, bias);
+            continue;
+        }
         if (n + rows > stop) rows = 1;
         for (int64_t b = 0; b < batch;) {
             int64_t count = batch - b < ACROSS ? batch - b : ACROSS;
             Tile *tile = (rows == 1 ? single : several)[count - 1];
-            const float *bias = linear->bias ? linear->bias + n : NULL;
             tile(linear->weight + n * D, x + b * D, D, y + b * stride + n, stride, bias);
             b += count;
         }
     }
+}
+
+/* y [B, stride] = x [B, D] Wᵀ + bias, for the thread's share of the rows of W. */
+static void product(const Linear *linear, const float *x, int64_t batch, float *y, int64_t stride,
+                    int64_t alike, Thread thread, Room *room) {
+    int64_t laid = !linear->codes, known = room->x == x && room->laid == laid;
+    if (laid && (alike || !pays(batch))) {
+        wide_product(linear, x, NULL, batch, y, stride, alike, thread);
+        return;
+    }
+    if (laid) {
+        if (!known) lay_rows(x, linear->columns, batch, 0, panels_of(batch), room->memory);
+        wide_product(linear, x, room->memory, batch, y, stride, alike, thread);
+    } else {
+        Rounded rounded = rounded_in(room->memory, linear, batch);
+        if (!known || room->smooth != linear->smooth) round_rows(linear, x, 0, batch, &rounded);
+        rounded_product(linear, &rounded, batch, y, stride, from(linear->rows, thread),
+                        until(linear->rows, thread));
+    }
+    room->x = x, room->smooth = linear->smooth, room->laid = laid;
 }
 
 static float dot(const float *a, const float *b, int64_t width) {
@@ -239,6 +263,27 @@ static void rotate(float *head, const float *cos, const float *sin, int64_t R, i
     }
 }
 
+/* e to the power of x within 3e-7 of it, in steps that a compiler takes for several numbers at once. */
+static inline float exponential(float x) {
+    float near = x < 88.72f ? x : 88.72f;
+    near = near > -86.6f ? near : -86.6f;
+    float shifted = near * (float)M_LOG2E + 12582912.0f; /* 1.5 * 2^23: rounds to a whole number */
+    float whole = shifted - 12582912.0f, rest = near - whole * 0.693359375f - whole * -2.12194440e-4f;
+    float sum = 1.0f / 720;
+    sum = sum * rest + 1.0f / 120;
+    sum = sum * rest + 1.0f / 24;
+    sum = sum * rest + 1.0f / 6;
+    sum = sum * rest + 0.5f;
+    sum = sum * rest + 1.0f;
+    sum = sum * rest + 1.0f;
+    union { float number; int32_t bits; } power = {shifted};
+    power.bits = (int32_t)((uint32_t)power.bits << 23) + 0x3f000000; /* 2^(whole - 1), which is in range */
+    float found = sum * power.number * 2;
+    found = x < -86.6f ? 0 : found;
+    found = x > 88.72f ? INFINITY : found;
+    return x != x ? x : found;
+}
+
 /* The answer of one query to the slots of its key/value head; zeros where it may see none. */
 static void attend(const Attention *attention, const View *view, int64_t b, int64_t head, const float *q,
                    float *scores, float *z) {
@@ -254,6 +299,7 @@ static void attend(const Attention *attention, const View *view, int64_t b, int6
     for (int64_t start = 0; start < view->slots; start += size) {
         const float *key = keys + (table ? table[start / size] * size : start) * view->key_slot;
         for (int64_t s = start; s < start + size; s++, key += view->key_slot) {
+            scores[s] = -INFINITY;
             if (mask && !mask[s * view->mask_slot]) continue;
             float score = dot(q, key, attention->width) * scale;
             if (softcap > 0) score = softcap * tanhf(score / softcap);
@@ -262,12 +308,14 @@ static void attend(const Attention *attention, const View *view, int64_t b, int6
             if (!(score <= most)) most = score; /* also where it is no number */
         }
     }
+    if (most == -INFINITY) most = 0; /* nothing is seen */
+    for (int64_t s = 0; s < view->slots; s++) scores[s] = exponential(scores[s] - most);
     memset(z, 0, attention->value_width * sizeof(float));
     for (int64_t start = 0; start < view->slots; start += size) {
         const float *value = values + (table ? table[start / size] * size : start) * view->value_slot;
         for (int64_t s = start; s < start + size; s++, value += view->value_slot) {
             if (mask && !mask[s * view->mask_slot]) continue;
-            float weight = most == -INFINITY ? 0 : expf(scores[s] - most);
+            float weight = scores[s];
             sum += weight;
             for (int64_t e = 0; e < attention->value_width; e++) z[e] += weight * value[e];
         }
@@ -276,14 +324,22 @@ static void attend(const Attention *attention, const View *view, int64_t b, int6
     for (int64_t e = 0; e < attention->value_width; e++) z[e] = sum == 0 ? 0 : z[e] / sum;
 }
 
-static float activated(float x, int64_t activation) {
+#define ACTIVATE(formula)                                                                                  \
+    for (int64_t i = 0; i < count; i++) {                                                                  \
+        float x = values[i];                                                                               \
+        values[i] = formula;                                                                               \
+    }                                                                                                      \
+    break;
+
+static void activate(float *values, int64_t count, int64_t activation) {
+    const float slope = -2 * (float)(M_2_SQRTPI * M_SQRT1_2);
     switch (activation) { /* the order of ACTIVATIONS */
-    case 0: return x > 0 || x != x ? x : 0;
-    case 1: return 0.5f * x * (1 + erff(x * (float)M_SQRT1_2));
-    case 2: return x / (1 + expf(-2 * (float)(M_2_SQRTPI * M_SQRT1_2) * (x + 0.044715f * x * x * x)));
-    case 3: return x / (1 + expf(-1.702f * x));
-    case 4: return x / (1 + expf(-x));
-    default: return x > 0 || x != x ? x * x : 0;
+    case 0: ACTIVATE(x > 0 || x != x ? x : 0)
+    case 1: ACTIVATE(0.5f * x * (1 + erff(x * (float)M_SQRT1_2)))
+    case 2: ACTIVATE(x / (1 + exponential(slope * (x + 0.044715f * x * x * x))))
+    case 3: ACTIVATE(x / (1 + exponential(-1.702f * x)))
+    case 4: ACTIVATE(x / (1 + exponential(-x)))
+    default: ACTIVATE(x > 0 || x != x ? x * x : 0)
     }
 }
 
@@ -348,11 +404,11 @@ static void feedforward_part(const FeedForward *f, const Shared *s, const Call *
     float *pre = f->gate.rows ? s->gate : s->up;
     product(&f->up, normed, B, s->up, F, alike, thread, room);
     if (f->gate.rows) product(&f->gate, normed, B, s->gate, F, alike, thread, room);
-    for (int64_t b = 0; b < B; b++)
-        for (int64_t i = b * F + from(F, thread); i < b * F + until(F, thread); i++) {
-            float post = activated(pre[i], f->activation);
-            s->up[i] = f->gate.rows ? post * s->up[i] : post;
-        }
+    for (int64_t b = 0; b < B; b++) {
+        int64_t start = b * F + from(F, thread), stop = b * F + until(F, thread);
+        activate(pre + start, stop - start, f->activation);
+        for (int64_t i = start; f->gate.rows && i < stop; i++) s->up[i] *= pre[i];
+    }
     GOMP_barrier();
     product(&f->down, s->up, B, s->y, f->down.rows, alike, thread, room);
     GOMP_barrier();
@@ -363,7 +419,7 @@ static void layer_part(const Shared *s, const Layer *layer, float *x, Thread thr
     const Block *block = layer->block;
     int64_t B = layer->call->batch, D = block->width, size = B * D;
     float *normed = x + size, *y = normed + size, *other = y + size, *scores = other + size;
-    Room room = {scores + s->slots, NULL, NULL};
+    Room room = {scores + s->slots, NULL, NULL, 0};
 
     const Residual *first = &block->attention_residual, *last = &block->feedforward_residual;
     const float *read = x;
@@ -417,7 +473,7 @@ int clearhead_blocks(const Layer *layers, int64_t count) {
         int64_t needed[] = {q, own->k.rows, own->v.rows, z, width, f->up.rows, f->up.rows};
         for (int part = 0; part < 7; part++) sizes[part] = larger(sizes[part], needed[part]);
         slots = larger(slots, larger(layers[i].call->own.slots, layers[i].call->source.slots));
-        room = larger(room, rounded_room(larger(larger(z, width), f->down.columns), call->batch));
+        room = larger(room, room_of(larger(larger(z, width), f->down.columns), call->batch));
     }
     int64_t each = 4 * call->batch * width + slots + room;
     for (int part = 0; part < 7; part++) all += sizes[part] * call->batch;
@@ -441,26 +497,30 @@ typedef struct {
 
 static void linear_work(void *data) {
     Product *p = data;
+    const Linear *linear = p->linear;
     Thread thread = {omp_get_thread_num(), omp_get_num_threads()};
-    int64_t rows = p->linear->rows;
-    if (!p->linear->codes) {
-        product(p->linear, p->x, p->batch, p->y, rows, p->alike, thread, NULL);
+    int64_t rows = linear->rows, share = linear->codes ? p->batch : panels_of(p->batch);
+    int64_t first = share * thread.number / thread.count, stop = share * (thread.number + 1) / thread.count;
+    if (!linear->codes) {
+        if (p->memory) {
+            lay_rows(p->x, linear->columns, p->batch, first, stop, p->memory);
+            GOMP_barrier();
+        }
+        wide_product(linear, p->x, p->memory, p->batch, p->y, rows, p->alike, thread);
         return;
     }
-    Rounded rounded = rounded_in(p->memory, p->linear, p->batch);
-    int64_t first = p->batch * thread.number / thread.count;
-    int64_t stop = p->batch * (thread.number + 1) / thread.count;
-    round_rows(p->linear, p->x, first, stop, &rounded);
+    Rounded rounded = rounded_in(p->memory, linear, p->batch);
+    round_rows(linear, p->x, first, stop, &rounded);
     GOMP_barrier();
-    rounded_product(p->linear, &rounded, p->batch, p->y, rows, from(rows, thread), until(rows, thread));
+    rounded_product(linear, &rounded, p->batch, p->y, rows, from(rows, thread), until(rows, thread));
 }
 
 /* y [B, N] = x [B, D] Wᵀ + bias; 0, or 1 where memory ran out. */
 int clearhead_linear(const Linear *linear, const float *x, float *y, int64_t batch, int64_t threads,
                      int64_t alike) {
     Product job = {linear, x, y, batch, alike, NULL};
-    if (linear->codes) {
-        job.memory = malloc(rounded_room(linear->columns, batch) * sizeof(float));
+    if (linear->codes || (pays(batch) && !alike)) {
+        job.memory = malloc(room_of(linear->columns, batch) * sizeof(float));
         if (!job.memory) return 1;
     }
     GOMP_parallel(linear_work, &job, threads, 0);

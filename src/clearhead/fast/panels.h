@@ -1,0 +1,93 @@
+/* Products of many rows in float32: rows of x lie side by side, so that a vector holds a column of several.
+
+A tile keeps its sums in registers and adds them up column by column. Every row of a batch is added up in the
+same order. Rows are filled up to whole vectors with zeros.
+
+Sizes: B rows of x, D width in. */
+
+/* A tile: as many vectors of rows of x, and rows of the weight; of these so many go panel by panel. */
+enum { MOST_VECTORS = LANES == 4 ? 2 : 3, TALL = 4, TOGETHER = 16 };
+
+static inline int64_t vectors_of(int64_t batch) { return (batch + LANES - 1) / LANES; }
+
+/* Whether a batch is worth laying side by side: two vectors at least, of which little is filled up. */
+static inline int64_t pays(int64_t batch) {
+    return batch >= 2 * LANES && vectors_of(batch) * LANES - batch <= batch / 8;
+}
+
+/* Numbers of float32 that rows laid side by side take. */
+static int64_t panel_room(int64_t columns, int64_t batch) {
+    return pays(batch) ? vectors_of(batch) * LANES * columns : 0;
+}
+
+/* Panels of nearly one size share the vectors of a batch; panel `number` begins at this one. */
+static inline int64_t panels_of(int64_t batch) {
+    return (vectors_of(batch) + MOST_VECTORS - 1) / MOST_VECTORS;
+}
+static inline int64_t panel_from(int64_t batch, int64_t number) {
+    return vectors_of(batch) * number / panels_of(batch);
+}
+
+/* Lay rows of x [B, D] side by side, those of the panels from `first` until `stop`. */
+static void lay_rows(const float *x, int64_t D, int64_t batch, int64_t first, int64_t stop, float *to) {
+    for (int64_t number = first; number < stop; number++) {
+        int64_t start = panel_from(batch, number) * LANES, end = panel_from(batch, number + 1) * LANES;
+        int64_t width = end - start, filled = end < batch ? width : batch - start;
+        float *panel = to + start * D;
+        for (int64_t d = 0; d < D; d++, panel += width) {
+            for (int64_t b = 0; b < filled; b++) panel[b] = x[(start + b) * D + d];
+            for (int64_t b = filled; b < width; b++) panel[b] = 0;
+        }
+    }
+}
+
+/* Some processors multiply by a part of a register, others by a number that they spread as they read it. */
+#if LANES == 4
+typedef Four Weights;
+#define WEIGHTS(at) (*(const Four *)(at))
+#else
+typedef const float *Weights;
+#define WEIGHTS(at) (at)
+#endif
+
+/* Four rows of a weight with `count` rows of x that lie side by side in C vectors. */
+#define PANEL(C)                                                                                           \
+    static void panel_##C(const float *w, const float *x, int64_t D, float *y, int64_t stride,             \
+                          const float *bias, int64_t count) {                                              \
+        Vector sums[TALL][C];                                                                              \
+        EACH(r, TALL) EACH(c, C) sums[r][c] = (Vector){0};                                                 \
+        int64_t d = 0;                                                                                     \
+        for (; d + 4 <= D; d += 4) {                                                                       \
+            Weights weights[TALL];                                                                         \
+            EACH(r, TALL) weights[r] = WEIGHTS(w + r * D + d);                                             \
+            EACH(i, 4) {                                                                                   \
+                Vector xs[C];                                                                              \
+                EACH(c, C) xs[c] = load(x + (d + i) * C * LANES + c * LANES);                              \
+                EACH(r, TALL) EACH(c, C) sums[r][c] += xs[c] * weights[r][i];                              \
+            }                                                                                              \
+        }                                                                                                  \
+        for (; d < D; d++)                                                                                 \
+            EACH(r, TALL) EACH(c, C) sums[r][c] += load(x + d * C * LANES + c * LANES) * w[r * D + d];     \
+        float rows[TALL][C * LANES];                                                                       \
+        EACH(r, TALL) EACH(c, C) *(Vector *)(rows[r] + c * LANES) = sums[r][c] + bias[r];                  \
+        for (int64_t b = 0; b < count; b++) EACH(r, TALL) y[b * stride + r] = rows[r][b];                  \
+    }
+typedef void Panel(const float *, const float *, int64_t, float *, int64_t, const float *, int64_t);
+PANEL(1)
+PANEL(2)
+PANEL(3)
+
+/* Rows of a weight, a multiple of four, with all rows of x, side by side. A panel stays near meanwhile. */
+static void panels(const float *w, int64_t rows, const float *laid, int64_t D, int64_t batch, float *y,
+                   int64_t stride, const float *bias) {
+    static const float none[TALL] = {0};
+    for (int64_t number = 0; number < panels_of(batch); number++) {
+        int64_t first = panel_from(batch, number), count = panel_from(batch, number + 1) - first;
+        int64_t start = first * LANES, left = batch - start;
+        int64_t filled = left < count * LANES ? left : count * LANES;
+        Panel *panel = count == 3 ? panel_3 : count == 2 ? panel_2 : panel_1;
+        for (int64_t n = 0; n < rows; n += TALL)
+            panel(w + n * D, laid + start * D, D, y + start * stride + n, stride, bias ? bias + n : none,
+                  filled);
+    }
+}
