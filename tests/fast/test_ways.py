@@ -20,7 +20,8 @@ X86 = "fma" in library._processor()
 # By name, the flags and whether products and sums are fused as in the processor's own way.
 WAYS = {"plain loops": (["-DPLAIN"], True)}
 if X86:
-    WAYS |= {"AVX2": (["-mno-avx512f"], True), "SSE": (["-mno-avx"], False)}
+    without = {"AVX-512 without VNNI": (["-mno-avx512vnni"], True)}
+    WAYS |= {"AVX2": (["-mno-avx512f"], True), "SSE": (["-mno-avx"], False), **without}
 WIDTHS = [(5, 33), (64, 172), (9, 64), (36, 96), (67, 320)]
 
 

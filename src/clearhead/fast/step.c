@@ -72,7 +72,7 @@ typedef struct {
     float *keys, *values, *source_keys, *source_values;
 } Layer;
 
-#if defined(__AVX512F__)
+#if defined(__AVX512F__) && defined(__AVX512VNNI__) && defined(__AVX512BW__)
 #define LANES 16
 #elif defined(__AVX__)
 #define LANES 8
