@@ -243,9 +243,9 @@ def padding_past_the_first_piece(monkeypatch):
 @code
 def cache_grows_by_half(monkeypatch):
     """A cache that needs more room takes 512 tokens along."""
-    right = cache._with_room
+    right = cache.with_room
     monkeypatch.setattr(
-        cache, "_with_room", lambda buffer, new, filled, room: right(buffer, new, min(filled, 512), room)
+        cache, "with_room", lambda buffer, new, filled, room: right(buffer, new, min(filled, 512), room)
     )
 
 
