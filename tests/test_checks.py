@@ -171,6 +171,7 @@ def test_a_healthy_model_of_every_family_passes(name):
 
 
 @pytest.mark.parametrize("name", ["llama", "t5"])
+@pytest.mark.slow
 def test_rows_reach_the_lengths_at_which_something_changes(name, monkeypatch):
     """With the pieces that generation really reads: a thousand tokens and some."""
     monkeypatch.undo()

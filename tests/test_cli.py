@@ -137,6 +137,7 @@ def test_lists_and_titles_fit_a_terminal_of_80_columns(capsys, folder, monkeypat
 
 @pytest.mark.ledger("L2")
 @pytest.mark.usefixtures("short_pieces")
+@pytest.mark.slow
 def test_check_against_the_reference(capsys, tmp_path):
     sizes = {"vocab_size": 64, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_positions": 64}
     for name, config in {
@@ -196,6 +197,7 @@ def test_a_mistake_is_one_line_and_code_2(arguments, words, capsys, folder, tmp_
     assert words in err
 
 
+@pytest.mark.slow
 def test_a_real_process(folder):
     done = run("cost", folder, "--json")
     assert done.returncode == 0
@@ -208,6 +210,7 @@ def test_a_real_process(folder):
 
 
 @pytest.mark.usefixtures("short_pieces")
+@pytest.mark.slow
 def test_the_tour_does_what_it_says(capsys, tmp_path, monkeypatch):
     for settings in (tour.PROSE, tour.DATES):  # a short tour, of little data
         monkeypatch.setitem(settings, "data.max_examples", 40)

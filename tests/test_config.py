@@ -339,6 +339,7 @@ CHOICES = {
 @pytest.mark.ledger("E5")
 @settings(max_examples=300)
 @given(st.fixed_dictionaries({}, optional=CHOICES))
+@pytest.mark.slow
 def test_json_round_trip_is_exact(choices):
     """Any config comes back from JSON equal, floats to the last bit, and writes the same text again."""
     scaling = choices.get("rope_scaling")

@@ -175,6 +175,7 @@ def priced(config: ModelConfig, dtype: str = "float32") -> Cost:
 
 @pytest.mark.ledger("I1")
 @pytest.mark.parametrize("name", [name for name in ALL if name != "gpt-oss-120b"])  # 20b has all of its parts
+@pytest.mark.slow
 def test_parameters_are_those_of_the_model(name: str) -> None:
     config = ALL[name]
     model, steps = meta_model(config), cost(config).steps

@@ -36,12 +36,14 @@ def shown_as_printed(run: list[book.Printed], share: float = 0.02) -> None:
 @pytest.mark.parametrize(
     "page", [page for page in ALONE if runs(page)], ids=lambda page: page.relative_to(ROOT).as_posix()
 )
+@pytest.mark.slow
 def test_the_code_of_a_page_runs(page: pathlib.Path, tmp_path: pathlib.Path) -> None:
     with book.working_in(tmp_path):
         shown_as_printed(list(book.run_page(page)), 0.0 if page.stem == "worked-numbers" else 0.02)
 
 
 @pytest.mark.usefixtures("short_pieces")
+@pytest.mark.slow
 def test_the_tutorial_runs_from_its_first_chapter_to_its_last(tmp_path: pathlib.Path) -> None:
     with book.working_in(tmp_path):
         for page in book.TUTORIAL:
@@ -142,6 +144,7 @@ def test_the_site_builds_without_warnings(tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "notebooks").glob("*.ipynb")), ids=lambda path: path.stem)
+@pytest.mark.slow
 def test_a_notebook_runs_and_is_stored_without_outputs(
     path: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -57,6 +57,7 @@ def test_a_drill_touches_the_files_it_says(drill):
 
 
 @pytest.mark.parametrize("drill", list(PROVE))
+@pytest.mark.slow
 def test_a_drill_that_is_not_in_the_tree_applies_and_works(drill, tmp_path):
     shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__"))
     apply = ["git", "apply", "--verbose", str(DRILLS / f"{drill}.patch")]

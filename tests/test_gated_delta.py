@@ -247,6 +247,7 @@ def test_a_state_without_documents_takes_none_later():
         model(x[:, 3:], None, PACKED[:, 3:], state)
 
 
+@pytest.mark.slow
 def test_a_compiled_layer_is_one_graph_with_the_same_gradients():
     model, real = layer(), torch.tensor(PADDINGS["gaps"], dtype=torch.bool)
     whole = torch.compile(lambda x: model(x, real, PACKED), backend="aot_eager", fullgraph=True)

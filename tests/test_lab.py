@@ -47,6 +47,7 @@ def _one_thread():
 @pytest.mark.parametrize(
     ("name", "less", "more", "figure", "effort", "by"), DIRECTIONS, ids=[one[0] for one in DIRECTIONS]
 )
+@pytest.mark.slow
 def test_what_is_beyond_doubt_comes_out(name, less, more, figure, effort, by):
     experiment, found = find(name), {}
     for arm in (less, more):
@@ -67,6 +68,7 @@ def check(experiment: Experiment, numbers) -> None:
 
 @pytest.mark.ledger("N3", "N5", "N7", "N10")
 @pytest.mark.parametrize("name", [name for name in EXPERIMENTS if name not in {one[0] for one in DIRECTIONS}])
+@pytest.mark.slow
 def test_every_experiment_measures_its_figures(name, monkeypatch):
     monkeypatch.setattr(recurrent, "RATES", (1e-2,))
     experiment = find(name)
@@ -196,6 +198,7 @@ def test_the_command_lists_refuses_runs_and_redraws(tmp_path, capsys):
     assert "is of tying" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_trials_of_other_processes_are_those_of_this_one(tmp_path):
     brief, said = Conditions(effort=0.005), []
     spread({"induction": tmp_path / "apart"}, 1, brief, 1, said.append)

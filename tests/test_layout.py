@@ -86,6 +86,7 @@ def test_imports_go_one_way():
     assert not wrong
 
 
+@pytest.mark.slow
 def test_no_module_imports_one_that_imports_it():
     """Whoever imports, and however deep inside a function, no chain of imports leads back."""
     try:

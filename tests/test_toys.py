@@ -28,6 +28,7 @@ if os.environ.get("CLEARHEAD_TOYS") == "all":
 
 @pytest.mark.ledger("E1", "E2", "E3")
 @pytest.mark.parametrize(("name", "family"), LEARNERS, ids=["-".join(pair) for pair in LEARNERS])
+@pytest.mark.slow
 def test_toy_task_is_learned(name, family):
     learned = learn(name, family, steps=1000)
     exact = accuracy(learned.model, learned.task, torch.Generator().manual_seed(99), batches=16)

@@ -580,6 +580,7 @@ def test_an_output_file_is_whole_or_absent(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["out.txt"]
 
 
+@pytest.mark.slow
 def test_a_pipe(decoder):
     """A real process between two pipes: the first results are there before the input ends."""
     command = [

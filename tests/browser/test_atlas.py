@@ -20,6 +20,7 @@ ONE, TWO = "they speak of the king", "they speak of the men"
 
 @pytest.mark.ledger("F2")
 @pytest.mark.parametrize("family", ["decoder", "encoder-decoder"])
+@pytest.mark.slow
 def test_a_file_has_the_inside_of_the_heads_it_opens_on(watched, family, tmp_path):
     """Every head where the page begins; elsewhere the file says what it has, and offers nothing else."""
     given, *target = INPUTS[family]
@@ -49,6 +50,7 @@ def test_a_file_has_the_inside_of_the_heads_it_opens_on(watched, family, tmp_pat
 
 
 @pytest.mark.ledger("F2")
+@pytest.mark.slow
 def test_a_file_opens_on_the_selection_it_was_saved_with(watched, served, tmp_path):
     """Another token, another head, one answer against another: all of it is in the file."""
     seen = watched().open(served("decoder").url)
@@ -89,6 +91,7 @@ def coloured(seen, colour):
 
 
 @pytest.mark.ledger("K3")
+@pytest.mark.slow
 def test_the_atlas_is_what_inside_says_live_and_in_a_file(watched, served, tmp_path):
     """Each colour, the order, two heads and their difference; single parts off work without a model too."""
     m = toy("decoder")
@@ -151,6 +154,7 @@ def mapped(seen, selector):
 
 
 @pytest.mark.ledger("K3")
+@pytest.mark.slow
 def test_the_bench_lays_two_texts_side_by_side(watched, served, tmp_path):
     """Differences of lens and heads, and patches, equal `inside`; the address and a file bring it back."""
     m = toy("decoder")

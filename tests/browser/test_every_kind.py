@@ -44,6 +44,7 @@ def views_of(seen):
 
 @pytest.mark.ledger("F2")
 @pytest.mark.parametrize("family", KINDS)
+@pytest.mark.slow
 def test_every_kind_live_and_in_a_file(watched, served, family, tmp_path):
     m = toy(family)
     seen = watched().open(served(family).url)
@@ -86,6 +87,7 @@ def same(seen, expected):
 
 @pytest.mark.ledger("F2", "L11")
 @pytest.mark.parametrize("name", ["ModernBert", "DebertaV2", "Electra"])
+@pytest.mark.slow
 def test_a_checkpoint_of_another_architecture_has_no_empty_view(watched, name, tmp_path):
     """Whisper's page is in `test_sound`."""
     transformers = pytest.importorskip("transformers")
@@ -111,6 +113,7 @@ def test_a_checkpoint_of_another_architecture_has_no_empty_view(watched, name, t
 
 @pytest.mark.ledger("K3")
 @pytest.mark.parametrize("family", ["encoder", "classifier", "tagger", "encoder-decoder", "vit"])
+@pytest.mark.slow
 def test_patching_from_the_page_is_the_command_s(watched, served, family, tmp_path):
     """Head by head and token by token, live and in a file; `test_the_bench` has the decoder's."""
     m, (given, *target) = toy(family), INPUTS[family]
@@ -180,6 +183,7 @@ def png(pixels):
 
 
 @pytest.mark.ledger("F2")
+@pytest.mark.slow
 def test_tokens_as_one_types_and_examples_in_a_file(watched, tmp_path):
     """What is typed is shown as tokens before it is read; a file has the examples, each with its own path."""
     m, text = toy("decoder"), "they speak of England"

@@ -63,6 +63,7 @@ def walk(seen):
 
 @pytest.mark.ledger("F2")
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.slow
 def test_a_file_shows_what_the_live_page_shows(watched, served, family, tmp_path):
     """Values, pixels of a head, and texts are equal; no console error; nothing is asked for."""
     online = watched().open(served(family).url)

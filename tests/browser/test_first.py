@@ -13,6 +13,7 @@ from tests.explorer.toys import serving, toy
 
 
 @pytest.mark.ledger("F2")
+@pytest.mark.slow
 def test_an_example_until_the_model_is_there(watched):
     """Every section of the example works; nothing of it stays when the model has come."""
     may = threading.Event()

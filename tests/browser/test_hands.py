@@ -38,6 +38,7 @@ def test_tokens_that_are_read_keep_the_focus(watched, served):
 
 
 @pytest.mark.ledger("F2")
+@pytest.mark.slow
 def test_keys_alone(watched, served):
     """No pointer is ever used: text, run, heads, an ablation, the lens, a slider, theme, tour."""
     m, text = toy("decoder"), "they speak of England"
@@ -131,6 +132,7 @@ def test_keys_alone(watched, served):
 
 @pytest.mark.ledger("F2")
 @pytest.mark.parametrize("family", ["decoder", "encoder-decoder"])
+@pytest.mark.slow
 def test_append_and_step_back(watched, served, family):
     """Append the likeliest token and keep its probability; the model then reads one more; then step back."""
     m, text = toy(family), TEXTS[family]
@@ -166,6 +168,7 @@ def test_append_and_step_back(watched, served, family):
 
 
 @pytest.mark.ledger("F2")
+@pytest.mark.slow
 def test_another_source_gets_its_own_answer(watched, served):
     """Send along what somebody wrote, and explain it; never send what the model wrote of the last text."""
     m = toy("encoder-decoder")
@@ -184,6 +187,7 @@ def test_another_source_gets_its_own_answer(watched, served):
 
 
 @pytest.mark.ledger("F2")
+@pytest.mark.slow
 def test_wrong_is_said_in_words(watched, served):
     seen = watched().open(served("decoder").url)
     seen.page.fill("#input-text", "")
@@ -208,6 +212,7 @@ def test_wrong_is_said_in_words(watched, served):
 
 
 @pytest.mark.ledger("F2")
+@pytest.mark.slow
 def test_two_models(watched):
     """The same image and the same text, read by two models side by side."""
     with serving(Opened("one", lambda: toy("vit")), Opened("two", lambda: toy("vit"))) as both:
@@ -225,6 +230,7 @@ def test_two_models(watched):
 
 
 @pytest.mark.ledger("F2")
+@pytest.mark.slow
 def test_pictures_can_be_saved(live):
     """A drawing as SVG is XML with its colours in it; as PNG it is a PNG."""
     seen = live("decoder")
@@ -249,6 +255,7 @@ CUT = """() => [...document.querySelectorAll("body *")].filter((one) => {
 
 @pytest.mark.ledger("F2")
 @pytest.mark.parametrize("width", [360, 1280])
+@pytest.mark.slow
 def test_no_page_is_wider_than_its_window_and_nothing_is_cut_without_a_cue(watched, served, width):
     for family in ("decoder", "vit"):
         seen = watched(viewport={"width": width, "height": 720}).open(served(family).url)

@@ -43,6 +43,7 @@ def inert(seen, ran="() => window.pwned"):
 
 @pytest.mark.ledger("F2")
 @pytest.mark.parametrize("head", ["lm", "classifier"])
+@pytest.mark.slow
 def test_inert_live_and_in_a_file(watched, head, tmp_path):
     m = hostile(head)
     labels = [visible(token) for token in HOSTILE]

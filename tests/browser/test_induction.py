@@ -17,6 +17,7 @@ BACK = """() => [...document.querySelectorAll("#path-picture .path-why")].map((o
 
 
 @pytest.mark.ledger("F2", "K3")
+@pytest.mark.slow
 def test_the_path_of_a_repeated_token_runs_through_two_heads(watched, tmp_path_factory, tmp_path):
     """The sentence names the head that copies, a dashed arc the head that had looked one token back."""
     m = load(induction_models(tmp_path_factory) / "2")

@@ -41,6 +41,7 @@ def saved(seen, watched, path):
 
 @pytest.mark.ledger("F2")
 @pytest.mark.parametrize("family", ["classifier", "tagger", "vit"])
+@pytest.mark.slow
 def test_words_and_patches_left_out(live, watched, family, tmp_path):
     page, prepared, (given, *_) = shown(live, family)
     column = column_of(family, prepared)
@@ -63,6 +64,7 @@ def test_words_and_patches_left_out(live, watched, family, tmp_path):
 
 
 @pytest.mark.ledger("F2")
+@pytest.mark.slow
 def test_a_sentence_encoder_compares_two_texts(watched, served, tmp_path):
     """It opens on the similarity of both texts; the address and the file keep them."""
     m = toy("vectors")
@@ -85,6 +87,7 @@ def test_a_sentence_encoder_compares_two_texts(watched, served, tmp_path):
 
 
 @pytest.mark.ledger("F2")
+@pytest.mark.slow
 def test_an_encoder_decoder_opens_on_its_alignment(watched, served, tmp_path):
     m, (text, written) = toy("encoder-decoder"), TEXTS
     seen = watched().open(served("encoder-decoder").url)
@@ -105,6 +108,7 @@ def test_an_encoder_decoder_opens_on_its_alignment(watched, served, tmp_path):
 
 
 @pytest.mark.ledger("F2")
+@pytest.mark.slow
 def test_drawers_show_neurons_a_map_and_steering(watched, served):
     m, text = toy("decoder"), TEXTS[0]
     seen = watched().open(served("decoder").url)
@@ -137,6 +141,7 @@ def test_drawers_show_neurons_a_map_and_steering(watched, served):
 
 @pytest.mark.ledger("F2")
 @pytest.mark.parametrize("family", ["decoder", "vit"])
+@pytest.mark.slow
 def test_examples_state_what_was_found_on_this_model(watched, family):
     found = findings(toy(family))
     assert len(found) == 5

@@ -117,6 +117,7 @@ def test_an_older_answer_is_not_drawn_over_a_newer_one(watched, served):
 
 
 @pytest.mark.ledger("S2")
+@pytest.mark.slow
 def test_a_view_that_was_left_is_asked_for_again(watched, served):
     seen = watched().open(served("decoder").url)
     with holding(seen, r"/thumbnails/") as held:

@@ -78,6 +78,7 @@ def family(request):
 
 
 @pytest.mark.ledger("F2")
+@pytest.mark.slow
 def test_tokens(live, family):
     watched, prepared, _ = shown(live, family)
     watched.look("input", ".chip[data-token]")
@@ -98,6 +99,7 @@ def test_tokens(live, family):
 
 @pytest.mark.ledger("K1")
 @pytest.mark.parametrize("family", EVERY, indirect=True)
+@pytest.mark.slow
 def test_flow(live, family):
     watched, prepared, given = shown(live, family)
     seen = trace(prepared.m, *given)

@@ -35,6 +35,7 @@ def selected(seen):
 
 
 @pytest.mark.ledger("F2")
+@pytest.mark.slow
 def test_one_selection_and_the_address_keeps_it(watched, served):
     """A token chosen anywhere is chosen everywhere; a reload opens on the same text, token, head and view."""
     seen = watched().open(served("decoder").url)
@@ -96,6 +97,7 @@ def test_small_weights_are_said_as_they_are(live):
 
 
 @pytest.mark.ledger("F2")
+@pytest.mark.slow
 def test_the_tour_shows_what_it_tells(watched, served):
     """Its head is open while it speaks of it, cross-attention too, and its card covers nothing of it."""
     seen = watched().open(served("encoder-decoder").url)
@@ -180,6 +182,7 @@ def test_the_path_adds_up_and_is_what_inside_says(live, family):
 
 
 @pytest.mark.ledger("F2")
+@pytest.mark.slow
 def test_one_answer_against_another(watched, served, tmp_path):
     """The rival is subtracted everywhere; the file of a run shows the same path without a network."""
     m, text = toy("decoder"), INPUTS["decoder"][0]
@@ -225,6 +228,7 @@ def test_inside_a_head_every_stop_is_a_step_of_the_trace(live, family):
 
 
 @pytest.mark.ledger("F2")
+@pytest.mark.slow
 def test_an_unknown_word_and_a_missing_tokenizer_are_said(watched):
     """One plain sentence each: what the tokenizer does not know, and that there is none."""
     bare = ch.Model(toy("decoder").model)

@@ -18,6 +18,7 @@ MOST = "() => document.querySelector('#attention-large .spectrogram')?.dataset.m
 
 
 @pytest.mark.ledger("L11", "F2")
+@pytest.mark.slow
 def test_where_a_token_was_heard(folder, watched, tmp_path):  # noqa: F811
     import soundfile
 

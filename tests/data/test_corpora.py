@@ -15,6 +15,7 @@ from clearhead.tasks.table import TASKS
 
 
 @pytest.mark.parametrize("name", ["unicode-names", "dates"])
+@pytest.mark.slow
 def test_the_same_each_time(name):
     first, second = (open_data(DataPlan(paths=(name,))) for _ in range(2))
     assert first == second
@@ -22,6 +23,7 @@ def test_the_same_each_time(name):
     assert open_data(DataPlan(paths=(name,), lowercase=True)).fingerprint != first.fingerprint
 
 
+@pytest.mark.slow
 def test_library_docs_are_english_prose():
     corpus = open_data(DataPlan(paths=("stdlib-docs",)))
     train, validation = (

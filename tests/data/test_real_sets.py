@@ -56,6 +56,7 @@ def test_multi30k(sets):
         ("sst2/glue_train.tsv.gz", "sst2/glue_dev.tsv", (29_780, 37_569), (428, 444)),
     ],
 )
+@pytest.mark.slow
 def test_sst2_with_and_without_a_header(sets, train, validation, counts, held):
     corpus = opened(sets, train, validation)
     assert corpus.labels == ("0", "1")

@@ -211,6 +211,7 @@ print(length, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 10
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="ru_maxrss is in other units elsewhere")
+@pytest.mark.slow
 def test_a_long_text_is_never_whole_in_memory(tmp_path):
     line = b"the quick brown fox jumps over the lazy dog and runs on\n"
     count = 120_000_000 // len(line)

@@ -147,6 +147,7 @@ def test_wrong_global_tokens_are_refused():
 
 @pytest.mark.ledger("J1", "L7")
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
+@pytest.mark.slow
 def test_global_tokens_compiled_and_in_bfloat16_are_the_plain_ones():
     """Rows so long that blocks are gathered, with another number of global tokens in each."""
     length = 300

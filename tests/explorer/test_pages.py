@@ -185,6 +185,7 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.ledger("F2")
+@pytest.mark.slow
 def test_command(folder, tmp_path, capsys):
     def said(*words):
         try:
@@ -224,6 +225,7 @@ def test_command(folder, tmp_path, capsys):
 
 
 @pytest.mark.ledger("F2")
+@pytest.mark.slow
 def test_command_serves(folder):
     """As one starts it: it says where it is, answers there, and warns when others can reach it."""
     command = [
@@ -250,6 +252,7 @@ def test_command_serves(folder):
 
 
 @pytest.mark.ledger("F2")
+@pytest.mark.slow
 def test_importing_clearhead_imports_no_server():
     said = subprocess.run(
         [

@@ -93,6 +93,7 @@ def test_the_most_probable_token_is_kept_and_logits_that_are_not_numbers_are_tol
 @pytest.mark.parametrize(
     "plan", [ch.QuantPlan(4, method="rtn"), ch.QuantPlan(8, 64, False, "rtn", ("*.blocks.0.attention.q",))]
 )
+@pytest.mark.slow
 def test_a_model_of_few_bits_takes_the_kernels_and_says_what_its_numbers_say(plan):
     """On a CPU without Triton, through their formulas; a block with one wide layer keeps its own forward."""
     torch.manual_seed(0)

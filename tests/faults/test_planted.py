@@ -157,6 +157,7 @@ THOUSAND = [*CASES][[*CASES].index("coarse_distances") : [*CASES].index("forgott
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.cpu if name in ON_A_CPU else ()) for name in CASES]
 )
+@pytest.mark.slow
 def test_a_planted_fault_is_caught_where_it_should_be(name, monkeypatch, request):
     (plant, wants_model), (changes, rows) = PLANTS[name], CASES[name]
     if name not in THOUSAND:

@@ -234,6 +234,7 @@ def theirs(model, ids: torch.Tensor, new: int, **options) -> list[tuple[list[int
 @pytest.mark.ledger("G1")
 @pytest.mark.parametrize("name", REFERENCES)
 @pytest.mark.cpu
+@pytest.mark.slow
 def test_equal_to_transformers(name, tmp_path):
     """Twelve random models: greedy, and three of four beams, with every stopping rule and either sign."""
     kind, config = REFERENCES[name]

@@ -98,6 +98,7 @@ def test_prompts_of_like_length_are_read_together(name, monkeypatch):
 @pytest.mark.parametrize(
     "config", [LLAMA, LLAMA.replace(gated=False, activation="relu", n_kv_heads=4, rope_fraction=0.5)]
 )
+@pytest.mark.slow
 def test_blocks_made_of_kernels_give_the_same_tokens(config):
     plain, model = built(config), built(config, kernels=True)
     assert all(isinstance(block, StepBlock) for block in model.decoder.blocks)
@@ -136,6 +137,7 @@ def test_the_formulas_of_the_kernels_are_those_of_the_model():
     torch.testing.assert_close(keys[:, :, 5], turned[1][:, :, 0])
 
 
+@pytest.mark.slow
 def test_twenty_lengths_need_three_steps_at_most():
     from torch._dynamo.utils import counters
 
@@ -180,6 +182,7 @@ def test_what_cannot_be_compiled_runs_as_it_is_with_a_warning():
 
 
 @pytest.mark.cpu
+@pytest.mark.slow
 def test_many_models_are_compiled_in_one_process():
     """The compiler makes a few results of a function: each step counts by itself, then goes on uncompiled."""
     models = [built(DECODER.replace(n_layers=1, d_model=width)) for width in (16, 24)]

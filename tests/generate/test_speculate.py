@@ -160,6 +160,7 @@ class Bigrams(torch.nn.Module):
 @pytest.mark.ledger("G6")
 @pytest.mark.parametrize("kind", ["draft", "fixed"])
 @pytest.mark.cpu
+@pytest.mark.slow
 def test_two_tokens_follow_their_exact_distribution(kind, monkeypatch):
     """From end to end: 1,500 pairs of tokens, against the product of the two conditional distributions."""
     sampling = Request(max_new_tokens=3, temperature=1.1, repetition_penalty=1.4)

@@ -30,6 +30,7 @@ def padded(rows, length, below=40):
     return ids, mask
 
 
+@pytest.mark.slow
 def test_a_decoder_writes_token_by_token_in_onnxruntime(tmp_path):
     """A window, grouped heads and rotation: with keys going in and out, it writes what we write."""
     m = made(
@@ -54,6 +55,7 @@ def test_a_decoder_writes_token_by_token_in_onnxruntime(tmp_path):
     assert wrote == m.generate(prompt[0].tolist(), 12, temperature=0).ids[-12:]
 
 
+@pytest.mark.slow
 def test_an_encoder_decoder_of_sound_with_other_sizes_and_padding(tmp_path):
     m = made(family="encoder-decoder", input="frames", d_input=3)
     ch.export(m, tmp_path / "m.pt2")
@@ -67,6 +69,7 @@ def test_an_encoder_decoder_of_sound_with_other_sizes_and_padding(tmp_path):
     assert torch.allclose(found, wanted, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_command_writes_a_sentence_encoder_and_leaves_nothing_half_written(tmp_path, monkeypatch, capsys):
     """The graph is the same in both formats; `.pt2` is quicker to write."""
     m = made(family="encoder", head="none", n_types=2, max_positions=80, n_experts=2, n_active_experts=1)

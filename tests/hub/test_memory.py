@@ -62,6 +62,7 @@ print(memory("VmHWM") - before)
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
 @pytest.mark.parametrize("kind", SHAPES)
+@pytest.mark.slow
 def test_peak_memory_of_loading(kind: str, tmp_path: Path) -> None:
     with torch.device("meta"):
         count = sum(parameter.numel() for parameter in ch.Transformer(SHAPES[kind]).parameters())

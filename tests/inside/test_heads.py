@@ -398,6 +398,7 @@ def test_accuracy_between_words_equals_a_loop(family: str, kind: str) -> None:
     json.loads(json.dumps(found.to_dict(), allow_nan=False))
 
 
+@pytest.mark.slow
 def test_minilm_follows_syntax(shared: Path) -> None:
     path = shared / "data" / "ud_english_ewt" / "en_ewt-ud-dev.conllu.gz"
     sentences = read_treebank(path)

@@ -185,6 +185,7 @@ def test_columns_and_choices_of_each_head():
 
 
 @pytest.mark.ledger("K6")
+@pytest.mark.slow
 def test_contributions_add_up_to_the_logit(differences):
     cases = [*matrix(), *((name, build(**changes)) for name, changes in HEADS.items())]
     for number, (name, model) in enumerate(cases):

@@ -297,6 +297,7 @@ def folder(tmp_path):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_the_command_prints_tables_a_picture_and_json(folder, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     arguments = ("long", folder / "rope", "--text", folder / "text.txt", "--rows", 2, "--trials", 2)

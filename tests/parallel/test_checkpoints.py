@@ -35,6 +35,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_saved_on_two_processes_and_opened_on_others(work: Path) -> None:
     """Weights, averages and moments come back bit for bit on other meshes; transformers opens them."""
     first, second, third = (work / name for name in ("shard", "tensor", "one"))
@@ -63,6 +64,7 @@ def test_a_split_model_writes_what_one_process_writes(name: str, work: Path) -> 
     assert all("split over processes" in line for line in found["refused"])
 
 
+@pytest.mark.slow
 def test_the_command_prints_once(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = ["generate", str(work / "decoder"), "3 4 5", "--ids", "--json", "--max-new-tokens", "5"]
     main(given)

@@ -50,6 +50,7 @@ def test_a_command_for_one_process_is_refused_in_several(
     assert capsys.readouterr().err == (line if rank == 0 else "")
 
 
+@pytest.mark.slow
 def test_a_killed_process_changes_nothing(tmp_path: Path) -> None:
     """`torchrun` starts all processes again, and the run goes on from its last checkpoint by itself.
 
@@ -74,6 +75,7 @@ def failing(fault: str, data: Path, mesh: dict[str, int]) -> dict[str, Any]:
     return {**meshes.job("decoder", data, data.parent / name, mesh, settings=settings), "fault": fault}
 
 
+@pytest.mark.slow
 def test_what_fails_in_one_process_is_said_by_all(tmp_path: Path) -> None:
     """Other settings, data or code; numbers that are not finite in one part of a model; no memory."""
     data = meshes.write_data("decoder", tmp_path)
@@ -104,6 +106,7 @@ def test_a_process_that_hangs_is_named(tmp_path: Path) -> None:
     assert line == f"process 0 waited for the gradients of step 3 in vain: {expected}"
 
 
+@pytest.mark.slow
 def test_ctrl_c_saves_and_stops_all(tmp_path: Path) -> None:
     """The terminal sends it to every process, and `torchrun` sends it to its own once more."""
     data, out = meshes.write_data("decoder", tmp_path), tmp_path / "run"

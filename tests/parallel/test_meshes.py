@@ -90,6 +90,7 @@ def name_of(family: str, mesh: dict[str, int]) -> str:
 
 
 @pytest.mark.parametrize(("family", "mesh", "steps"), CASES, ids=str)
+@pytest.mark.slow
 def test_a_mesh_gives_the_numbers_of_one_process(
     family: str, mesh: dict[str, int], steps: int, runs: Path
 ) -> None:

@@ -91,6 +91,7 @@ def passed(model: ch.Transformer, ids: torch.Tensor, weights: torch.Tensor) -> t
 
 
 @pytest.mark.parametrize(("name", "mesh"), WORLDS[:3], ids=str)
+@pytest.mark.slow
 def test_a_large_world_gives_the_numbers_of_one_process(name: str, mesh: dict[str, int]) -> None:
     torch.manual_seed(0)
     plain = ch.Transformer(ch.ModelConfig(**SIZES, **MODELS[name])).train()

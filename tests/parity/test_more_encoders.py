@@ -96,6 +96,7 @@ ALIKE = ("XLMRoberta", "Camembert", "Electra")
 @pytest.mark.ledger("L1")
 @pytest.mark.ledger("E1")
 @pytest.mark.parametrize(("name", "head", "label"), CASES)
+@pytest.mark.slow
 def test_text_encoder(name, head, label, tmp_path):
     model = make(name, head, OPTIONS[name][label], tmp_path / "reference")
     check_text_encoder(model, tmp_path / "reference", tmp_path, alike=name in ALIKE)

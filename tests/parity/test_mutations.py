@@ -37,6 +37,7 @@ def wrong(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", FIELDS)
+@pytest.mark.slow
 def test_a_changed_config_is_read_as_the_reference_reads_it(name: str, tmp_path: Path) -> None:
     assert wrong(list(run(name, tmp_path, share=0.02, fields=FIELDS[name], pairs=2))) == []
 

@@ -92,6 +92,7 @@ def test_stories_text(stories: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.ledger("L1", "E1")
+@pytest.mark.slow
 def test_minilm_embeddings_equal_the_reference(
     shared: Path, tmp_path: Path, differences: Differences
 ) -> None:

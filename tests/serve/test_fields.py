@@ -92,6 +92,7 @@ def takes(parts: dict, schema: dict, value) -> bool:
 
 
 @pytest.mark.parametrize("path", BODIES)
+@pytest.mark.slow
 def test_a_value_of_another_type_is_refused_by_the_name_of_its_field(client, path):
     """`"n": true`, `"max_tokens": "5"` and the like are no numbers, nor are the words of Python's JSON."""
     parts, fields = described(client)

@@ -62,6 +62,7 @@ def test_stages_agree_with_the_whole(kind: str, task: str) -> None:
 
 
 @given(text=st.text())
+@pytest.mark.slow
 def test_stages_agree_on_any_unicode(text: str) -> None:
     for kind in ("bpe", "wordpiece", "unigram"):
         agree(trained(kind, "mlm"), stages(trained(kind, "mlm"), text), text)

@@ -134,6 +134,7 @@ def test_options() -> None:
 
 
 @pytest.mark.ledger("A1")
+@pytest.mark.slow
 def test_the_same_text_gives_the_same_file() -> None:
     """The library's hash tables differ from run to run, within a process and between two."""
     script = "from tests.tokens.toys import digest\nprint(digest())"

@@ -86,6 +86,7 @@ def test_of_two_runs_that_start_together_one_is_made(text, tmp_path):
         assert ch.load(folder).config.d_model == 16 and newest(folder).name == "step-2"
 
 
+@pytest.mark.slow
 def test_a_run_survives_kills_and_a_second_run(text, tmp_path):
     """`python -m tests.training.kills` does the same with twenty kills."""
     steps = [kill.step for kill in survive(text, tmp_path, kills=3)]

@@ -154,6 +154,7 @@ def test_pieces_under_autocast(changes):
 
 
 @pytest.mark.ledger("H5")
+@pytest.mark.slow
 def test_pieces_of_a_compiled_model(monkeypatch):
     monkeypatch.setattr(
         losses, "_compiled_row_loss", lambda: torch.compile(losses.row_loss, backend="aot_eager")

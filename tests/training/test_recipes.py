@@ -569,6 +569,7 @@ def learned(tmp_path_factory):
 
 @pytest.mark.ledger("H1")
 @pytest.mark.parametrize("task", list(STEPS))
+@pytest.mark.slow
 def test_every_objective_learns(task, learned):
     done = learned(task)
     losses = [line["loss"] for line in read_log(done.folder) if line["event"] == "stepped"]

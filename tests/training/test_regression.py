@@ -55,6 +55,7 @@ def run(tmp_path_factory):
     return done, table(folder / "test.tsv", 200, 1), events
 
 
+@pytest.mark.slow
 def test_it_learns_a_number(run):
     done, _, events = run
     assert done.metrics["loss"] < 0.4  # the numbers have a variance of 5.3

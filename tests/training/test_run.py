@@ -192,6 +192,7 @@ def dying(action, folder: Path, left: int):
 
 
 @pytest.mark.ledger("H8")
+@pytest.mark.slow
 def test_killed_at_ten_moments(text, tmp_path):
     """Kill ten times, each before a file is opened, moved or removed; the end is bit for bit the same."""
     torch.set_num_threads(1)
@@ -216,6 +217,7 @@ def test_killed_at_ten_moments(text, tmp_path):
 
 @pytest.mark.ledger("H8")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.slow
 def test_the_command_saves_and_says_how_to_go_on(text, tmp_path, number, code):
     out = tmp_path / "run"
     settings = [part for setting in [*TINY, "train.steps=100000"] for part in ("--set", setting)]
@@ -377,6 +379,7 @@ def refuse_to_compile(graph, inputs):
 
 @pytest.mark.ledger("H5")
 @pytest.mark.parametrize("backend", ["eager", refuse_to_compile])
+@pytest.mark.slow
 def test_where_compiling_fails_a_run_does_without(tmp_path, monkeypatch, backend):
     """A run that cannot be compiled learns exactly what a plain one does; a compiled one nearly the same.
 
@@ -441,6 +444,7 @@ def test_a_schedule_that_depends_on_the_length_is_said(text, tmp_path):
     assert any("6 steps in place of 4: the cosine rate of steps" in line for line in lines), lines
 
 
+@pytest.mark.slow
 def test_a_short_run_validates_once_and_keeps_one_optimizer(text, tmp_path):
     """Its folder takes four times the model; five where the best model is not the last."""
     settings = ["model.d_model=64", "model.n_heads=2", "model.n_layers=2", "train.samples=0"]

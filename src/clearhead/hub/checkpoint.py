@@ -22,6 +22,7 @@ from clearhead.data.files import RECIPE
 from clearhead.errors import CheckpointError, ClearheadError, ConfigError, nearest
 from clearhead.hub import gguf_config
 from clearhead.hub.architecture import SECTION, Architecture, check_sizes, is_among
+from clearhead.hub.desk import Desk
 from clearhead.hub.files import read_json, refuse
 from clearhead.hub.gguf_file import is_gguf, open_gguf, read_header
 from clearhead.hub.mxfp4 import unpacked
@@ -158,13 +159,14 @@ def load_model(
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
     room = {} if mapped else allocated(shapes, dtypes)
+    desk = Desk()
     counts = Counter(id(entry) for _, entry in unread.sources)
 
     def read(source: tuple[Rule, Entry]) -> list[Tensor]:
         rule, entry = source
         twice = counts[id(entry)] > 1  # a table that fills two parameters is two tables from now on
         entry = dataclasses.replace(entry, release=lambda: None) if twice else entry
-        tensors = unread.read(rule, entry)
+        tensors = unread.read(rule, entry if mapped else desk.placed(rule, entry, room[rule.ours[0]]))
         new = [
             cast(tensor, dtypes[name], rule.theirs, into=room.get(name))
             for name, tensor in zip(rule.ours, tensors)

@@ -249,4 +249,4 @@ def _dequantized(wrong: str, raw: Entry, stored: StoredTensor) -> Entry:
             ) from None
         return torch.from_numpy(numbers).reshape(stored.shape)
 
-    return replace(raw, shape=stored.shape, dtype=torch.float32, read=read)
+    return replace(raw, shape=stored.shape, dtype=torch.float32, read=read, fill=None)

@@ -55,6 +55,7 @@ class Entry:
     dtype: torch.dtype
     read: Callable[[], Tensor]  # where mapped, the file's own bytes: writing to them changes no file
     release: Callable[[], None] = lambda: None  # gives back what reading took, once a copy was made
+    fill: Callable[[Tensor], None] | None = None  # reads into a tensor of this shape and dtype, where it can
 
 
 def held(tensor: Tensor) -> Entry:
@@ -226,16 +227,19 @@ def _span(path: Path, name: str, stated: Any, room: int) -> tuple[torch.dtype, S
 def copied_entry(path: Path, body: int, dtype: torch.dtype, shape: Shape, start: int, stop: int) -> Entry:
     """Return how to read a tensor of a file, whose header ends at `body`, into memory of its own."""
 
-    def read() -> Tensor:
-        tensor = allocated({"": shape}, {"": dtype})[""]  # goes back to the system at once, not to a heap
+    def fill(tensor: Tensor) -> None:
         with reading(path, "cannot be read"), path.open("rb") as file:
             file.seek(body + start)
-            into = tensor.reshape(-1).view(torch.uint8).numpy().data if start < stop else bytearray()
+            into = tensor.view(-1).view(torch.uint8).numpy().data if start < stop else bytearray()
             found = file.readinto(into)
         refuse(found != stop - start, f"{path} has become shorter while it was read: load it again")
+
+    def read() -> Tensor:
+        tensor = allocated({"": shape}, {"": dtype})[""]  # goes back to the system at once, not to a heap
+        fill(tensor)
         return tensor
 
-    return Entry(shape, dtype, read)
+    return Entry(shape, dtype, read, fill=fill)
 
 
 def mapped_entry(
