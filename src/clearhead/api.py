@@ -309,7 +309,7 @@ def load(
     are the file's own pages: they are read when first used and shared between processes, and the file must
     not be written to while the model is in use. `parallel`, such as {"tensor": 2}, splits the model by heads
     over the processes that `torchrun` has started; each reads its part, and all call it with the same inputs.
-    `quantize`, "int8", "int4" (both HQQ in groups of 32) or a `QuantPlan`, rounds weights once they are read.
+    `quantize`, "int8", "int4" (groups of 32, no data) or a `QuantPlan`, rounds weights once they are read.
     """
     cast, place, rounding = float_dtype(dtype), best_device(device), plan_of(quantize, parallel is not None)
     path = here_or_fetched(folder, allow_download)
