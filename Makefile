@@ -13,7 +13,7 @@ demo: $(CORE)
 test: $(DEV)
 	$(BIN)/python -m pytest -n 2 --dist worksteal --durations 12
 
-# About one test in ten, always the same ones and none of the slow, of every file at least one.
+# About one test in ten, always the same ones: of every file at least one, and none that is slow.
 quick: $(DEV)
 	$(BIN)/python -m pytest -n 2 --dist worksteal --tenth
 
