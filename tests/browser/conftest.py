@@ -85,6 +85,13 @@ class Watched:
         """What stands in some elements."""
         return self.page.eval_on_selector_all(selector, "nodes => nodes.map((node) => node.textContent)")
 
+    def busy(self) -> list[str]:
+        """The parts of the page that say they are at work."""
+        return self.page.eval_on_selector_all(
+            "[aria-busy]",
+            "all => all.map((one) => `${one.closest('section')?.id} ${one.id || one.className || one.tagName}`)",
+        )
+
     def wait(self, condition: str, given: Any = None, seconds: float = 20) -> None:
         """Wait until a function of the page gives something true.
 
@@ -93,7 +100,7 @@ class Watched:
         end = time.monotonic() + seconds
         while not self.page.evaluate(condition, given):
             assert time.monotonic() < end, (
-                f"never came true: {condition} of {given}; on the page: {self.wrong}"
+                f"never came true: {condition} of {given}; on the page: {self.wrong}; busy: {self.busy()}"
             )
             self.page.wait_for_timeout(15)
 

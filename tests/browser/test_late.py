@@ -138,6 +138,21 @@ def test_a_view_that_was_left_is_asked_for_again(watched, served):
     seen.wait("() => clearhead.source.kept.has(`run/${clearhead.store.get('run').run}/trace`)", seconds=10)
 
 
+@pytest.mark.ledger("S2")
+def test_a_view_whose_first_question_was_overtaken_is_not_busy_once_it_is_left(watched, served):
+    seen = watched().open(served("classifier").url)
+    with holding(seen, r"/occlusion\?") as held:
+        seen.look("answer", ".answer-pin")
+        seen.page.evaluate("clearhead.open('worth')")
+        held.wait()
+        seen.page.locator("#answer .answer-pin").nth(1).click()
+        held.wait(2)
+    quiet(seen, "worth")
+    seen.look("attention", "canvas.heat")
+    seen.page.wait_for_timeout(60)  # time for the observer of the view that was left
+    assert [one for one in seen.busy() if one.startswith("worth")] == []
+
+
 @pytest.mark.ledger("S3")
 def test_a_drawer_at_a_token_that_is_no_column_is_filled(watched, served):
     """A classifier has one column; the map is asked for at a token, which is no request to drop."""

@@ -282,19 +282,19 @@ export const compareSection = {
       const patches = one && first.model === second.model && !why;
       if (!patches) replace(below, why && el("p", { class: "soft" }, why));
       else if (!below.querySelector("#patch")) replace(below, el("div", { id: "patch" }, el("h4", {}, "Patch: what of A brings its answer back in B?"), patchWords, el("div", { class: "row toolbar" }, el("div", {}, el("label", { for: "patch-part" }, "Of each layer, token by token, take"), part)), el("div", { class: "bench" }, patchHeads, patchTokens), progress.root, patchSaid));
-      showMaps(frame, one, two, patches);
+      showMaps(frame, one, two, patches, wait.still);
       return null;
     });
 
     /** The maps under the answers, one after the other; where something else is wanted meanwhile, its question draws them. */
-    async function showMaps({ pairs, lens, heads, askLens, askHeads }, one, two, patches) {
+    async function showMaps({ pairs, lens, heads, askLens, askHeads }, one, two, patches, still) {
       if (one && two && one.probabilities.length === two.probabilities.length) {
         const choice = app.store.get("target") ?? one.order[0];
         const label = one.names.get(choice) || two.names.get(choice) || `id ${choice}`;
-        if ((await askHeads(async (wait) => replace(heads, await wait(headMap(choice, label))))) === null) return;
-        if ((await askLens(async (wait) => replace(lens, await wait(lensMap(choice, label, pairs, one.probabilities.length))))) === null) return;
+        await askHeads(async (wait) => replace(heads, await wait(headMap(choice, label))));
+        if (still()) await askLens(async (wait) => replace(lens, await wait(lensMap(choice, label, pairs, one.probabilities.length))));
       }
-      if (patches) for (const node of [patchHeads, patchTokens]) patched(node);
+      if (patches && still()) for (const node of [patchHeads, patchTokens]) patched(node);
     }
 
     app.store.on("model", (model) => {

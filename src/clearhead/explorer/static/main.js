@@ -62,7 +62,7 @@ function makeApp(source) {
         this.say("");
         show(run);
       });
-      return read.then((made) => { if (made === null && !document.body.hasAttribute("aria-busy")) this.say(""); });
+      return read.then((made) => { if (made === null) this.say(""); });
     },
   };
 }

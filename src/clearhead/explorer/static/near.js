@@ -12,11 +12,17 @@ class Passed extends Error {}
  * The questions of one part of the page, of which only the latest counts. `about()` lists what they depend on; `failed(error)` shows an error.
  * Returns `ask(work)`: `work(wait)` reads the selection, asks with `await wait(promise)`, and draws; nothing after a `wait` is done where
  * something else is wanted meanwhile. Then, or where the request was dropped, a part that is seen asks again by itself, unless `again` is
- * false. The part is busy until the latest question ends. `ask` gives true once it is drawn, false if it failed, null if it was left.
+ * false. The part is busy until the latest question ends. `ask` gives true once it, or a later one in its place, is drawn, false if that
+ * failed, null if it was left.
  */
 export function asks(node, about, failed, again = true) {
-  return async function ask(work) {
+  return function ask(work) {
     const own = { about: about() };
+    own.end = follow(own, work);
+    return own.end;
+  };
+
+  async function follow(own, work) {
     const wanted = () => atWork.get(node) === own && about().every((one, place) => Object.is(one, own.about[place]));
     const wait = async (answer) => {
       let found = null;
@@ -37,7 +43,7 @@ export function asks(node, about, failed, again = true) {
           await work(wait);
           return true;
         } catch (error) {
-          if (atWork.get(node) !== own) return null;
+          if (atWork.get(node) !== own) return atWork.get(node).end;
           if (!(error instanceof Passed)) {
             failed(error);
             return false;
@@ -49,7 +55,7 @@ export function asks(node, about, failed, again = true) {
     } finally {
       if (atWork.get(node) === own) node.removeAttribute("aria-busy");
     }
-  };
+  }
 }
 
 /**
