@@ -27,13 +27,12 @@ class Watched:
         self.page.set_default_timeout(20_000)
         self.page.on("request", lambda request: self.requests.append(request.url))
         self.page.on("pageerror", lambda error: self.wrong.append(f"page error: {error}"))
-        self.page.on(
-            "console",
-            lambda said: (
-                self.wrong.append(f"{said.type}: {said.text}") if said.type in ("error", "warning") else None
-            ),
-        )
+        self.page.on("console", self._console)
         self.page.on("dialog", self._dialog)
+
+    def _console(self, said: Any) -> None:
+        if said.type in ("error", "warning"):
+            self.wrong.append(f"{said.type}: {said.text} at {said.location['url']}")
 
     def _dialog(self, dialog: Any) -> None:
         self.wrong.append(f"dialog: {dialog.message}")
