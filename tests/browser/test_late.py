@@ -153,6 +153,19 @@ def test_a_view_whose_first_question_was_overtaken_is_not_busy_once_it_is_left(w
     assert [one for one in seen.busy() if one.startswith("worth")] == []
 
 
+@pytest.mark.ledger("S2")
+def test_nothing_is_asked_ahead_of_a_text_that_was_left(watched, served):
+    """It was asked at the position of the longer text, which the shorter has not."""
+    seen = watched().open(served("decoder").url)
+    seen.look("next", "#next-table tbody tr")
+    with holding(seen, r"/lens\?first=") as held:
+        held.wait()
+        seen.page.click("#next-greedy")
+        held.wait(2)
+    seen.wait("() => clearhead.source.kept.has(`run/${clearhead.store.get('run').run}/trace`)")
+    assert seen.wrong == []
+
+
 @pytest.mark.ledger("S3")
 def test_a_drawer_at_a_token_that_is_no_column_is_filled(watched, served):
     """A classifier has one column; the map is asked for at a token, which is no request to drop."""

@@ -286,7 +286,7 @@ export const lensSection = {
     }));
     askAhead(app, async (run) => {
       await ahead();
-      if (run.task !== "embed") await app.source.get(`run/${run.run}/contributions?position=${columnOf(run, app.store.get("position"))}`);
+      if (run === app.store.get("run") && run.task !== "embed") await app.source.get(`run/${run.run}/contributions?position=${columnOf(run, app.store.get("position"))}`);
     });
     app.store.on("theme", () => draw());
     app.store.listen("view", () => {
