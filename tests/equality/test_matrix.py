@@ -51,6 +51,14 @@ GROUPS = [
 SOURCE = 6
 
 
+@pytest.fixture(autouse=True)
+def _products_that_users_get():
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(True)
+    yield
+    torch._C._set_mkldnn_enabled(before)
+
+
 def quarter(family: str, positions: str, place: str) -> list[dict]:
     """The inner choices of one group: every pair of them; the other quarters are in its neighbours."""
     families = ("encoder", "decoder", "encoder-decoder")
