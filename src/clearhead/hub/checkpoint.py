@@ -9,7 +9,6 @@ import math
 import os
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from clearhead.data.files import RECIPE
 from clearhead.errors import CheckpointError, ClearheadError, ConfigError, nearest
 from clearhead.hub import gguf_config
 from clearhead.hub.architecture import SECTION, Architecture, check_sizes, is_among
-from clearhead.hub.desk import Desk
+from clearhead.hub.desk import Desk, shared
 from clearhead.hub.files import read_json, refuse
 from clearhead.hub.gguf_file import is_gguf, open_gguf, read_header
 from clearhead.hub.mxfp4 import unpacked
@@ -181,9 +180,8 @@ def load_model(
     # Of what is read whole and then converted, one reader at a time holds one tensor twice at most.
     some = READERS if mapped and dtype is None else 1
     for way, sources, readers in ((read, whole, some), (desk.fill, direct, READERS)):
-        with ThreadPoolExecutor(readers) as pool:
-            for (rule, _), tensors in zip(sources, pool.map(way, sources)):
-                _put(parts, dict(zip(rule.ours, tensors)))
+        for (rule, _), tensors in shared(way, sources, readers):
+            _put(parts, dict(zip(rule.ours, tensors)))
     model.tie()
     if not mapped:
         carried = {name: held(entry.read()) for name, entry in description.carried.items()}

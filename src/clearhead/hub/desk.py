@@ -3,7 +3,8 @@
 import dataclasses
 import math
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from itertools import compress
 
 import torch
@@ -16,7 +17,19 @@ PIECE = 1 << 22  # bytes read at a time of what is turned or converted: they sta
 LINES = 64  # rows turned together: their columns fill whole lines of the cache
 TURNED = (TRANSPOSED, JOINED_TRANSPOSED)
 
+SHARES = 16  # of the tensors: passing each on its own to a thread takes as long as reading a small one
+
 Source = tuple[Rule, Entry]
+
+
+def shared(
+    way: Callable[[Source], list[Tensor]], sources: list[Source], readers: int
+) -> Iterator[tuple[Source, list[Tensor]]]:
+    """Yield every source with what `way` makes of it, in several threads; the sources come largest first."""
+    shares = [sources[first::SHARES] for first in range(SHARES)]
+    with ThreadPoolExecutor(readers) as pool:
+        for share, found in zip(shares, pool.map(lambda share: [way(source) for source in share], shares)):
+            yield from zip(share, found)
 
 
 class Desk(threading.local):
