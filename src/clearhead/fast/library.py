@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 SOURCE = Path(__file__).with_name("step.c")
-INCLUDED = [SOURCE.with_name("panels.h"), SOURCE.with_name("quantized.h")]
+INCLUDED = [SOURCE.with_name(f"{name}.h") for name in ("panels", "quantized", "turn")]
 # Comparisons set no flags that anyone reads: without them loops with a choice become vectors.
 FLAGS = ("-O3", "-march=native", "-fno-trapping-math", "-shared", "-fPIC")
 OFF = "CLEARHEAD_NATIVE"  # in the environment: 0 leaves the library out
@@ -42,11 +42,23 @@ def library() -> ctypes.CDLL | None:
     return found if _agrees(found) else None
 
 
+@functools.cache
+def compiled_before() -> ctypes.CDLL | None:
+    """Return `library()` where it need not be compiled first: opening a file does not wait for that."""
+    compiler = shutil.which(os.environ.get("CC", "cc"))
+    try:
+        return library() if compiler and _place(compiler, FLAGS).exists() else None
+    except (OSError, RuntimeError):
+        return None
+
+
 def opened(compiler: str, *flags: str) -> ctypes.CDLL:
     """Return the functions as compiled with `flags` more, such as -DPLAIN for plain loops."""
     found = ctypes.CDLL(str(_built(compiler, (*FLAGS, *flags))))
     found.clearhead_blocks.argtypes = (c_void_p, c_int64)
     found.clearhead_linear.argtypes = (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64)
+    found.clearhead_turn.argtypes = (c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64)
+    found.clearhead_turn.restype = None
     return found
 
 
@@ -74,19 +86,25 @@ def _openmp() -> str | None:
 
 def _built(compiler: str, flags: tuple[str, ...]) -> Path:
     """Return the path of the library, compiled now if it is not in the cache."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "clearhead"
-    about = os.stat(compiler)
-    made_of = (compiler, about.st_size, about.st_mtime_ns, *flags, _processor(), *_sources())
-    name = f"step-{hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]}.so"
+    path = _place(compiler, flags)
+    folder = path.parent
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if folder.stat().st_uid != os.getuid():
         raise OSError(f"{folder} belongs to someone else")
-    if not (folder / name).exists():
+    if not path.exists():
         with tempfile.TemporaryDirectory(dir=folder) as apart:
-            command = [compiler, *flags, "-o", f"{apart}/{name}", str(SOURCE), "-lm"]
+            command = [compiler, *flags, "-o", f"{apart}/{path.name}", str(SOURCE), "-lm"]
             subprocess.run(command, capture_output=True, check=True, timeout=300)
-            os.replace(f"{apart}/{name}", folder / name)
-    return folder / name
+            os.replace(f"{apart}/{path.name}", path)
+    return path
+
+
+def _place(compiler: str, flags: tuple[str, ...]) -> Path:
+    """Return where the library lies once it is compiled."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "clearhead"
+    about = os.stat(compiler)
+    made_of = (compiler, about.st_size, about.st_mtime_ns, *flags, _processor(), *_sources())
+    return folder / f"step-{hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]}.so"
 
 
 def _sources() -> list[str]:

@@ -161,6 +161,7 @@ static int64_t until(int64_t count, Thread thread) {
 
 #include "panels.h"
 #include "quantized.h"
+#include "turn.h"
 
 /* Where a thread rounds inputs of layers of few bits, or lays rows side by side, and what is there now. */
 typedef struct { float *memory; const float *x, *smooth; int64_t laid; } Room;

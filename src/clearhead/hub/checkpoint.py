@@ -6,9 +6,9 @@ file's bytes, or, where the file is mapped, its own.
 
 import dataclasses
 import math
+import os
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from clearhead.data.files import RECIPE
 from clearhead.errors import CheckpointError, ClearheadError, ConfigError, nearest
 from clearhead.hub import gguf_config
 from clearhead.hub.architecture import SECTION, Architecture, check_sizes, is_among
-from clearhead.hub.desk import Desk
+from clearhead.hub.desk import Desk, shared
 from clearhead.hub.files import read_json, refuse
 from clearhead.hub.gguf_file import is_gguf, open_gguf, read_header
 from clearhead.hub.mxfp4 import unpacked
@@ -33,7 +33,7 @@ from clearhead.hub.stored import as_stored, check_bounds, common_dtype, equal
 from clearhead.hub.weights import Entry, allocated, cast, held, open_weights
 from clearhead.model.transformer import Transformer
 
-READERS = 2  # threads; more would hold more copies at once than they gain
+READERS = min(4, os.cpu_count() or 1)  # threads: they wait for memory
 OWN = Architecture(SECTION, {"ClearheadModel": {}}, (), ())  # tensors under our own names
 
 
@@ -159,14 +159,14 @@ def load_model(
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
     room = {} if mapped else allocated(shapes, dtypes)
-    desk = Desk()
+    desk, parts = Desk(room), dict(model.named_modules())
     counts = Counter(id(entry) for _, entry in unread.sources)
 
     def read(source: tuple[Rule, Entry]) -> list[Tensor]:
         rule, entry = source
         twice = counts[id(entry)] > 1  # a table that fills two parameters is two tables from now on
         entry = dataclasses.replace(entry, release=lambda: None) if twice else entry
-        tensors = unread.read(rule, entry if mapped else desk.placed(rule, entry, room[rule.ours[0]]))
+        tensors = unread.read(rule, entry if mapped else desk.placed(entry))
         new = [
             cast(tensor, dtypes[name], rule.theirs, into=room.get(name))
             for name, tensor in zip(rule.ours, tensors)
@@ -176,10 +176,12 @@ def load_model(
         return [tensor.clone() for tensor in new] if mapped and twice else new
 
     unread.sources.sort(key=lambda source: -math.prod(source[1].shape))  # what is held twice for a moment
-    # One reader at a time holds one tensor twice at most.
-    with ThreadPoolExecutor(READERS if mapped and dtype is None else 1) as pool:
-        for (rule, _), tensors in zip(unread.sources, pool.map(read, unread.sources)):
-            _put(model, dict(zip(rule.ours, tensors)))
+    direct, whole = desk.divided(unread.sources)
+    # Of what is read whole and then converted, one reader at a time holds one tensor twice at most.
+    some = READERS if mapped and dtype is None else 1
+    for way, sources, readers in ((read, whole, some), (desk.fill, direct, READERS)):
+        for (rule, _), tensors in shared(way, sources, readers):
+            _put(parts, dict(zip(rule.ours, tensors)))
     model.tie()
     if not mapped:
         carried = {name: held(entry.read()) for name, entry in description.carried.items()}
@@ -239,19 +241,23 @@ def open_model(
     else:
         entries, theirs = unpacked(open_weights(folder, mapped), description.theirs)
     description, model, sources = _fill(folder, dataclasses.replace(description, theirs=theirs), entries)
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    parameters = dict(model.named_parameters())
+    shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
     dtype = dtype or common_dtype(description.theirs, [entry for _, entry in sources])
     dtypes = {name: dtype or entry.dtype for rule, entry in sources for name in rule.ours}
-    _put(model, {name: torch.empty(shapes[name], dtype=dtypes[name], device="meta") for name in shapes})
+    others = {name: dtypes[name] for name, parameter in parameters.items() if parameter.dtype != dtypes[name]}
+    empty = {name: torch.empty(shapes[name], dtype=other, device="meta") for name, other in others.items()}
+    _put(dict(model.named_modules()), empty)
     model.tie()
     place_like(model, dtype or next(iter(dtypes.values()), torch.float32))
     return model.eval(), description, Unread(folder, description.config, shapes, sources)
 
 
-def _put(model: Transformer, tensors: Mapping[str, Tensor]) -> None:
+def _put(parts: Mapping[str, nn.Module], tensors: Mapping[str, Tensor]) -> None:
+    """Make tensors the parameters of these names; `parts` are the model's modules by their names."""
     for name, tensor in tensors.items():
-        path, last = ("." + name).rsplit(".", 1)
-        setattr(model.get_submodule(path[1:]), last, nn.Parameter(tensor, tensor.is_floating_point()))
+        path, _, last = name.rpartition(".")
+        setattr(parts[path], last, nn.Parameter(tensor, tensor.is_floating_point()))
 
 
 def _read(rule: Rule, entry: Entry, shapes: list[Shape], config: ModelConfig) -> list[Tensor]:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from clearhead.errors import CheckpointError, first_line
+from clearhead.fast.turning import copied
 from clearhead.hub.files import (
     INDEX,
     PICKLED,
@@ -55,7 +56,8 @@ class Entry:
     dtype: torch.dtype
     read: Callable[[], Tensor]  # where mapped, the file's own bytes: writing to them changes no file
     release: Callable[[], None] = lambda: None  # gives back what reading took, once a copy was made
-    fill: Callable[[Tensor], None] | None = None  # reads into a tensor of this shape and dtype, where it can
+    # Reads into a tensor of this dtype the numbers from the given one on, where it can.
+    fill: Callable[[Tensor, int], None] | None = None
 
 
 def held(tensor: Tensor) -> Entry:
@@ -227,16 +229,16 @@ def _span(path: Path, name: str, stated: Any, room: int) -> tuple[torch.dtype, S
 def copied_entry(path: Path, body: int, dtype: torch.dtype, shape: Shape, start: int, stop: int) -> Entry:
     """Return how to read a tensor of a file, whose header ends at `body`, into memory of its own."""
 
-    def fill(tensor: Tensor) -> None:
+    def fill(tensor: Tensor, number: int) -> None:
+        into = tensor.view(-1).view(torch.uint8).numpy().data if tensor.numel() else bytearray()
         with reading(path, "cannot be read"), path.open("rb") as file:
-            file.seek(body + start)
-            into = tensor.view(-1).view(torch.uint8).numpy().data if start < stop else bytearray()
+            file.seek(body + start + number * dtype.itemsize)
             found = file.readinto(into)
-        refuse(found != stop - start, f"{path} has become shorter while it was read: load it again")
+        refuse(found != len(into), f"{path} has become shorter while it was read: load it again")
 
     def read() -> Tensor:
         tensor = allocated({"": shape}, {"": dtype})[""]  # goes back to the system at once, not to a heap
-        fill(tensor)
+        fill(tensor, 0)
         return tensor
 
     return Entry(shape, dtype, read, fill=fill)
@@ -308,7 +310,7 @@ def _check_plain(path: Path, name: str, tensor: Tensor) -> None:
 
 def cast(tensor: Tensor, dtype: torch.dtype, name: str, into: Tensor | None = None) -> Tensor:
     """Return a tensor in another dtype, in `into` where given; refuse numbers that are too large for it."""
-    new = tensor.to(dtype).contiguous() if into is None else into.copy_(tensor)
+    new = tensor.to(dtype).contiguous() if into is None else copied(tensor, into)
     narrower = tensor.is_floating_point() and torch.finfo(dtype).max < torch.finfo(tensor.dtype).max
     if narrower and new.isinf().any() and not tensor.isinf().any():
         raise CheckpointError(
