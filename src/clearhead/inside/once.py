@@ -45,6 +45,11 @@ class RecordedOnce(Prepared):
             self.run(logits="none")
         return seen
 
+    @cached_property
+    def log_sums(self) -> dict[int, Tensor]:
+        """By column: what `lens.followed` has to know of all choices to give the share of one, [L + 1]."""
+        return {}
+
     @property
     def holds_patterns(self) -> bool:
         """Whether all patterns fit."""
@@ -62,7 +67,8 @@ class RecordedOnce(Prepared):
 
     def forget(self) -> None:
         """Free what was recorded; the next question runs the model again."""
-        self.__dict__.pop("_pass", None)
+        for name in ("_pass", "log_sums"):
+            self.__dict__.pop(name, None)
         self.forget_graph()
 
     def forget_graph(self) -> None:
