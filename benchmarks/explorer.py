@@ -14,7 +14,9 @@ makes the graph that the others use), the trace a pass step by step. The page as
 looks, where the model is small. Opened: what a reader waits for on that page, 256 tokens, 12 layers, 12
 heads, from the click until nothing is being computed for the view, once it has been still for two seconds.
 
-python benchmarks/explorer.py [--rounds 3] [--skip-deep] [--only-views] [--save]
+Each part is printed and saved as soon as it is measured, so that a run that is cut off keeps what it has.
+
+python benchmarks/explorer.py [--rounds 2] [--skip-deep] [--only-views] [--save]
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ from clearhead.explorer.record import record_run
 from clearhead.explorer.session import Opened, Session
 from clearhead.explorer.table import view
 from clearhead.explorer.views import begin
-from common import save
+from common import KeptParts
 
 FRAMES = """async (seconds) => {
   let frames = 0, worst = 0, last = performance.now();
@@ -58,7 +60,7 @@ FRAMES = """async (seconds) => {
 WATCHED = 1.5  # seconds for which frames are counted
 DEEP = (48, 12, 48, 1024)  # layers, heads, width and tokens
 DEEP_TITLE = "1,024 tokens, 48 layers, 12 heads"
-DETAILED = 2  # rounds in which the views after the first one are timed
+DETAILED = 1  # rounds in which the views after the first one are timed
 
 
 def model(layers: int, heads: int, width: int, tokens: int, vocabulary: int = 5000) -> ch.Model:
@@ -209,7 +211,6 @@ def measured(
     shown.roles, shown.findings = {}, []
     with serving(shown) as (_, url):
         found: dict[str, object] = {"title": title, **best([look(browser, url) for _ in range(rounds)])}
-    print(found)
     return found
 
 
@@ -268,7 +269,6 @@ def views(m: ch.Model, tokens: int, rounds: int, title: str) -> dict[str, object
         },
         "passes_of_their_own_ratio": {path: round(middle[path], 2) for path in own},
     }
-    print(found)
     return found
 
 
@@ -292,57 +292,47 @@ def first_paint(browser: Browser, rounds: int) -> dict[str, object]:
         "title": "first paint of the recorded example, while a model loads",
         "seconds": round(min(seconds), 3),
     }
-    print(found)
     return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--skip-deep", action="store_true")
     parser.add_argument("--only-views", action="store_true", help="measure no browser")
-    parser.add_argument("--save", action="store_true")
+    parser.add_argument("--save", action="store_true", help="keep each part once it is measured")
     options = parser.parse_args()
+    rounds, keep = options.rounds, KeptParts(options.save)
     torch.set_num_threads(1)
     pool = ProcessPoolExecutor(1, mp_context=get_context("spawn"))
     deep = not (options.skip_deep or options.only_views)
     file = pool.submit(file_megabytes) if deep else None  # beside what is measured in processor time
-    measured_views = [
-        views(
-            model(12, 12, 96, 256), 256, options.rounds, "views: 256 tokens, 12 layers, 12 heads, width 96"
-        ),
-        views(
-            model(12, 12, 768, 1024, 50257),
-            241,
-            options.rounds,
-            "views: GPT-2's size, 241 tokens, one thread",
-        ),
-    ]
-    if options.save:
-        device = {"device": f"CPU {platform.machine()}, two cores, shared; one thread"}
-        save("cpu_explorer_views", [{**each, **device} for each in measured_views])
+    device = f"CPU {platform.machine()}, two cores, shared; one thread"
+    small = model(12, 12, 96, 256)
+    title = "views: 256 tokens, 12 layers, 12 heads, width 96"
+    keep("cpu_explorer_views", views(small, 256, rounds, title), device=device)
+    large = model(12, 12, 768, 1024, 50257)
+    title = "views: GPT-2's size, 241 tokens, one thread"
+    keep("cpu_explorer_views", views(large, 241, rounds, title), device=device)
     if options.only_views:
         return
-    megabytes = file.result() if file else 0.0
+    megabytes = file.result() if file else 0.0  # the browser is timed by the clock: nothing runs beside it
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
-        results = [
-            measured(browser, model(12, 12, 96, 512), 512, options.rounds, "512 tokens, 12 layers, 12 heads")
-        ]
-        title = "opened: 256 tokens, 12 layers, 12 heads, one thread"
-        results.append(measured(browser, model(12, 12, 96, 256), 256, options.rounds, title, look=opened))
-        if "example.json" in page_files():
-            results.append(first_paint(browser, options.rounds))
-        if deep:
-            found = measured(browser, model(*DEEP), DEEP[-1], 1, DEEP_TITLE)
-            results.append({**found, "file_megabytes": megabytes})
-        machine = {
+        about = {
             "browser": f"Chromium {browser.version}, headless, software rendering",
             "device": f"CPU {platform.machine()}, shared",
         }
+        if "example.json" in page_files():
+            keep("cpu_explorer", first_paint(browser, rounds), **about)
+        title = "opened: 256 tokens, 12 layers, 12 heads, one thread"
+        keep("cpu_explorer", measured(browser, small, 256, rounds, title, look=opened), **about)
+        title = "512 tokens, 12 layers, 12 heads"
+        keep("cpu_explorer", measured(browser, model(12, 12, 96, 512), 512, rounds, title), **about)
+        if deep:
+            found = measured(browser, model(*DEEP), DEEP[-1], 1, DEEP_TITLE)
+            keep("cpu_explorer", {**found, "file_megabytes": megabytes}, **about)
         browser.close()
-    if options.save:
-        save("cpu_explorer", [{**each, **machine} for each in results])
 
 
 if __name__ == "__main__":
