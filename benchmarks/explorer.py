@@ -9,10 +9,12 @@ long to load. On a machine that others use too, the best of several rounds.
 Views: the model's part of each view on one thread, as a ratio to a plain forward pass of the same round, both
 in processor time, so that other programs do not count; the median of the rounds. The first view is a text's
 run, its answer, its path and the cells of the path. The views after it are answered from the recorded pass,
-but for those named as passes of their own: why a head looks where it looks is a backward pass (the first one
-makes the graph that the others use), the trace a pass step by step. The page asks for both before anybody
-looks, where the model is small. Opened: what a reader waits for on that page, 256 tokens, 12 layers, 12
-heads, from the click until nothing is being computed for the view, once it has been still for two seconds.
+but for those named as passes of their own: why a head looks where it looks is a backward pass (the first
+one makes the graph that the others use), the trace a pass step by step, and one choice followed through all
+layers and columns reads the whole vocabulary, for the first choice. The page asks for reasons and trace
+before anybody looks, where the model is small. Opened: what a reader waits for on that page, 256 tokens, 12
+layers, 12 heads, from the click until nothing is being computed for the view, once it has been still for
+two seconds.
 
 Each part is printed and saved as soon as it is measured, so that a run that is cut off keeps what it has.
 
@@ -240,7 +242,8 @@ def views(m: ch.Model, tokens: int, rounds: int, title: str) -> dict[str, object
         *(f"lens?first={last}", "lens?first=0&count=8", f"said/{last}", "followed/7?first=0&count=16"),
         *(f"neurons?position={last}", f"map?position={last}", "stages"),
     ]
-    own = [f"looks/3.1/{last}/5", f"looks/11.1/{last}/5", f"looks/3.1/{last}/6", "trace"]
+    own = [f"looks/3.1/{last}/5", f"looks/11.1/{last}/5", f"looks/3.1/{last}/6", "trace", "followed/7"]
+    after = ["step/blocks.3.attention.q", "followed/8"]  # of the trace, and of a lens that was read through
     ratios: dict[str, list[float]] = {}
     seconds: dict[str, list[float]] = {}
     for turn in range(rounds + 1):
@@ -251,7 +254,7 @@ def views(m: ch.Model, tokens: int, rounds: int, title: str) -> dict[str, object
         made = {"first view": timed(lambda run=run: [view(run, path) for path in first])}  # type: ignore[misc]
         if not turn:
             continue  # to warm up
-        for path in (*later, *own, "step/blocks.3.attention.q") if turn <= DETAILED else ():
+        for path in (*later, *own, *after) if turn <= DETAILED else ():
             made[path] = timed(lambda run=run, path=path: view(run, path))  # type: ignore[misc]
         for name, (processor, _) in {"plain": (plain, wall), **made}.items():
             ratios.setdefault(name, []).append(processor / plain)
@@ -264,8 +267,7 @@ def views(m: ch.Model, tokens: int, rounds: int, title: str) -> dict[str, object
         "first_view_ratio": round(middle["first view"], 3),
         "first_view_ratio_wall": round(middle["first view, wall"], 3),
         "from_the_recorded_pass_ms": {
-            path: round(1000 * statistics.median(seconds[path]), 1)
-            for path in (*later, "step/blocks.3.attention.q")
+            path: round(1000 * statistics.median(seconds[path]), 1) for path in (*later, *after)
         },
         "passes_of_their_own_ratio": {path: round(middle[path], 2) for path in own},
     }
