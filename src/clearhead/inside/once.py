@@ -56,6 +56,11 @@ class RecordedOnce(Prepared):
         return self._pattern_numbers <= LARGEST
 
     @property
+    def keeps_graph(self) -> bool:
+        """Whether gradients share one pass; of a long text each takes a pass of its own."""
+        return self._pattern_numbers <= LARGEST_GRAPH
+
+    @property
     def _pattern_numbers(self) -> int:
         cells = {
             one: len(self.tokens_of("encoder." if one.kind == "encoder" else ""))
@@ -77,9 +82,7 @@ class RecordedOnce(Prepared):
 
     def record_graph(self, last: str, *patterns: str) -> Recording:
         """Return activations with their graph; of a long text, only those before the activation `last`."""
-        return (
-            self._graph if self._pattern_numbers <= LARGEST_GRAPH else super().record_graph(last, *patterns)
-        )
+        return self._graph if self.keeps_graph else super().record_graph(last, *patterns)
 
     def record(self, *patterns: str, logits: Literal["all", "none"] = "all") -> tuple[Output, Recording]:
         """Return what was recorded; run a pass only for activations that are not kept."""

@@ -112,11 +112,11 @@ function mountTools(app) {
   if (kept) applyTheme(app, kept);
 }
 
-/** Save the page as a file. It takes a while, since every part is switched off once for it: a line says so until it is there. */
+/** Save the page as a file. It takes a while, since every view is computed for it: a line says so until it is there. */
 async function saveFile(app, button, address) {
   if (button.getAttribute("aria-disabled")) return;
   button.setAttribute("aria-disabled", "true");
-  app.say("Writing the file: every part of the model is switched off once for it, so that the file can show it…");
+  app.say("Writing the file: every view is computed for it, which may take a while…");
   try {
     const answer = await fetch(address).catch(() => null);
     if (!answer) throw new Error("the server does not answer: is `clearhead explore` still running?");
