@@ -327,6 +327,7 @@ export const pathSection = {
         if (!still() || !root.offsetParent) return;
         await reasonsOf(run, edge, true).catch(() => null);
         if (still() && number < PATH_WHY) draw();
+        if (still()) await fillCells(run, (asked) => asked.then((found) => (still() ? found : null))); // a dashed arc may have brought a column of its own
       }
     }
 
