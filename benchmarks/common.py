@@ -65,3 +65,24 @@ def save(name: str, results: list[dict[str, object]], path: Path | None = None) 
     command = " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
     body = {"command": command, "date": date.today().isoformat(), "results": results}
     path.write_text(json.dumps(body, indent=2) + "\n")
+
+
+class KeptParts:
+    """Prints each part as soon as it is measured and, with `--save`, writes it into its file at once.
+
+    A run that is cut off keeps what it has: other parts of the file stay as they were, with their own dates.
+    """
+
+    def __init__(self, saves: bool) -> None:
+        self.saves, self.start = saves, time.perf_counter()
+
+    def __call__(self, file: str, part: dict[str, object], **about: str) -> None:
+        """Add what the parts of a file share to this one, and keep it."""
+        took = round(time.perf_counter() - self.start, 1)
+        made = {**part, **about, "measured": date.today().isoformat(), "part_took_s": took}
+        print(json.dumps(made), flush=True)
+        if self.saves:
+            path = Path(__file__).parent / "results" / f"{file}.json"
+            there = json.loads(path.read_text())["results"] if path.exists() else []
+            save(file, [*(one for one in there if one["title"] != made["title"]), made])
+        self.start = time.perf_counter()

@@ -9,12 +9,16 @@ long to load. On a machine that others use too, the best of several rounds.
 Views: the model's part of each view on one thread, as a ratio to a plain forward pass of the same round, both
 in processor time, so that other programs do not count; the median of the rounds. The first view is a text's
 run, its answer, its path and the cells of the path. The views after it are answered from the recorded pass,
-but for those named as passes of their own: why a head looks where it looks is a backward pass (the first one
-makes the graph that the others use), the trace a pass step by step. The page asks for both before anybody
-looks, where the model is small. Opened: what a reader waits for on that page, 256 tokens, 12 layers, 12
-heads, from the click until nothing is being computed for the view, once it has been still for two seconds.
+but for those named as passes of their own: why a head looks where it looks is a backward pass (the first
+one makes the graph that the others use), the trace a pass step by step, and one choice followed through all
+layers and columns reads the whole vocabulary, for the first choice. The page asks for reasons and trace
+before anybody looks, where the model is small. Opened: what a reader waits for on that page, 256 tokens, 12
+layers, 12 heads, from the click until nothing is being computed for the view, once it has been still for
+two seconds.
 
-python benchmarks/explorer.py [--rounds 3] [--skip-deep] [--only-views] [--save]
+Each part is printed and saved as soon as it is measured, so that a run that is cut off keeps what it has.
+
+python benchmarks/explorer.py [--rounds 2] [--skip-deep] [--only-views] [--save]
 """
 
 from __future__ import annotations
@@ -27,9 +31,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from multiprocessing import get_context
 
 import torch
 import uvicorn
@@ -42,7 +44,7 @@ from clearhead.explorer.record import record_run
 from clearhead.explorer.session import Opened, Session
 from clearhead.explorer.table import view
 from clearhead.explorer.views import begin
-from common import save
+from common import KeptParts
 
 FRAMES = """async (seconds) => {
   let frames = 0, worst = 0, last = performance.now();
@@ -58,7 +60,7 @@ FRAMES = """async (seconds) => {
 WATCHED = 1.5  # seconds for which frames are counted
 DEEP = (48, 12, 48, 1024)  # layers, heads, width and tokens
 DEEP_TITLE = "1,024 tokens, 48 layers, 12 heads"
-DETAILED = 2  # rounds in which the views after the first one are timed
+DETAILED = 1  # rounds in which the views after the first one are timed
 
 
 def model(layers: int, heads: int, width: int, tokens: int, vocabulary: int = 5000) -> ch.Model:
@@ -209,16 +211,20 @@ def measured(
     shown.roles, shown.findings = {}, []
     with serving(shown) as (_, url):
         found: dict[str, object] = {"title": title, **best([look(browser, url) for _ in range(rounds)])}
-    print(found)
     return found
 
 
-def file_megabytes() -> float:
-    """Return the size of the deep model's page as one file. It takes long: a process of its own makes it."""
-    torch.set_num_threads(1)
+def deep_file() -> dict[str, object]:
+    """The size of the deep model's page as one file, and the processor seconds that writing it takes."""
     m = model(*DEEP)
-    run = begin(m, row_of(m, DEEP[-1]))
-    return round(len(single_file(record_run(run, DEEP_TITLE)).encode()) / 1e6, 2)
+    run, start = begin(m, row_of(m, DEEP[-1])), time.process_time()
+    size = len(single_file(record_run(run, DEEP_TITLE)).encode())
+    taken = round(time.process_time() - start, 1)
+    return {
+        "title": f"the file of {DEEP_TITLE}",
+        "file_megabytes": round(size / 1e6, 2),
+        "processor_s": taken,
+    }
 
 
 def timed(work: Callable[[], object]) -> tuple[float, float]:
@@ -239,7 +245,8 @@ def views(m: ch.Model, tokens: int, rounds: int, title: str) -> dict[str, object
         *(f"lens?first={last}", "lens?first=0&count=8", f"said/{last}", "followed/7?first=0&count=16"),
         *(f"neurons?position={last}", f"map?position={last}", "stages"),
     ]
-    own = [f"looks/3.1/{last}/5", f"looks/11.1/{last}/5", f"looks/3.1/{last}/6", "trace"]
+    own = [f"looks/3.1/{last}/5", f"looks/11.1/{last}/5", f"looks/3.1/{last}/6", "trace", "followed/7"]
+    after = ["step/blocks.3.attention.q", "followed/8"]  # of the trace, and of a lens that was read through
     ratios: dict[str, list[float]] = {}
     seconds: dict[str, list[float]] = {}
     for turn in range(rounds + 1):
@@ -250,7 +257,7 @@ def views(m: ch.Model, tokens: int, rounds: int, title: str) -> dict[str, object
         made = {"first view": timed(lambda run=run: [view(run, path) for path in first])}  # type: ignore[misc]
         if not turn:
             continue  # to warm up
-        for path in (*later, *own, "step/blocks.3.attention.q") if turn <= DETAILED else ():
+        for path in (*later, *own, *after) if turn <= DETAILED else ():
             made[path] = timed(lambda run=run, path=path: view(run, path))  # type: ignore[misc]
         for name, (processor, _) in {"plain": (plain, wall), **made}.items():
             ratios.setdefault(name, []).append(processor / plain)
@@ -263,12 +270,10 @@ def views(m: ch.Model, tokens: int, rounds: int, title: str) -> dict[str, object
         "first_view_ratio": round(middle["first view"], 3),
         "first_view_ratio_wall": round(middle["first view, wall"], 3),
         "from_the_recorded_pass_ms": {
-            path: round(1000 * statistics.median(seconds[path]), 1)
-            for path in (*later, "step/blocks.3.attention.q")
+            path: round(1000 * statistics.median(seconds[path]), 1) for path in (*later, *after)
         },
         "passes_of_their_own_ratio": {path: round(middle[path], 2) for path in own},
     }
-    print(found)
     return found
 
 
@@ -292,57 +297,46 @@ def first_paint(browser: Browser, rounds: int) -> dict[str, object]:
         "title": "first paint of the recorded example, while a model loads",
         "seconds": round(min(seconds), 3),
     }
-    print(found)
     return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--skip-deep", action="store_true")
     parser.add_argument("--only-views", action="store_true", help="measure no browser")
-    parser.add_argument("--save", action="store_true")
+    parser.add_argument("--save", action="store_true", help="keep each part once it is measured")
     options = parser.parse_args()
+    rounds, keep = options.rounds, KeptParts(options.save)
     torch.set_num_threads(1)
-    pool = ProcessPoolExecutor(1, mp_context=get_context("spawn"))
     deep = not (options.skip_deep or options.only_views)
-    file = pool.submit(file_megabytes) if deep else None  # beside what is measured in processor time
-    measured_views = [
-        views(
-            model(12, 12, 96, 256), 256, options.rounds, "views: 256 tokens, 12 layers, 12 heads, width 96"
-        ),
-        views(
-            model(12, 12, 768, 1024, 50257),
-            241,
-            options.rounds,
-            "views: GPT-2's size, 241 tokens, one thread",
-        ),
-    ]
-    if options.save:
-        device = {"device": f"CPU {platform.machine()}, two cores, shared; one thread"}
-        save("cpu_explorer_views", [{**each, **device} for each in measured_views])
+    device = f"CPU {platform.machine()}, two cores, shared; one thread"
+    small = model(12, 12, 96, 256)
+    title = "views: 256 tokens, 12 layers, 12 heads, width 96"
+    keep("cpu_explorer_views", views(small, 256, rounds, title), device=device)
+    large = model(12, 12, 768, 1024, 50257)
+    title = "views: GPT-2's size, 241 tokens, one thread"
+    keep("cpu_explorer_views", views(large, 241, rounds, title), device=device)
     if options.only_views:
         return
-    megabytes = file.result() if file else 0.0
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
-        results = [
-            measured(browser, model(12, 12, 96, 512), 512, options.rounds, "512 tokens, 12 layers, 12 heads")
-        ]
-        title = "opened: 256 tokens, 12 layers, 12 heads, one thread"
-        results.append(measured(browser, model(12, 12, 96, 256), 256, options.rounds, title, look=opened))
-        if "example.json" in page_files():
-            results.append(first_paint(browser, options.rounds))
-        if deep:
-            found = measured(browser, model(*DEEP), DEEP[-1], 1, DEEP_TITLE)
-            results.append({**found, "file_megabytes": megabytes})
-        machine = {
+        about = {
             "browser": f"Chromium {browser.version}, headless, software rendering",
             "device": f"CPU {platform.machine()}, shared",
         }
+        if "example.json" in page_files():
+            keep("cpu_explorer", first_paint(browser, rounds), **about)
+        title = "opened: 256 tokens, 12 layers, 12 heads, one thread"
+        keep("cpu_explorer", measured(browser, small, 256, rounds, title, look=opened), **about)
+        title = "512 tokens, 12 layers, 12 heads"
+        keep("cpu_explorer", measured(browser, model(12, 12, 96, 512), 512, rounds, title), **about)
+        if deep:
+            keep("cpu_explorer", measured(browser, model(*DEEP), DEEP[-1], 1, DEEP_TITLE), **about)
         browser.close()
-    if options.save:
-        save("cpu_explorer", [{**each, **machine} for each in results])
+    if deep:
+        torch.set_num_threads(2)
+        keep("cpu_explorer", deep_file(), device=f"CPU {platform.machine()}, shared")
 
 
 if __name__ == "__main__":

@@ -88,7 +88,8 @@ class Watched:
         """The parts of the page that say they are at work."""
         return self.page.eval_on_selector_all(
             "[aria-busy]",
-            "all => all.map((one) => `${one.closest('section')?.id} ${one.id || one.className || one.tagName}`)",
+            "all => all.map((one) =>"
+            " `${one.closest('section')?.id} ${one.id || one.className || one.tagName}`)",
         )
 
     def wait(self, condition: str, given: Any = None, seconds: float = 20) -> None:

@@ -218,7 +218,9 @@ def test_a_file_of_the_command_has_examples_too(watched, tmp_path):
     made = record(m, "decoder", PAIR[0], examples=findings(m)[:1])
     seen, tried = offline(watched)
     seen.open(export(made, tmp_path / "page.html").as_uri())
-    best = next(edge for edge in paths(m, PAIR[0]).strongest(20) if edge.value > 0)
+    best = paths(m, PAIR[0]).leading()
     said = seen.page.locator(".path-said").inner_text()
     assert f"Head {best.part} brought most to" in said and f"(token {best.source})" in said
+    beside = seen.page.locator("#input-tinted").inner_text()  # and beside the text, on every view
+    assert beside.startswith(f"Head {best.part} brought most to ") and f" ({best.source})." in beside
     assert (seen.wrong, tried) == ([], [])

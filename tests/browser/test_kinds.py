@@ -13,6 +13,7 @@ from clearhead.inside.firing import firing
 from clearhead.inside.geometry import neighbours
 from clearhead.inside.inputs import prepare
 from clearhead.inside.occlusion import occlusion
+from clearhead.inside.paths import paths
 from clearhead.inside.similarity import similarity
 from clearhead.inside.steer import steering, steering_vector
 from tests.browser.test_export import offline
@@ -96,11 +97,14 @@ def test_an_encoder_decoder_opens_on_its_alignment(watched, served, tmp_path):
     seen.page.evaluate("() => clearhead.store.set('position', 2)")
     patterns = torch.tensor(attention(m, text, written).of("cross")[1].pattern)
     best = patterns.mean(0)[2].sort(descending=True).values[:5].tolist()
+    came = paths(m, text, position=2, target=written).memory.tolist()
     file, tried = saved(seen, watched, tmp_path / "page.html")
     for page in (seen, file):
         page.look("ribbon", ".ribbon-chosen")
         page.wait(NEAR, ["#ribbon-list .number", best[0]])
         assert page.values("#ribbon-list .number") == pytest.approx(best, abs=1e-6)
+        page.wait("() => document.querySelector('#input-source [data-gave]')")
+        assert page.values("#input-source .chip", "data-gave") == pytest.approx(came, abs=1e-5)
         page.page.select_option("#ribbon-head", "0.1")
         one = torch.tensor(attention(m, text, written).of("cross")[0].pattern)[1, 2].max()
         page.wait(NEAR, ["#ribbon-list .number", float(one)])

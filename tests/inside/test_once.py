@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from clearhead.inside import once
+from clearhead.inside import names, once
 from clearhead.inside.inputs import prepare
-from clearhead.inside.lens import followed
+from clearhead.inside.lens import followed, stopped_at
 from clearhead.inside.memories import memories, read_corpus
 from clearhead.inside.paths import looks
 from clearhead.inside.trace.steps import _peek
@@ -55,6 +55,28 @@ def test_a_corpus_is_read_once_for_any_neurons():
     assert [name for name, _ in all_of_them.promoted] == [name for name, _ in some.neuron("0.3").promoted]
     kept = read_corpus(m, [once.recorded_once(prepare(m, TEXT))], top=3).judged(names)
     assert kept.neuron("1.7").contexts == memories(m, [TEXT], top=3, neurons=names).neuron("1.7").contexts
+
+
+@pytest.mark.ledger("K3")
+@pytest.mark.parametrize("family", ["decoder", "encoder", "encoder-decoder", "tagger"])
+def test_a_second_choice_is_followed_without_reading_the_vocabulary_again(family, monkeypatch):
+    """The shares are those of a softmax over every choice; a kept pass multiplies by one row for the next."""
+    m = toy(family)
+    kept = once.recorded_once(prepare(m, TEXT, *(["it"] if family == "encoder-decoder" else [])))
+    states = names.states(m.model.main.spec)
+    whole = torch.stack([stopped_at(m.model, kept.record(tap)[1][tap])[0].softmax(-1) for tap in states])
+    widths = []
+    monkeypatch.setattr(
+        "clearhead.inside.lens.stopped_at",
+        lambda *given: widths.append((made := stopped_at(*given)).shape[-1]) or made,
+    )
+    for choice in (1, 2):
+        widths.clear()
+        found = followed(m, kept, choice)
+        torch.testing.assert_close(found, whole[..., choice], atol=1e-6, rtol=1e-5)
+    assert set(widths) == ({m.config.n_classes} if family == "tagger" else {1})
+    kept.forget()
+    assert "log_sums" not in kept.__dict__
 
 
 @pytest.mark.ledger("K3")

@@ -1,12 +1,14 @@
 """Paths: what heads carried, by source token, adds up to the logit; looks are slopes of the log-odds."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import clearhead as ch
 from clearhead.errors import InputError
 from clearhead.inside.lens import contributions
-from clearhead.inside.paths import looks, paths
+from clearhead.inside.paths import Edge, looks, paths
 from tests.harness import build
 from tests.inside.test_lens import HEADS, IDS, PLACES, inputs
 
@@ -33,6 +35,28 @@ def test_sources_add_up_to_the_logit_and_to_each_head():
             for head, value in enumerate(table.sum((1, 2)).tolist()):
                 assert value == pytest.approx(listed.pop(f"{part}.{head}"), abs=1e-5), (name, part)
         assert {term.name: term.value for term in found.terms} == pytest.approx(listed, abs=1e-6), name
+        memory = 0 if found.memory is None else float(found.memory.sum())
+        assert (found.memory is not None) == (model.config.family == "encoder-decoder"), name
+        assert memory + float(found.sources.sum()) == pytest.approx(found.total - found.rest, abs=1e-4), name
+
+
+@pytest.mark.ledger("K6")
+def test_what_moved_most_came_from_another_token():
+    """A head that reads its own token moves nothing: it leads only where no other speaks for it."""
+    made = paths(build(), IDS, 0)
+    last = made.rows[0]
+    table = torch.zeros(2, 1, len(IDS))
+    table[0, 0, last], table[1, 0, 1], table[0, 0, 2] = 3.0, 2.0, -4.0
+
+    def leading(name: str) -> Edge | None:
+        return replace(made, direct={name: table}).leading()
+
+    assert leading("1") == Edge("1.1", last, 1, 2.0)
+    assert leading("cross.1") == Edge("cross.1.0", last, last, 3.0)  # the same number, another text
+    table[1] = 0
+    assert leading("1") == Edge("1.0", last, last, 3.0)
+    table[0, 0, last] = 0
+    assert leading("1") is None
 
 
 @pytest.mark.ledger("K6")

@@ -126,7 +126,7 @@ def _says(m: Model, given: Any, pair: str | None) -> str:
 def _carried(prepared: Prepared, position: int) -> str:
     """Say which head brought most to the answer, and from which token."""
     found = paths(prepared.m, prepared, position=position)
-    best = next((edge for edge in found.strongest(50) if edge.value > 0), None)
+    best = found.leading()
     if best is None:
         terms = contributions(prepared.m, prepared, position=position).largest(1)
         return f"“{found.choice}” is made at its own token, mostly by {terms[0].name}"

@@ -33,7 +33,7 @@ STOP_NUMBERS = 300_000  # of all heads whose inside is recorded
 EXAMPLE_PARAMETERS = 50_000_000  # of a model whose examples are recorded too
 EXAMPLE_SHARE = 16  # of the bytes of the run itself, all examples together get one in so many
 NAMED = 3  # heads of the path whose inside is recorded before any other
-EXPLAINED = 12  # edges of the path whose reasons are recorded; of an example, a quarter
+EXPLAINED = 12  # edges of the path whose reasons are recorded; of an example and of a long text, a quarter
 BATCH_TOKENS = 100_000  # that interventions of a file may take: longer ones are left out
 STEP_LAYERS = 2  # blocks whose numbers are recorded, step by step
 Examples = Sequence[dict[str, Any]]
@@ -118,7 +118,7 @@ def _views_of(run: PageRun, about: dict[str, Any], opened: "Selected", share: in
         edge
         for path, body in views.items()
         if "/paths?" in path
-        for edge in body["edges"][: EXPLAINED if share == 1 else EXPLAINED // 4]
+        for edge in body["edges"][: EXPLAINED if share == 1 and run.prepared.keeps_graph else EXPLAINED // 4]
     ]
     for edge in edges:
         with suppress(ClearheadError):

@@ -288,6 +288,7 @@ class PageRun:
             },
             "edges": [plain(edge) for edge in found.strongest(EDGES)],
             "sources": found.sources.tolist(),
+            "memory": None if found.memory is None else found.memory.tolist(),
             **{name: getattr(found, name) for name in ("rest", "total", "logit")},
         }
 

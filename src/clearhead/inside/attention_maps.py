@@ -249,14 +249,14 @@ class AttentionMaps(Result):
             "rollout starts at the first layer and leaves none out: record all layers",
         )
         refuse(not 0 <= residual <= 1, f"residual {residual} must be a share between 0 and 1")
-        flow, flows = np.eye(layers[0].pattern.shape[-1]), []
+        identity, flows = np.eye(layers[0].pattern.shape[-1]), list[Tensor]()
         for each in layers:
-            heads = np.asarray(each.pattern, dtype=np.float64)
-            mixed = residual * np.eye(len(flow)) + (1 - residual) * (heads.mean(0) if len(heads) else 0)
+            heads = each.pattern.mean(0, dtype=np.float64) if len(each.pattern) else 0
+            mixed = residual * identity + (1 - residual) * heads
             sums = mixed.sum(-1, keepdims=True)
-            flow = np.divide(mixed, sums, out=np.zeros_like(mixed), where=sums > 0) @ flow
-            flows.append(flow)
-        return Rollout(kind, layers[0].queries, np.stack(flows).astype(np.float32))
+            step = torch.from_numpy(np.divide(mixed, sums, out=np.zeros_like(mixed), where=sums > 0))
+            flows.append(step @ flows[-1] if flows else step)  # torch: as many threads as the model has
+        return Rollout(kind, layers[0].queries, torch.stack(flows).float().numpy())
 
     def save(self, path: str | Path) -> Path:
         """Write patterns, entropies and labels of every attention as .json, or as arrays in an .npz."""

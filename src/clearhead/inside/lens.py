@@ -27,14 +27,17 @@ from dataclasses import dataclass
 from itertools import groupby
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from clearhead.errors import refuse
+from clearhead.fast.parts import like
 from clearhead.generate.exits import stop_at
 from clearhead.inside import inputs, names, results
 from clearhead.inside.choices import Choices, choices_of, find_column
 from clearhead.inside.direct import AskedLogit, Term, parts_of, terms_of
+from clearhead.inside.once import RecordedOnce
 from clearhead.model import dtypes
+from clearhead.model.heads import LanguageHead
 from clearhead.model.transformer import Transformer, evaluating
 
 TOGETHER = 32  # columns of which all layers are read at once
@@ -116,14 +119,20 @@ def best_choices(
     return choices, torch.stack([scores.argmax(-1) for scores in _read_layers(prepared, choices, some)]).cpu()
 
 
-def _read_layers(prepared: inputs.Prepared, choices: Choices, some: list[int]) -> list[Tensor]:
-    """Return the scores of some columns after each layer: [C, N] each. Few columns are read at once."""
+def _read_layers(
+    prepared: inputs.Prepared, choices: Choices, some: list[int], reader: Transformer | None = None
+) -> list[Tensor]:
+    """Return the scores of some columns after each layer: [C, N] each. Few columns are read at once.
+
+    `reader` is the model whose head reads them, if not the one that was recorded.
+    """
+    reader = reader or prepared.model
     taps = names.states(prepared.model.main.spec)  # the embedding's, and each block's
     _, seen = prepared.record(*taps, logits="none")
     alone = choices.kind == "token" or prepared.m.config.head == "tagger"  # a column is a token's state
     states = [seen[tap][:, some] if alone else seen[tap] for tap in taps]
     groups = [torch.cat(states)] if len(some) <= TOGETHER else states
-    scores = [row for group in groups for row in choices.scores(stopped_at(prepared.model, group))]
+    scores = [row for group in groups for row in choices.scores(stopped_at(reader, group))]
     return scores if alone else [row[some] for row in scores]
 
 
@@ -140,8 +149,40 @@ def followed(
     choices = choices_of(prepared)
     choice = choices.find(token)
     some = [find_column(column, choices.columns) for column in columns or range(len(choices.columns))]
-    read = (dtypes.wide(one) for one in _read_layers(prepared, choices, some))
-    return torch.stack([(one[:, choice] - one.logsumexp(-1)).exp().float().cpu() for one in read])
+    alone = _with_one_choice(prepared.model, choice)
+    if alone is None:
+        read = (dtypes.wide(one) for one in _read_layers(prepared, choices, some))
+        return torch.stack([(one[:, choice] - one.logsumexp(-1)).exp().float().cpu() for one in read])
+    sums = _log_sums(prepared, choices, some)
+    scores = torch.cat(_read_layers(prepared, choices, some, alone), -1).T  # L + 1, C
+    return (dtypes.wide(scores) - sums).exp().float().cpu()
+
+
+def _log_sums(prepared: inputs.Prepared, choices: Choices, some: list[int]) -> Tensor:
+    """Return the logarithm of the sum over all choices, [L + 1, C].
+
+    It is kept beside a pass that is recorded once: another choice then costs no product with the vocabulary.
+    """
+    kept = prepared.log_sums if isinstance(prepared, RecordedOnce) else dict[int, Tensor]()
+    missing = [column for column in some if column not in kept]
+    for first in range(0, len(missing), TOGETHER):
+        few = missing[first : first + TOGETHER]
+        read = (dtypes.wide(one).logsumexp(-1) for one in _read_layers(prepared, choices, few))
+        kept.update(zip(few, torch.stack(list(read), 1)))
+    return torch.stack([kept[column] for column in some], 1)
+
+
+def _with_one_choice(model: Transformer, choice: int) -> Transformer | None:
+    """Return the model with a head that scores one token alone; None where its head is another."""
+    head = model.head
+    if not isinstance(head, LanguageHead) or type(head.out) is not nn.Linear:
+        return None
+    weight, bias = head.out.weight, head.out.bias
+    row = nn.Linear(weight.shape[1], 1, bias is not None, device="meta")
+    row.weight = nn.Parameter(weight.detach()[choice : choice + 1], requires_grad=False)
+    if bias is not None:
+        row.bias = nn.Parameter(bias.detach()[choice : choice + 1], requires_grad=False)
+    return like(model, type(model), head=like(head, type(head), out=row))
 
 
 def stopped_at(model: Transformer, state: Tensor) -> Tensor:

@@ -45,10 +45,20 @@ class RecordedOnce(Prepared):
             self.run(logits="none")
         return seen
 
+    @cached_property
+    def log_sums(self) -> dict[int, Tensor]:
+        """By column: what `lens.followed` has to know of all choices to give the share of one, [L + 1]."""
+        return {}
+
     @property
     def holds_patterns(self) -> bool:
         """Whether all patterns fit."""
         return self._pattern_numbers <= LARGEST
+
+    @property
+    def keeps_graph(self) -> bool:
+        """Whether gradients share one pass; of a long text each takes a pass of its own."""
+        return self._pattern_numbers <= LARGEST_GRAPH
 
     @property
     def _pattern_numbers(self) -> int:
@@ -62,7 +72,8 @@ class RecordedOnce(Prepared):
 
     def forget(self) -> None:
         """Free what was recorded; the next question runs the model again."""
-        self.__dict__.pop("_pass", None)
+        for name in ("_pass", "log_sums"):
+            self.__dict__.pop(name, None)
         self.forget_graph()
 
     def forget_graph(self) -> None:
@@ -71,9 +82,7 @@ class RecordedOnce(Prepared):
 
     def record_graph(self, last: str, *patterns: str) -> Recording:
         """Return activations with their graph; of a long text, only those before the activation `last`."""
-        return (
-            self._graph if self._pattern_numbers <= LARGEST_GRAPH else super().record_graph(last, *patterns)
-        )
+        return self._graph if self.keeps_graph else super().record_graph(last, *patterns)
 
     def record(self, *patterns: str, logits: Literal["all", "none"] = "all") -> tuple[Output, Recording]:
         """Return what was recorded; run a pass only for activations that are not kept."""

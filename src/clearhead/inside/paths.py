@@ -32,6 +32,8 @@ from clearhead.inside.direct import AddedPart, AskedLogit, Term, parts_of, terms
 from clearhead.inside.frozen import exact
 from clearhead.model.taps import Recording, tap_names
 
+LOOKED_THROUGH = 300  # of the largest edges, where one that moved something is looked for
+
 
 @dataclass(frozen=True)
 class Edge:
@@ -65,6 +67,12 @@ class Paths(results.Result):
         own = [table.sum((0, 1)) for name, table in self.direct.items() if "." not in name]
         return torch.stack(own).sum(0) if own else torch.zeros(len(self.tokens))
 
+    @cached_property
+    def memory(self) -> Tensor | None:
+        """What came from each token of the encoder, by cross-attention: [S]; None without one."""
+        own = [table.sum((0, 1)) for name, table in self.direct.items() if name.startswith("cross.")]
+        return torch.stack(own).sum(0) if own else None
+
     @property
     def rest(self) -> float:
         """What came by no head."""
@@ -85,6 +93,15 @@ class Paths(results.Result):
             ),
             count,
         )
+
+    def leading(self) -> Edge | None:
+        """Return what moved most to the choice: the largest edge for it that comes from another token.
+
+        Where there is none, the largest for it; None where no head speaks for it.
+        """
+        found = [edge for edge in self.strongest(LOOKED_THROUGH) if edge.value > 0]
+        moved = (edge for edge in found if "." in edge.part.rpartition(".")[0] or edge.source != edge.reader)
+        return next(moved, found[0] if found else None)
 
 
 def paths(

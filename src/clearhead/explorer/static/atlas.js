@@ -53,7 +53,7 @@ export function partGrid({ rows, columns, make, first, corner = "layer" }) {
   };
   const heading = el("tr", {}, el("th", { scope: "col" }, el("span", { class: "hidden-words" }, corner)), columns.map((title) => el("th", { scope: "col" }, title)));
   const body = rows.map(({ title, names }) => el("tr", {}, el("th", { scope: "row" }, title), names.map(cell)));
-  const root = el("table", { class: `heads${columns.length > 18 ? " tiny" : columns.length > 8 ? " many" : ""}`, style: { "--columns": columns.length }, onkeydown: atlasMove }, el("thead", {}, heading), el("tbody", {}, body));
+  const root = el("table", { class: `heads${columns.length > 18 ? " tiny" : columns.length > 8 ? " many" : columns.length > 5 ? " crowded" : ""}`, style: { "--columns": columns.length }, onkeydown: atlasMove }, el("thead", {}, heading), el("tbody", {}, body));
   const reached = buttons.get(first) || buttons.values().next().value;
   if (reached) reached.tabIndex = 0;
   return { root, buttons };

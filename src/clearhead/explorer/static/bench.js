@@ -54,6 +54,7 @@ export const compareSection = {
     const patchSaid = el("p", { id: "patch-said", "aria-live": "polite" });
     const progress = jobProgress("Patching");
     replace(root, controls, problem, shown);
+    const readThrough = new Set(); // runs of which the lens of some choice was read at every column
     let other = null; // the second run
     let sent = null; // the text that it was made of
     let frame = null; // of both runs: their tokens, and where the rest goes
@@ -156,14 +157,15 @@ export const compareSection = {
       return el("figure", { id, class: "signed-map" }, el("figcaption", {}, el("h4", {}, title), words ? el("p", { class: "soft" }, words) : null), map.root, most > 1e-9 ? scaleBar(unit, Number((-most).toPrecision(3)), Number(most.toPrecision(3)), true) : el("p", { class: "soft" }, "No difference anywhere."));
     }
 
-    /** The probability of one choice by layer and column: of a live model in pieces, so that other views can come between. */
+    /** The probability of one choice by layer and column: of a live model in pieces, so that other views can come between; once a run is read through, another choice is quick. */
     async function followedOf(run, choice, choices) {
       const path = `run/${run.run}/followed/${choice}`;
       if (!app.source.live) return unpack((await app.source.get(path)).p);
       const layers = (run.model ? app.store.get("model").other : app.store.get("model")).layers + 1;
-      const count = Math.min(Math.max(Math.floor(BENCH_SCORES / (layers * choices)), 4), run.columns.length);
+      const count = Math.min(readThrough.has(run.run) ? run.columns.length : Math.max(Math.floor(BENCH_SCORES / (layers * choices)), 4), run.columns.length);
       const pieces = [];
       for (let first = 0; first < run.columns.length; first += count) pieces.push(unpack((await app.source.get(`${path}?first=${first}&count=${count}`)).p));
+      readThrough.add(run.run);
       const rows = Array.from({ length: pieces[0].shape[0] }, (_, layer) => pieces.flatMap(({ shape, values }) => Array.from(values.subarray(layer * shape[1], (layer + 1) * shape[1]))));
       return { shape: [rows.length, run.columns.length], values: Float32Array.from(rows.flat()) };
     }

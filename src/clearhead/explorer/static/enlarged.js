@@ -7,32 +7,39 @@ import { patchImage, soundImage } from "./image.js";
 import { saveButtons, saveMapButtons } from "./picture.js";
 
 const ATTENTION_LINES = 400; // of the view with two columns
+const ATTENTION_ALL = 14; // tokens of which all have a line's end, chosen or not
 const ATTENTION_CHIPS = 96; // tokens that are all shown as chips; of more, those that are looked at most
 const ATTENTION_MOST = 32;
 
-/** Lines from the tokens that look, on the left, to those that are looked at: the strongest ones. */
-function attentionLines(matrix, rows, columns, chosen) {
+/** Lines from the tokens that look, on the left, to those that are looked at: the strongest ones. Where there are many tokens and one of them is chosen, only what it looks at is drawn. */
+function attentionLines(matrix, rows, columns, chosen, room) {
   const step = 22;
-  const width = 460;
-  const height = Math.max(rows.length, columns.length) * step + 8;
+  const width = Math.max(240, Math.min(460, room || 460));
   const links = [];
   for (let row = 0; row < rows.length; row++) {
     if (chosen >= 0 && row !== chosen) continue;
     for (let column = 0; column < columns.length; column++) {
       const weight = matrix[row * columns.length + column];
-      if (weight > 0.02) links.push([weight, row, column]);
+      if (weight > 0.02) links.push({ weight, row, column });
     }
   }
-  links.sort((a, b) => b[0] - a[0]);
-  const y = (place) => place * step + 17;
-  const short = (label) => (label.length > 16 ? `${label.slice(0, 15)}…` : label);
-  const words = (labels, x, anchor) => labels.map((label, place) => svg("text", { x, y: y(place), "text-anchor": anchor, class: "mono" }, short(label)));
+  links.sort((a, b) => b.weight - a.weight);
+  const short = chosen >= 0 && Math.max(rows.length, columns.length) > ATTENTION_ALL;
+  const places = (labels, shown) => { const kept = labels.map((_, place) => place).filter(shown); return { kept, at: new Map(kept.map((place, number) => [place, number])) }; };
+  const looked = new Set(links.map((link) => link.column));
+  const [left, right] = [places(rows, (place) => !short || place === chosen), places(columns, (place) => !short || looked.has(place))];
+  const most = Math.max(left.kept.length, right.kept.length, 1);
+  const y = (side, place) => side.at.get(place) * step + 17 + (step * (most - side.kept.length)) / 2;
+  const letters = Math.max(6, Math.floor(width / 460 * 16));
+  const [near, far] = [width * 0.27, width * 0.65];
+  const words = (labels, side, x, anchor, said = () => "") => side.kept.map((place) => svg("text", { x, y: y(side, place), "text-anchor": anchor, class: "mono" }, labels[place].length > letters ? `${labels[place].slice(0, letters - 1)}…` : labels[place], said(place)));
+  const share = (column) => { const link = chosen >= 0 && links.find((one) => one.column === column); return link ? svg("tspan", { class: "lines-share", dx: 6 }, percent(link.weight)) : ""; };
   return svg(
     "svg",
-    { viewBox: `0 0 ${width} ${height}`, class: "chart lines", role: "img", "aria-label": "Lines from each token to those that it looks at; thicker is more" },
-    links.slice(0, ATTENTION_LINES).map(([weight, row, column]) => svg("line", { x1: 128, y1: y(row) - 4, x2: 332, y2: y(column) - 4, class: "link", "stroke-opacity": Math.min(1, 0.08 + weight), "stroke-width": 0.6 + 3 * weight })),
-    words(rows, 122, "end"),
-    words(columns, 338, "start"),
+    { viewBox: `0 0 ${width} ${most * step + 8}`, width, height: most * step + 8, class: "chart lines", role: "img", "aria-label": "Lines from each token to those that it looks at; thicker is more" },
+    links.slice(0, ATTENTION_LINES).map(({ weight, row, column }) => svg("line", { x1: near + 6, y1: y(left, row) - 4, x2: far - 6, y2: y(right, column) - 4, class: "link", "stroke-linecap": "round", "stroke-opacity": chosen >= 0 ? Math.min(1, 0.45 + weight) : Math.min(1, 0.12 + weight), "stroke-width": 1 + 6 * weight })),
+    words(rows, left, near, "end"),
+    words(columns, right, far, "start", share),
   );
 }
 
@@ -84,7 +91,7 @@ export function enlarged(node, { name, title, words, matrix, rows, columns, scal
     });
     if (image) image.draw(weights, place);
     heading.textContent = place >= 0 ? rows[place] : "all tokens";
-    if (few) replace(lines, (picture = attentionLines(matrix, rows, columns, place)));
+    if (few) replace(lines, (picture = attentionLines(matrix, rows, columns, place, lines.clientWidth)));
   }
 
   /** Keep a row: the chips, the lines, the heading and the list all speak of it. */

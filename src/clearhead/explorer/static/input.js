@@ -5,7 +5,7 @@ import { el, figure, press, replace, tokenText } from "./dom.js";
 import { patchImage, soundImage } from "./image.js";
 import { asks } from "./near.js";
 import { drawingPad } from "./pad.js";
-import { askedOf, columnOf, openRun } from "./selection.js";
+import { askedOf, columnOf, leadingEdge, openRun } from "./selection.js";
 
 const INPUT_CHIPS = 600; // shown at first; more on demand
 const INPUT_PAUSE = 120; // milliseconds without a key, after which what is typed is shown as tokens
@@ -91,7 +91,7 @@ export const inputSection = {
     const pad = el("details", { class: "grow", hidden: true }, el("summary", {}, "Draw one"), drawingPad((address) => { picture = address; app.store.set("picture", picture); preview.src = picture; preview.hidden = false; send(); }));
     boxes.image.append(pad);
     const examples = el("details", { id: "input-examples", hidden: true }, el("summary", {}, "Examples, and what was found in them"), el("ul", { class: "plain" }));
-    const sourceBox = el("div", { hidden: true }, el("h3", {}, "The encoder reads"), source);
+    const sourceBox = el("div", { hidden: true }, el("h3", { class: "small" }, "The encoder reads"), source);
     const tokensTitle = el("h3", { class: "small" }, "Tokens");
     replace(root, el("div", { class: "row" }, Object.values(boxes)), el("div", { class: "row toolbar run-row" }, go, keys, mask, maskWords), problem, examples, sourceBox, el("div", { class: "row tokens-head" }, tokensTitle, about), seen, tokens, tinted, el("details", { id: "input-how" }, el("summary", {}, "How a token came about"), marked, made));
     for (const key of ["run", "position", "target", "foil", "theme"]) app.store.listen(key, () => tint());
@@ -278,16 +278,25 @@ export const inputSection = {
     });
 
     function showTint(found) {
-      const most = found ? Math.max(...found.sources.map(Math.abs), 1e-9) : 1;
-      for (const chip of tokens.querySelectorAll(".chip")) {
-        const value = found ? found.sources[Number(chip.dataset.token)] : null;
-        const colour = value === null ? null : signedColour((0.85 * value) / most);
-        chip.style.background = colour ? css(colour) : "";
-        chip.style.color = colour ? inkOn(colour) : "";
-        if (value !== null) { chip.dataset.gave = String(value); chip.title = `gave ${figure(value)} logits to ${found.choice}`; }
+      const gave = [[tokens, found ? found.sources : []], [source, (found && found.memory) || []]];
+      const most = Math.max(...gave.flatMap(([, values]) => values.map(Math.abs)), 1e-9);
+      for (const [list, values] of gave) {
+        for (const chip of list.querySelectorAll(".chip")) {
+          const value = values[Number(chip.dataset.token)] ?? null;
+          const colour = value === null ? null : signedColour((0.85 * value) / most);
+          chip.style.background = colour ? css(colour) : "";
+          chip.style.color = colour ? inkOn(colour) : "";
+          if (value !== null) { chip.dataset.gave = String(value); chip.title = `gave ${figure(value)} logits to ${found.choice}`; }
+        }
       }
       tinted.hidden = !found;
-      if (found) replace(tinted, "Tinted by what heads brought from each token to ", el("span", { class: "mono", dir: "auto" }, found.choice), found.against === null ? null : [" rather than ", el("span", { class: "mono", dir: "auto" }, found.against)], ": blue for it, red against it.");
+      if (!found) return;
+      const word = (text) => el("span", { class: "mono", dir: "auto" }, text);
+      const edge = leadingEdge(found.edges);
+      const run = app.store.get("run");
+      const from = edge && (/^[a-z]/.test(edge.part) ? run.source : run.tokens).labels[edge.source];
+      const lead = edge && edge.value > 0 ? [el("button", { type: "button", class: "in-words", id: "input-lead", onclick: () => app.open("path") }, `Head ${edge.part}`), " brought most to ", word(found.choice), ", from ", word(from), ` (${edge.source}). `] : null;
+      replace(tinted, lead, "Tinted: what heads brought from each token to ", word(found.choice), found.against === null ? null : [" rather than ", word(found.against)], "; blue for it, red against it.");
     }
 
     function markChosen() {

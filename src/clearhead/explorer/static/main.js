@@ -103,10 +103,32 @@ function mountTools(app) {
   const tour = el("button", { type: "button", id: "tour", onclick: () => startTour(app) }, "Guided tour");
   const save = el("a", { id: "export", class: "button", href: "#", download: "" }, "Save this page");
   app.store.on("run", (run) => save.setAttribute("href", run && app.source.live ? `inside/export?run=${encodeURIComponent(run.run)}` : "#"));
-  save.addEventListener("click", () => save.setAttribute("href", `inside/export?run=${encodeURIComponent(app.store.get("run").run)}&state=${encodeURIComponent(writeSelection(app))}${app.store.get("other") ? `&second=${app.store.get("other").run}` : ""}`));
+  save.addEventListener("click", (event) => {
+    event.preventDefault();
+    saveFile(app, save, `inside/export?run=${encodeURIComponent(app.store.get("run").run)}&state=${encodeURIComponent(writeSelection(app))}${app.store.get("other") ? `&second=${app.store.get("other").run}` : ""}`);
+  });
   replace(byId("tools"), tour, dark, app.source.live ? save : null);
   const kept = localTheme();
   if (kept) applyTheme(app, kept);
+}
+
+/** Save the page as a file. It takes a while, since every view is computed for it: a line says so until it is there. */
+async function saveFile(app, button, address) {
+  if (button.getAttribute("aria-disabled")) return;
+  button.setAttribute("aria-disabled", "true");
+  app.say("Writing the file: every view is computed for it, which may take a while…");
+  try {
+    const answer = await fetch(address).catch(() => null);
+    if (!answer) throw new Error("the server does not answer: is `clearhead explore` still running?");
+    if (!answer.ok) throw new Error((await answer.json().catch(() => ({}))).error || `the server answered ${answer.status}`);
+    const place = URL.createObjectURL(await answer.blob());
+    el("a", { href: place, download: "clearhead.html" }).click();
+    setTimeout(() => URL.revokeObjectURL(place), 60_000);
+    app.say("The file is saved: it opens anywhere, without a network.");
+  } catch (error) {
+    app.fail(error);
+  }
+  button.removeAttribute("aria-disabled");
 }
 
 function localTheme() {

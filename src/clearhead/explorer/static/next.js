@@ -107,7 +107,7 @@ export const nextSection = {
       const entries = wanted(result).map((id) => ({ id, label: nameOf(id), p: result.probabilities[id], plain: plain.probabilities[id], gone: result.gone[id], actual: id === view.actual }));
       const widest = Math.max(...entries.map((entry) => entry.p), 1e-12);
       replace(body, entries.map((entry) => nextRow(entry, widest)));
-      kept.textContent = `${result.kept.toLocaleString("en")} of ${logits.length.toLocaleString("en")} choices ${result.kept === 1 ? "is" : "are"} left${asked[app.store.get("run").task] || ""}`;
+      kept.textContent = app.store.get("run").task === "classify" ? `${logits.length.toLocaleString("en")} classes` : `${result.kept.toLocaleString("en")} of ${logits.length.toLocaleString("en")} choices ${result.kept === 1 ? "is" : "are"} left${asked[app.store.get("run").task] || ""}`;
       kept.dataset.value = String(result.kept);
     }
 

@@ -5,7 +5,7 @@ import { css, inkOn, signedColour } from "./colour.js";
 import { el, figure, replace, svg } from "./dom.js";
 import { asks, whenNear } from "./near.js";
 import { saveButtons } from "./picture.js";
-import { askedOf } from "./selection.js";
+import { askedOf, leadingEdge } from "./selection.js";
 import { LensTables } from "./source.js";
 
 const PATH_COLUMN = 46; // pixels of a column at least; where not all fit, those that matter get one
@@ -14,6 +14,9 @@ const PATH_EDGES = 60; // at most, however low the threshold
 const PATH_LISTED = 12;
 const PATH_NAMED = 10; // arcs with the name of their head, the strongest ones
 const PATH_WHY = 3; // edges that are followed one step further back by themselves
+const PATH_LITTLE = 0.1; // of the largest other part, below which the sentence says that heads carried little themselves
+const PATH_TURNED = 24; // pixels by which the room must change for another drawing: more than a scroll bar
+const PATH_GAP = 20; // pixels between what the encoder and what the decoder reads
 const PATH_AHEAD = 1e9; // parameters times tokens below which the reasons of all edges that are listed are asked for ahead
 
 /** Of an edge's head: {kind, layer}. */
@@ -47,19 +50,37 @@ function pathSides(edge) {
   return { ...edge, from: kind === "self" ? "main" : "source", to: kind === "encoder" ? "source" : "main" };
 }
 
-/** A point of an arc, `share` of the way along it. */
-function pathPoint([x1, y1, x2, y2], bend, share) {
-  const [a, b, c, d] = [(1 - share) ** 3, 3 * share * (1 - share) ** 2, 3 * share ** 2 * (1 - share), share ** 3];
-  return [a * x1 + b * x1 + c * x2 + d * x2, a * y1 + b * (y1 - bend) + c * (y2 + bend) + d * y2];
+/** A point of an arc, `share` of the way along its four points. */
+function pathPoint(curve, share) {
+  const shares = [(1 - share) ** 3, 3 * share * (1 - share) ** 2, 3 * share ** 2 * (1 - share), share ** 3];
+  return [0, 1].map((axis) => curve.reduce((sum, point, place) => sum + shares[place] * point[axis], 0));
+}
+
+/** Arcs between the same two places run side by side, not on one another: each with `aside`, pixels from the middle of them. */
+function pathLanes(edges, thick, room) {
+  const lanes = new Map();
+  for (const edge of edges) {
+    const key = `${edge.one} ${edge.two} ${edge.level}`;
+    lanes.set(key, [...(lanes.get(key) || []), edge]);
+  }
+  return [...lanes.values()].flatMap((own) => {
+    const all = own.reduce((sum, edge) => sum + thick(edge) + 1.5, 0);
+    let before = 0;
+    return own.map((edge) => {
+      const middle = before + thick(edge) / 2 + 0.75 - all / 2;
+      before += thick(edge) + 1.5;
+      return { ...edge, aside: own.length > 1 ? middle * Math.min(1, room / all) : 0 };
+    });
+  });
 }
 
 /** Names for the strongest arcs, each on its arc where it covers no other name; one that finds no room is in the table only. */
-function pathNames(edges, bend) {
+function pathNames(edges) {
   const placed = [];
   for (const edge of edges) {
     const half = 4 * edge.part.length + 3;
     for (const share of [0.5, 0.32, 0.68, 0.2, 0.82, 0.1]) {
-      const [x, y] = pathPoint(edge.ends, bend, share);
+      const [x, y] = pathPoint(edge.curve, share);
       if (placed.some((one) => Math.abs(one.x - x) < one.half + half && Math.abs(one.y - y) < 15)) continue;
       placed.push({ x, y, half, name: edge.part });
       break;
@@ -70,22 +91,31 @@ function pathNames(edges, bend) {
 
 /** The picture: lens cells as the grid, arcs for heads, circles for feed-forwards and embeddings; the stream that is read runs up to the answer. */
 function pathPicture({ columns, layers, cell, edges, pulses, most, chosen, answer, reader, room, tall, gave, choose }) {
-  const [left, top, foot] = [pathLeft(room), 52, 46];
-  const wide = Math.max(PATH_COLUMN, Math.min(120, (room - left - 24) / columns.length));
+  const two = columns.some((one) => one.side === "source");
+  const [left, top, foot, gap] = [pathLeft(room), 52, two ? 64 : 46, two ? PATH_GAP : 0];
+  const wide = Math.max(PATH_COLUMN, Math.min(120, (room - left - 24 - gap) / columns.length));
   const high = Math.max(26, Math.min(104, (tall - top - foot) / layers.length));
-  const width = left + wide * columns.length + 24;
+  const width = left + wide * columns.length + gap + 24;
   const height = top + high * layers.length + foot;
   const at = (side, place) => columns.findIndex((one) => one.side === side && one.place === place);
-  const x = (column) => left + wide * (column + 0.5);
+  const x = (column) => left + wide * (column + 0.5) + (columns[column]?.side === "main" ? gap : 0);
   const y = (layer) => top + high * (layers.length - 1 - layer) + high / 2;
   const short = (text, count = Math.floor((wide - 6) / 7.4)) => (text.length > count ? `${text.slice(0, count - 1)}…` : text);
   const bend = high * 0.5;
-  const there = edges.map((edge, number) => ({ ...edge, number, one: at(edge.from, edge.source), two: at(edge.to, edge.reader), level: pathPlace(edge.part).layer })).filter((edge) => edge.one >= 0 && edge.two >= 0).map((edge) => ({ ...edge, ends: [x(edge.one), y(edge.level) - 9, x(edge.two), y(edge.level + 1) + 9] }));
-  const arc = ({ ends: [x1, y1, x2, y2] }) => `M${x1},${y1} C${x1},${y1 - bend} ${x2},${y2 + bend} ${x2},${y2}`;
   const share = (value) => Math.min(1, Math.abs(value) / (most || 1));
+  const largest = Math.max(most, ...pulses.map(({ value }) => Math.abs(value)), 1e-9);
+  const thick = (edge) => 1.2 + 10 * (edge.why ? 0.05 : share(edge.value));
+  const found = edges.map((edge, number) => ({ ...edge, number, one: at(edge.from, edge.source), two: at(edge.to, edge.reader), level: pathPlace(edge.part).layer })).filter((edge) => edge.one >= 0 && edge.two >= 0);
+  const there = pathLanes(found, thick, Math.max(high * 0.7, 12)).map((edge) => {
+    const [x1, x2, loop] = [x(edge.one), x(edge.two), Math.min(40, wide * 0.5)];
+    const [y1, y2] = [y(edge.level) - 9 + edge.aside, y(edge.level + 1) + 9 + edge.aside];
+    // What a head reads at its own token has no way to go: a loop shows it.
+    return { ...edge, curve: edge.one === edge.two ? [[x1, y1], [x1 - loop - edge.aside, y1 + 4], [x1 - loop - edge.aside, y2 - 4], [x1, y2]] : [[x1, y1], [x1, y1 - bend], [x2, y2 + bend], [x2, y2]] };
+  }).sort((a, b) => a.number - b.number);
+  const arc = ({ curve: [from, ...rest] }) => `M${from} C${rest.join(" ")}`;
   const column = at("main", reader);
-  const widest = Math.max(...gave.map(Math.abs), 1e-9);
-  const tint = (one) => (one.side === "main" && gave[one.place] !== undefined ? signedColour((0.85 * gave[one.place]) / widest) : null);
+  const widest = Math.max(...gave.main.map(Math.abs), ...gave.source.map(Math.abs), 1e-9);
+  const tint = (one) => (gave[one.side][one.place] !== undefined ? signedColour((0.85 * gave[one.side][one.place]) / widest) : null);
   const here = (one) => one.side === "main" && one.place === reader;
   const pill = Math.max(70, Math.min(220, 8.6 * answer.length + 28));
   const middle = Math.max(4 + pill / 2, Math.min(x(column), width - 4 - pill / 2));
@@ -96,15 +126,16 @@ function pathPicture({ columns, layers, cell, edges, pulses, most, chosen, answe
     layers.map((name, layer) => svg("text", { x: left - 14, y: y(layer) + 4, "text-anchor": "end", class: "path-layer" }, room < PATH_NARROW ? name.replace("block ", "").replace("embedding", "in") : name)),
     columns.map((_, place) => svg("line", { class: "path-stream", x1: x(place), x2: x(place), y1: y(0) + 8, y2: y(layers.length - 1) - 8 })),
     svg("path", { class: "path-spine", d: `M${x(column)},${height - foot + 12} L${x(column)},${top - 8} L${middle},${top - 18}` }),
-    drawn.map((edge) => svg("path", { d: arc(edge), class: `path-edge${edge.why ? " path-why" : ""}${edge.number === chosen ? " path-chosen" : ""}`, "data-part": edge.part, stroke: edge.why ? null : css(signedColour(edge.value < 0 ? -0.9 : 0.9)), "stroke-width": 1.2 + 10 * (edge.why ? 0.05 : share(edge.value)), "stroke-opacity": edge.number === chosen ? 1 : 0.35 + 0.5 * share(edge.value), onclick: edge.why ? null : () => choose(edge.number) }, svg("title", {}, edge.words))),
-    columns.map((one, place) => layers.map((_, layer) => svg("text", { x: x(place), y: y(layer) + 4, "text-anchor": "middle", class: `path-cell mono${here(one) ? " path-here" : ""}` }, one.side === "main" ? short(cell(layer, one.place)) : ""))),
-    pulses.map(({ layer, value, words }) => svg("circle", { cx: x(column) + wide / 2 - 4, cy: y(layer), r: 2.5 + 6.5 * Math.sqrt(share(value)), fill: css(signedColour(value < 0 ? -0.9 : 0.9)), class: "path-pulse" }, svg("title", {}, words))),
-    pathNames(there.filter((edge) => !edge.why && share(edge.value) > 0.2).slice(0, PATH_NAMED), bend).map((one) => svg("text", { x: one.x, y: one.y + 4, "text-anchor": "middle", class: "path-name" }, one.name)),
+    drawn.map((edge) => svg("path", { d: arc(edge), class: `path-edge${edge.why ? " path-why" : ""}${edge.number === chosen ? " path-chosen" : ""}`, "data-part": edge.part, stroke: edge.why ? null : css(signedColour(edge.value < 0 ? -0.9 : 0.9)), "stroke-width": thick(edge), "stroke-opacity": edge.number === chosen ? 1 : 0.35 + 0.5 * share(edge.value), onclick: edge.why ? null : () => choose(edge.number) }, svg("title", {}, edge.words))),
+    columns.map((one, place) => layers.map((_, layer) => svg("text", { x: x(place), y: y(layer) + 4, "text-anchor": "middle", class: `path-cell mono${here(one) ? " path-here" : ""}` }, one.side === "main" ? short(cell(layer, one.place), here(one) ? Math.floor((wide - 18) / 7.4) : undefined) : ""))),
+    pulses.map(({ layer, value, words }) => svg("circle", { cx: x(column) + wide / 2 - 3, cy: y(layer), r: 2.5 + 6.5 * Math.sqrt(Math.abs(value) / largest), fill: css(signedColour(value < 0 ? -0.9 : 0.9)), class: "path-pulse" }, svg("title", {}, words))),
+    pathNames(there.filter((edge) => !edge.why && share(edge.value) > 0.2).slice(0, PATH_NAMED)).map((one) => svg("text", { x: one.x, y: one.y + 4, "text-anchor": "middle", class: "path-name" }, one.name)),
     columns.map((one, place) => {
       const colour = tint(one);
       const text = short(one.label);
       return [svg("rect", { x: x(place) - wide / 2 + 2, y: height - foot + 12, width: wide - 4, height: 24, rx: 5, class: `path-chip${here(one) ? " path-chip-here" : ""}`, style: colour ? { fill: css(colour) } : {} }), svg("text", { x: x(place), y: height - foot + 29, "text-anchor": "middle", class: "mono path-token", style: colour ? { fill: inkOn(colour) } : {} }, text)];
     }),
+    two ? [["source", "the encoder reads"], ["main", "the decoder reads"]].map(([side, words]) => { const first = columns.findIndex((one) => one.side === side); return first < 0 ? null : svg("text", { x: x(first) - wide / 2 + 2, y: height - foot + 54, class: "path-layer" }, words); }) : null,
     svg("rect", { x: middle - pill / 2, y: 6, width: pill, height: 30, rx: 15, class: "path-answer" }),
     svg("text", { x: middle, y: 26, "text-anchor": "middle", class: "path-answer-text" }, short(answer, 24)),
   );
@@ -136,8 +167,9 @@ export const pathSection = {
     let said = new Map(); // by column: what the model would say there, layer by layer
     let reasons = new Map(); // by edge: what made its head look there
     let chosen = -1;
+    let leading = null; // the edge that the sentence names where none is chosen
     let [shownRun, shownAsked, shownWide] = [null, null, 0];
-    replace(root, problem, finding, picture, el("div", { class: "row path-below" }, key, el("div", { class: "slider" }, el("label", { for: "path-least" }, "from ", shown, " of the strongest"), least)), left, sum, table, why, saveButtons(() => drawing, "path"));
+    replace(root, problem, finding, why, picture, el("div", { class: "row path-below" }, key, el("div", { class: "slider" }, el("label", { for: "path-least" }, "from ", shown, " of the strongest"), least)), left, sum, table, saveButtons(() => drawing, "path"));
     showKey();
 
     const named = (side, place) => { const run = app.store.get("run"); return ((side === "source" ? run.source : run.tokens).labels[place]) ?? String(place); };
@@ -146,18 +178,34 @@ export const pathSection = {
 
     function visible() {
       const most = Math.abs(body.edges[0]?.value ?? 0);
-      return body.edges.filter((edge) => Math.abs(edge.value) >= (Number(least.value) / 100) * most).slice(0, PATH_EDGES);
+      const strong = body.edges.filter((edge) => Math.abs(edge.value) >= (Number(least.value) / 100) * most).slice(0, PATH_EDGES);
+      return strong.includes(leading) || !leading ? strong : [...strong, leading];
     }
 
-    /** The sentence over the picture: what the chosen arc carried, or the strongest one; and what can be done with its head. */
+    const logits = (value) => `${value < 0 ? "−" : "+"}${figure(Math.abs(value))} logits`;
+
+    /** The sentence over the picture: what the chosen arc carried, or the one that moved most; and what can be done with its head. */
     function showFinding(direct) {
-      const edge = direct[chosen] || direct.find((one) => one.value > 0) || direct[0];
+      const edge = direct[chosen] || leading;
       if (!edge) return replace(finding);
       const said = edge.value < 0 ? "speaks most against" : "brought most to";
       const first = direct[chosen] ? `Head ${edge.part} ${edge.value < 0 ? "speaks against" : "brought"} ` : `Head ${edge.part} ${said} `;
       const token = (side, place) => el("span", { class: "mono token", dir: "auto" }, named(side, place));
       const place = edge.to === "main" ? [] : [" at ", token(edge.to, edge.reader)];
-      return replace(finding, el("p", { class: "path-said" }, el("strong", {}, first), el("strong", { class: "mono", dir: "auto" }, body.choice), ": ", el("strong", { class: "mono" }, `${edge.value < 0 ? "−" : "+"}${figure(Math.abs(edge.value))} logits`), " from ", token(edge.from, edge.source), el("span", { class: "soft" }, ` (token ${edge.source})`), ...place, "."), el("div", { class: "path-acts" }, actsOf(edge, direct.indexOf(edge), edge === direct[chosen])));
+      const own = edge.from === edge.to && edge.source === edge.reader ? ", which it reads itself" : "";
+      const whose = edge.from === "source" ? " of the encoder" : "";
+      return replace(finding, el("p", { class: "path-said" }, el("strong", {}, first), el("strong", { class: "mono", dir: "auto" }, body.choice), ": ", el("strong", { class: "mono" }, logits(edge.value)), " from ", token(edge.from, edge.source), el("span", { class: "soft" }, ` (token ${edge.source}${whose})`), own, ...place, "."), el("div", { class: "path-acts" }, actsOf(edge, direct.indexOf(edge), edge === direct[chosen])), direct[chosen] ? null : besides(edge));
+    }
+
+    /** What has to be said beside the sentence: that a head gave more without moving anything, or that heads themselves carried little. */
+    function besides(edge) {
+      const still = body.edges.find((one) => one.value > edge.value);
+      const part = body.terms.reduce((most, term) => (most && Math.abs(most.value) >= Math.abs(term.value) ? most : term), null);
+      const little = part && Math.abs(edge.value) < PATH_LITTLE * Math.abs(part.value);
+      return [
+        still ? el("p", { class: "soft path-besides" }, `Head ${still.part} gave more, ${logits(still.value)}, but of `, el("span", { class: "mono", dir: "auto" }, named(still.to, still.reader)), " itself: it moved nothing.") : null,
+        little ? el("p", { class: "soft path-besides" }, `Most came by no head: “${part.name}” gave ${logits(part.value)}. What heads had brought to it before counts as its own`, offered() ? [": ", el("button", { type: "button", class: "in-words", onclick: () => { app.store.set("colour", "off"); app.open("attention"); } }, "see what is lost without each head"), "."] : ".") : null,
+      ];
     }
 
     function draw() {
@@ -166,7 +214,7 @@ export const pathSection = {
       showKey();
       shown.textContent = `${least.value} %`;
       const direct = visible();
-      const steps = direct.slice(0, PATH_LISTED).flatMap((edge, number) => ((number < PATH_WHY || number === chosen) && reasons.get(keyOf(edge)) || []).filter((one) => one.value > 0 && pathPlace(one.part) && one.reader !== one.source).slice(0, 2).map((one) => ({ ...pathSides(one), why: true })));
+      const steps = direct.slice(0, PATH_LISTED).flatMap((edge, number) => ((number < PATH_WHY || number === chosen) && reasons.get(keyOf(edge)) || []).filter((one) => one.value > 0 && pathPlace(one.part) && one.reader !== one.source).slice(0, 2).map((one) => ({ ...pathSides(one), why: true }))).filter((one, place, all) => all.findIndex((other) => keyOf(other) === keyOf(one)) === place);
       const edges = [...direct, ...steps].map((edge) => ({ ...edge, words: words(edge) }));
       const reader = run.columns.length === run.tokens.labels.length ? body.column : body.rows[0];
       const layers = lens ? lens.layers : ["embedding", ...Array.from({ length: app.store.get("model").layers }, (_, layer) => `block ${layer}`)];
@@ -181,7 +229,7 @@ export const pathSection = {
       const all = run.tokens.labels.length + (run.source ? run.source.labels.length : 0);
       left.textContent = columns.length < all ? `${columns.length} of ${all} tokens are drawn: those that gave most.` : "";
       asksFor = columns.filter((one) => one.side === "main").map((one) => pathColumn(run, one.place, reader)).filter((place) => place >= 0);
-      drawing = pathPicture({ columns, layers, cell, edges, pulses, most, chosen, answer: body.choice, reader, room, tall: Math.max(300, Math.min(560, window.innerHeight - 360)), gave: run.source ? [] : body.sources, choose });
+      drawing = pathPicture({ columns, layers, cell, edges, pulses, most, chosen, answer: body.choice, reader, room, tall: Math.max(300, Math.min(560, window.innerHeight - 360)), gave: { main: body.sources, source: body.memory || [] }, choose });
       showFinding(direct);
       replace(picture, drawing);
       replace(table, edges.length ? tableOf(direct) : el("p", { class: "soft" }, "No head carried anything: the answer is made at its own token."));
@@ -231,7 +279,7 @@ export const pathSection = {
           el("td", { class: "path-acts" }, actsOf(edge, number, pressed)),
         );
       });
-      return el("table", {}, el("thead", {}, el("tr", {}, ["head", "from", "read at"].map((name) => el("th", {}, name)), el("th", { class: "number" }, "logits"), el("th", {}, el("span", { class: "hidden-words" }, "what to do")))), el("tbody", {}, rows));
+      return el("table", {}, el("thead", {}, el("tr", {}, ["head, its role", "from", "read at"].map((name) => el("th", {}, name)), el("th", { class: "number" }, "logits"), el("th", {}, el("span", { class: "hidden-words" }, "what to do")))), el("tbody", {}, rows));
     }
 
     function openHead(edge, view) {
@@ -279,6 +327,7 @@ export const pathSection = {
         if (!still() || !root.offsetParent) return;
         await reasonsOf(run, edge, true).catch(() => null);
         if (still() && number < PATH_WHY) draw();
+        if (still()) await fillCells(run, (asked) => asked.then((found) => (still() ? found : null))); // a dashed arc may have brought a column of its own
       }
     }
 
@@ -298,7 +347,8 @@ export const pathSection = {
       const [found, grid] = await wait(Promise.all([app.source.get(`run/${run.run}/paths?${asked}`), app.source.live ? null : app.source.get(`run/${run.run}/lens`).then((all) => new LensTables(run.columns).add(0, all), () => null)]));
       if (shownRun !== run) said = new Map();
       [body, lens, reasons, chosen, shownRun, shownAsked] = [{ ...found, edges: found.edges.map(pathSides) }, grid, new Map(), -1, run, asked];
-      app.store.set("leading", { run: run.run, head: (body.edges.find((edge) => edge.value > 0) || body.edges[0])?.part });
+      leading = leadingEdge(body.edges) || null;
+      app.store.set("leading", { run: run.run, head: leading?.part });
       const carried = found.total - found.rest;
       replace(sum, "The logit of ", el("strong", { class: "mono", dir: "auto" }, found.choice), found.against === null ? null : [" less that of ", el("strong", { class: "mono", dir: "auto" }, found.against)], " is ", el("strong", { class: "mono", id: "path-logit", "data-value": found.logit }, figure(found.logit, 5)), ": heads carried ", el("span", { class: "mono", "data-value": carried }, figure(carried, 5)), ", everything else added ", el("span", { class: "mono", "data-value": found.rest }, figure(found.rest, 5)), "; together ", el("span", { class: "mono", id: "path-total", "data-value": found.total }, figure(found.total, 5)), ".");
       replace(why);
@@ -315,6 +365,7 @@ export const pathSection = {
       if (run !== shownRun || askedOf(app, run) !== shownAsked) load();
       else if (picture.clientWidth !== shownWide) draw();
     });
+    new ResizeObserver(() => { if (body && root.offsetParent && Math.abs(picture.clientWidth - shownWide) > PATH_TURNED) draw(); }).observe(picture);
     app.store.listen("theme", () => draw());
     for (const key of ["roles", "other"]) app.store.listen(key, () => draw());
   },

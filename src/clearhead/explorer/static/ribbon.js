@@ -8,7 +8,7 @@ import { unpack } from "./source.js";
 const RIBBON_COLUMN = 26; // pixels of a token at least; where not all fit, those around the chosen one are drawn
 const RIBBON_LEAST = 0.5; // of the largest share of its row, below which a band is not drawn
 const RIBBON_HALF = 13; // pixels of half the widest band
-const RIBBON_HIGH = 320; // pixels from what was read to what is written
+const RIBBON_HIGH = 336; // pixels from what was read to what is written
 
 /** Where tokens stand in a row of this width. */
 function ribbonPlaces(labels, width) {
@@ -19,7 +19,7 @@ function ribbonPlaces(labels, width) {
 export const ribbonSection = {
   id: "ribbon",
   title: "Alignment",
-  hint: "What the decoder looks at while it writes: a band from each written token to what was read, as wide as its share of cross-attention. Choose a token to see its bands alone.",
+  hint: "What the decoder looks at while it writes. Below, each token that it has read, and → the one that it writes next; bands lead from there to what the encoder read, as wide as their share of cross-attention. Choose a token to see its bands.",
   applies: (model) => model.attentions.some((entry) => entry.kind === "cross" && entry.pattern !== false),
 
   mount(root, app) {
@@ -52,7 +52,8 @@ export const ribbonSection = {
       bands.sort((x, y) => (x.row === here) - (y.row === here));
       const short = (text, count) => (text.length > count ? `${text.slice(0, count - 1)}…` : text);
       const letters = (labels) => Math.max(3, Math.floor(width / labels.length / 8));
-      const [low, middle] = [RIBBON_HIGH - 34, RIBBON_HIGH / 2];
+      const [low, middle] = [RIBBON_HIGH - 52, RIBBON_HIGH / 2];
+      const next = (place) => (pattern.aggregated === 1 ? pattern.rows[first + place + 1] : null); // what is written there
       const band = ({ row: number, column, share }) => {
         const [x1, x2, half] = [above[column], below[number], Math.max(1, (RIBBON_HALF * share) / widest)];
         return svg("path", { d: `M${x1 - half},34 C${x1 - half},${middle} ${x2 - half},${middle} ${x2 - half},${low} L${x2 + half},${low} C${x2 + half},${middle} ${x1 + half},${middle} ${x1 + half},34 Z`, class: `ribbon-band${number === here ? " ribbon-chosen" : ""}`, "fill-opacity": number === here ? 0.75 : 0.12 + (0.3 * share) / widest }, svg("title", {}, `${written[number]} looks at ${read[column]}: ${percent(share)}`));
@@ -62,11 +63,12 @@ export const ribbonSection = {
         { viewBox: `0 0 ${width} ${RIBBON_HIGH}`, width, height: RIBBON_HIGH, class: "ribbon", role: "img", "aria-label": "Bands from written tokens to what was read; the list names them" },
         bands.map(band),
         read.map((label, place) => svg("text", { x: above[place], y: 24, "text-anchor": "middle", class: "mono" }, short(label, letters(read)))),
-        written.map((label, place) => svg("text", { x: below[place], y: RIBBON_HIGH - 14, "text-anchor": "middle", class: `mono${place === here ? " ribbon-here" : ""}`, "data-token": first + place, onclick: () => app.store.set("position", (first + place) * pattern.aggregated) }, short(label, letters(written)))),
+        written.map((label, place) => svg("text", { x: below[place], y: RIBBON_HIGH - 32, "text-anchor": "middle", class: `mono${place === here ? " ribbon-here" : ""}`, "data-token": first + place, onclick: () => app.store.set("position", (first + place) * pattern.aggregated) }, short(label, letters(written)))),
+        written.map((_, place) => (next(place) ? svg("text", { x: below[place], y: RIBBON_HIGH - 12, "text-anchor": "middle", class: `mono ribbon-next${place === here ? " ribbon-here" : ""}` }, short(`→${next(place)}`, letters(written))) : null)),
       );
       replace(picture, drawing);
       const own = Array.from(row(chosen)).map((share, place) => ({ share, place })).sort((a, b) => b.share - a.share).slice(0, 5);
-      replace(list, el("p", {}, "“", el("span", { class: "mono" }, pattern.rows[chosen]), "” looks at ", own.map(({ share, place }, number) => [number ? ", " : "", el("span", { class: "mono" }, pattern.columns[place]), " ", el("span", { class: "number", "data-value": share }, percent(share))]), `. The widest band is ${percent(widest)}.`));
+      replace(list, el("p", {}, next(here) ? ["Before it writes “", el("span", { class: "mono" }, next(here)), "”, "] : null, "“", el("span", { class: "mono" }, pattern.rows[chosen]), "” looks at ", own.map(({ share, place }, number) => [number ? ", " : "", el("span", { class: "mono" }, pattern.columns[place]), " ", el("span", { class: "number", "data-value": share }, percent(share))]), `. The widest band is ${percent(widest)}.`));
     }
 
     /** The mean of a layer's heads, or one head. */
@@ -99,5 +101,6 @@ export const ribbonSection = {
     whenNear(root, app, load);
     app.store.listen("position", () => { if (root.offsetParent) draw(); });
     app.store.listen("view", () => { if (root.offsetParent && pattern) draw(); });
+    new ResizeObserver(() => { if (drawing && root.offsetParent && Math.abs(picture.clientWidth - Number(drawing.getAttribute("width"))) > 24) draw(); }).observe(picture);
   },
 };

@@ -22,6 +22,12 @@ export function leadingHead(app) {
   return leading && leading.run === app.store.get("run")?.run ? leading.head : null;
 }
 
+/** Of the edges of a path, the one to name: the largest for the answer that comes from another token, else from its own; where none speaks for it, the largest. */
+export function leadingEdge(edges) {
+  const speaking = edges.filter((edge) => edge.value > 0);
+  return speaking.find((edge) => /^[a-z]/.test(edge.part) || edge.source !== edge.reader) || speaking[0] || edges[0];
+}
+
 /** What the address holds: {text, ids, target text, ..., position, head, ...}; what it does not name is null. */
 export function readSelection(hash) {
   const stated = new URLSearchParams(hash.replace(/^#/, ""));
