@@ -30,7 +30,7 @@ if os.environ.get("CLEARHEAD_TOYS") == "all":
 @pytest.mark.parametrize(("name", "family"), LEARNERS, ids=["-".join(pair) for pair in LEARNERS])
 @pytest.mark.slow
 def test_toy_task_is_learned(name, family):
-    learned = learn(name, family, steps=1000)
+    learned = learn(name, family, steps=600, every=50)
     exact = accuracy(learned.model, learned.task, torch.Generator().manual_seed(99), batches=16)
     assert exact >= 0.99, f"{exact:.2%} exact after {learned.history[-1].step} steps"
 
