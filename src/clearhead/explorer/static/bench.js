@@ -174,7 +174,7 @@ export const compareSection = {
     async function lensMap(choice, label, pairs, choices) {
       const [one, two] = sides();
       const both = pairs.filter(([mine, theirs]) => mine !== null && theirs !== null);
-      const [ours, theirs] = [await followedOf(one, choice, choices), await followedOf(two, choice, choices)];
+      const [ours, theirs] = await Promise.all([one, two].map((run) => followedOf(run, choice, choices)));
       if (ours.shape[0] !== theirs.shape[0]) return el("p", { class: "soft" }, `The models have ${ours.shape[0] - 1} and ${theirs.shape[0] - 1} layers: their lenses have no difference.`);
       const tokens = one.columns.length === one.tokens.labels.length && two.columns.length === two.tokens.labels.length;
       const columns = tokens ? both : one.columns.map((_, place) => [place, place]);
@@ -288,13 +288,15 @@ export const compareSection = {
       return null;
     });
 
-    /** The maps under the answers, one after the other; where something else is wanted meanwhile, its question draws them. */
+    /** The maps under the answers; where something else is wanted meanwhile, its question draws them. */
     async function showMaps({ pairs, lens, heads, askLens, askHeads }, one, two, patches, still) {
       if (one && two && one.probabilities.length === two.probabilities.length) {
         const choice = app.store.get("target") ?? one.order[0];
         const label = one.names.get(choice) || two.names.get(choice) || `id ${choice}`;
-        await askHeads(async (wait) => replace(heads, await wait(headMap(choice, label))));
-        if (still()) await askLens(async (wait) => replace(lens, await wait(lensMap(choice, label, pairs, one.probabilities.length))));
+        await Promise.all([
+          askHeads(async (wait) => replace(heads, await wait(headMap(choice, label)))),
+          askLens(async (wait) => replace(lens, await wait(lensMap(choice, label, pairs, one.probabilities.length)))),
+        ]);
       }
       if (patches && still()) for (const node of [patchHeads, patchTokens]) patched(node);
     }
