@@ -10,9 +10,8 @@ DEV := .venv/.dev
 demo: $(CORE)
 	$(BIN)/clearhead demo
 
-# Three workers for two cores: tests wait for browsers and for processes of their own.
 test: $(DEV)
-	$(BIN)/python -m pytest -n 3 --dist worksteal --durations 12
+	$(BIN)/python -m pytest -n 2 --dist worksteal --durations 12
 
 # About one test in ten, always the same ones: of every file at least one, and none that is slow.
 quick: $(DEV)
