@@ -30,12 +30,13 @@ PROCESSES = 12  # that compile
 GROUP = 32
 
 
-def cuts(rows: int, bits: int, n: int) -> Iterator[int | Tile | Cut]:
+def cuts(rows: int, bits: int, n: int) -> Iterator[Tile | Cut]:
     """Yield how a product of `n` rows of a weight may be cut up."""
     if bits == 16:
-        yield from (Tile(*one) for one in ((4, 2048, 4), (4, 2048, 8), (8, 2048, 8)) if rows == 1)
+        ways = ((2, 2048, 4), (4, 2048, 8), (8, 2048, 8), (4, 2048, 4, 6), (2, 2048, 8, 3))
+        yield from (Tile(*one) for one in ways if rows == 1)
     elif rows == 1:
-        yield from (2, 4, 8)
+        yield from (Tile(n, 256, 2) for n in (2, 4, 8))
     else:
         for splits in (1, 2, 3, 4, 8):
             yield Cut(64, splits)
@@ -46,7 +47,7 @@ def weight_of(n: int, d: int, bits: int) -> Any:
     if bits == 16:
         return torch.randn(n, d, **HALF) / d**0.5
     words = torch.randint(-(2**31), 2**31 - 1, (n, d * bits // 32), dtype=torch.int32, device="cuda")
-    return Codes(bits, GROUP, d, words, torch.rand(n, d // GROUP, **HALF) / d**0.5, None)
+    return Codes(bits, d, words, torch.rand(n, d // GROUP, **HALF) / d**0.5, None)
 
 
 def calls(

@@ -251,13 +251,14 @@ class Model(Bundle):
             return reading.answer(self, [question], [context], **options)[0]
         return reading.answer(self, question, context, **options)
 
-    def embed(self, texts: Any, batch_size: int = 32, prompt: str | None = None) -> Tensor:
+    def embed(self, texts: Any, batch_size: int | None = None, prompt: str | None = None) -> Tensor:
         """Return one vector for each text, in the order given: N texts -> [N, D].
 
         The states of a text's tokens are pooled as the directory says (sentence-transformers' modules.json),
         else by their mean. Texts longer than the model takes are cut. `prompt` names one of the directory's
         prompts, to be put before each text in place of its usual one. Two towers embed texts and images, as
-        `pathlib` paths, arrays or tensors, side by side in one space, as vectors of length one.
+        `pathlib` paths, arrays or tensors, side by side in one space, as vectors of length one. `batch_size`
+        texts run at a time at most; None: as the device reads them fastest.
         """
         single = isinstance(texts, pixels.Image) and getattr(texts, "ndim", 3) < 4
         given: list[Any] = [texts] if single else list(texts)

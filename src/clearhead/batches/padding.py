@@ -13,6 +13,8 @@ Rows = Sequence[Sequence[int]]
 # Tokens that each thread of a CPU reads together. Of more, what is between two products leaves its cache, and
 # short rows are padded to a longer one. Long rows are mostly of like length: four are read faster than one.
 TOGETHER, LONG_TOGETHER, LONG_ROWS = 256, 1024, 4
+ROWS = 32  # rows of a batch at most, where nobody says how many
+DEVICE_TOGETHER = 16_384  # tokens of a batch on a GPU, padding included
 
 
 def padded(rows: Rows, pad: int = 0, device: torch.device | None = None, left: bool = False) -> Tensor:
@@ -49,12 +51,20 @@ def by_length(lengths: Sequence[int], fits: Callable[[int, int], bool]) -> list[
     return groups
 
 
-def for_device(lengths: Sequence[int], batch_size: int, device: torch.device) -> list[list[int]]:
-    """Group the places of rows as a device reads them fastest, `batch_size` together at most."""
-    threads = torch.get_num_threads() if device.type == "cpu" else math.inf
+def for_device(lengths: Sequence[int], batch_size: int | None, device: torch.device) -> list[list[int]]:
+    """Group the places of rows as a device reads them fastest, `batch_size` together at most.
+
+    None: `ROWS` on a CPU; elsewhere as many as have `DEVICE_TOGETHER` tokens, so that the host, which hands
+    over each operation, does not keep the device waiting.
+    """
+    on_cpu = device.type == "cpu"
+    most_rows = batch_size or (ROWS if on_cpu else math.inf)
 
     def fits(count: int, longest: int) -> bool:
-        most = threads * max(TOGETHER, min(LONG_ROWS * longest, LONG_TOGETHER))
-        return count <= batch_size and count * longest <= most
+        most: float = math.inf if batch_size else DEVICE_TOGETHER
+        if on_cpu:
+            each = max(TOGETHER, min(LONG_ROWS * longest, LONG_TOGETHER))
+            most = torch.get_num_threads() * each
+        return count <= most_rows and count * longest <= most
 
     return by_length(lengths, fits)

@@ -4,7 +4,10 @@ On disk they lie in tiles for a CPU (`quant.grid`). Here a row lies in one piece
 of 32 words has 8 runs of 32 columns of 4 bits, or 4 runs of 8 bits: word j has column j of each run, that of
 the first in its lowest bits, each 8, or 128, more than the code. So all words of a block meet a run at once.
 
-Shapes: N width out, D width in, W words of a row, G groups of a row.
+Every run has a scale of its own, also where a group is several runs: a thread of a kernel that has four words
+of a block reads the scales of all their codes at once.
+
+Shapes: N width out, D width in, W words of a row, R runs of a row.
 """
 
 import math
@@ -19,14 +22,13 @@ from clearhead.quant.grid import BLOCK, Quantized
 
 
 class Codes(NamedTuple):
-    """A weight [N, D] for a GPU: rows of words, and of scales and offsets by group."""
+    """A weight [N, D] for a GPU: rows of words, and of scales and offsets by run."""
 
     bits: int
-    group: int
     columns: int  # D
     words: Tensor  # N W of int32
-    scales: Tensor  # N G, bfloat16
-    offsets: Tensor | None  # N G, bfloat16
+    scales: Tensor  # N R, bfloat16
+    offsets: Tensor | None  # N R, bfloat16
 
     def weight(self, dtype: torch.dtype) -> Tensor:
         """Return the numbers that the codes stand for: [N, D]."""
@@ -34,7 +36,7 @@ class Codes(NamedTuple):
         codes = torch.stack([run.view(len(run), -1, BLOCK) for run in runs], dim=2).flatten(1)  # N C
         codes = (codes & ((1 << self.bits) - 1)) - (1 << (self.bits - 1))
         scales, offsets = (
-            None if one is None else one.float().repeat_interleave(self.group, 1)[:, : self.columns]
+            None if one is None else one.float().repeat_interleave(BLOCK, 1)[:, : self.columns]
             for one in (self.scales, self.offsets)
         )
         assert scales is not None
@@ -54,8 +56,16 @@ def laid(parts: Sequence[Quantized]) -> Codes:
     words = words.flatten(1).contiguous()
     scales = torch.cat([part.by_row(part.scales) for part in parts])
     offsets = [part.by_row(part.offsets) for part in parts if part.offsets is not None]
-    return Codes(grid.bits, grid.group, columns, words, scales, torch.cat(offsets) if offsets else None)
+    runs, times = room // BLOCK, grid.group // BLOCK
+    return Codes(
+        grid.bits,
+        columns,
+        words,
+        _padded(scales.repeat_interleave(times, 1), runs),
+        _padded(torch.cat(offsets).repeat_interleave(times, 1), runs) if offsets else None,
+    )
 
 
-def _padded(codes: Tensor, columns: int) -> Tensor:
-    return nnf.pad(codes, (0, columns - codes.shape[1]))
+def _padded(rows: Tensor, columns: int) -> Tensor:
+    """Return rows of so many columns: [N, D] -> [N, columns], cut or filled up with zeros."""
+    return nnf.pad(rows, (0, columns - rows.shape[1]))

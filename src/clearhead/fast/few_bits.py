@@ -49,9 +49,7 @@ def few_rows(weight: Codes, ids: Tensor, dtype: torch.dtype) -> Tensor:
     """Return some rows of a weight of few bits: ids [n] -> [n, D]."""
     if torch.compiler.is_compiling() or not (weight.words.is_cuda or available(weight.scales)):
         offsets = None if weight.offsets is None else weight.offsets[ids]
-        chosen = Codes(
-            weight.bits, weight.group, weight.columns, weight.words[ids], weight.scales[ids], offsets
-        )
+        chosen = Codes(weight.bits, weight.columns, weight.words[ids], weight.scales[ids], offsets)
         return chosen.weight(dtype)
     from clearhead.fast import triton_codes
 

@@ -23,7 +23,7 @@ from clearhead.fast.codes import Codes
 from clearhead.fast.forms import HeadForm
 from clearhead.model import attend, feedforward, norms, positions
 
-MOST_ROWS = 1  # rows for which our product, with norm and gate in the same kernel, beats the library's
+MOST_ROWS = 2  # rows for which our product, with norm and gate in the same kernel, beats the library's
 MOST_FEW = 64  # the same for weights of few bits
 
 
@@ -105,8 +105,9 @@ def step_linear(
     """Apply RMS norm with `scale` [D], `weight` [N, D] and `bias` [N] to x [B, 1, D], add `add` [B, 1, N].
 
     `gate` names an activation: then the first half of the rows of `weight` is the gate, and the result has
-    N/2 columns. For one row this is a single kernel; for more, steps that a compiler joins around the
+    N/2 columns. For a row or two this is a single kernel; for more, steps that a compiler joins around the
     library's product, which is faster then. With a weight of few bits it is one kernel up to `MOST_FEW` rows.
+    The result may take the place of `add`.
     """
     if isinstance(weight, Codes):
         return _few_bits(x, *weight, bias, scale, eps, unit_offset, gate, add)
@@ -143,13 +144,17 @@ def _in_kernels(
     gate: str | None,
     add: Tensor | None,
 ) -> Tensor:
-    """`_in_steps` with a kernel before the library's product and one after it; a sum joins the product."""
+    """`_in_steps` with a kernel before the library's product and one after it; a sum joins the product.
+
+    The sum takes the place of `add`, which spares a copy of it: a residual stream has no other reader.
+    """
     from clearhead.fast import triton_step
 
     if scale is not None:
         x = step_norm(x, scale, eps, unit_offset)
     if add is not None and bias is None and gate is None:
-        return torch.addmm(add.view(-1, add.shape[-1]), x.view(-1, x.shape[-1]), weight.t()).view_as(add)
+        rows = add.view(-1, add.shape[-1])
+        return torch.addmm(rows, x.view(-1, x.shape[-1]), weight.t(), out=rows).view_as(add)
     y = nnf.linear(x, weight, bias)
     if gate is not None:
         y = triton_step.gated(y, gate)
@@ -184,13 +189,17 @@ def _one_kernel(
         from clearhead.fast import triton_step
 
         return triton_step.linear(x, weight, bias, scale, eps, unit_offset, gate, add)
-    return _in_steps(x, weight, bias, scale, eps, unit_offset, gate, add).clone()
+    return _in_steps(x, weight, bias, scale, eps, unit_offset, gate, _copied(add)).clone()
+
+
+def _copied(add: Tensor | None) -> Tensor | None:
+    """Return a copy, where an operator may not write over what it is given."""
+    return None if add is None else add.clone()
 
 
 def _few_shape(
     x: Tensor,
     bits: int,
-    group: int,
     columns: int,
     words: Tensor,
     scales: Tensor,
@@ -209,7 +218,6 @@ def _few_shape(
 def _few_bits(
     x: Tensor,
     bits: int,
-    group: int,
     columns: int,
     words: Tensor,
     scales: Tensor,
@@ -222,14 +230,14 @@ def _few_bits(
     add: Tensor | None,
 ) -> Tensor:
     """`step_linear` as an operator, whose arguments are the fields of `Codes` one by one."""
-    weight, rows = Codes(bits, group, columns, words, scales, offsets), x.numel() // x.shape[-1]
+    weight, rows = Codes(bits, columns, words, scales, offsets), x.numel() // x.shape[-1]
     if not available(x):
         return _in_steps(x, weight.weight(x.dtype), bias, scale, eps, unit_offset, gate, add).clone()
     from clearhead.fast import triton_codes, triton_rows
 
     if rows > MOST_FEW:
         wide = triton_codes.spread(weight, x.dtype)
-        return _in_kernels(x, wide, bias, scale, eps, unit_offset, gate, add)
+        return _in_kernels(x, wide, bias, scale, eps, unit_offset, gate, _copied(add))
     way = triton_codes.linear if rows == 1 else triton_rows.linear
     return way(x, weight, bias, scale, eps, unit_offset, gate, add)
 

@@ -20,7 +20,14 @@ from clearhead.fast.codes import Codes
 from clearhead.fast.few_bits import FewBitsLinear, FewBitsTable, can_join
 from clearhead.fast.fixed_cache import FixedCache, FixedKeys
 from clearhead.fast.forms import HeadForm
-from clearhead.fast.kernels import available, materialise, step_attend, step_linear, step_norm
+from clearhead.fast.kernels import (
+    MOST_ROWS,
+    available,
+    materialise,
+    step_attend,
+    step_linear,
+    step_norm,
+)
 from clearhead.fast.native_stack import NativeStack
 from clearhead.fast.parts import (
     Direct,
@@ -99,6 +106,8 @@ def _replacement(part: nn.Module, way: Way) -> nn.Module:
         return FewBitsTable(cast(QuantizedTable, part))
     if way.packs and isinstance(part, nn.Linear):
         return PackedLinear(part)
+    if way.kernels and kind is nn.Linear:
+        return like(part, StepLinear)
     if way.native and kind is Stack:
         return like(part, NativeStack)
     if way.kernels and kind is Transformer:
@@ -246,6 +255,18 @@ class StepBlock(Direct, Block):
             attention.softcap,
             *_head_norms(attention),
         )
+
+
+class StepLinear(Direct, nn.Linear):
+    """A linear layer that takes a row or two through one kernel, such as the head."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., D] -> [..., N]."""
+        rows = x.numel() // self.in_features
+        if torch.compiler.is_compiling() or not 0 < rows <= MOST_ROWS or not available(x):
+            return super().forward(x)
+        y = step_linear(x.reshape(rows, 1, -1), self.weight, self.bias)
+        return y.view(*x.shape[:-1], self.out_features)
 
 
 class StepNorm(Direct, norms.RMSNorm):

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from clearhead.fast.forms import HeadForm
-from clearhead.fast.triton_launch import follow, launched
+from clearhead.fast.triton_launch import counters, launched, lets_next, waits
 from clearhead.fast.triton_step import Tile
 
 
@@ -52,19 +52,20 @@ def _capped(scores, softcap, CAP: tl.constexpr):
 
 @triton.jit
 def _own(
-    row, head, key_to, value_to, q, e, ev, cos, sin, k_norm, eps, scale, softcap,
+    row, head, key_to, value_to, q, e, ev, cos, sin, k_norm, eps, scale, softcap, keeps,
     H: tl.constexpr, K: tl.constexpr, E: tl.constexpr, EV: tl.constexpr, R: tl.constexpr,
     LAYOUT: tl.constexpr, NORM: tl.constexpr, UNIT: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
-    """Keep the key and value of the new token; its scores [GROUP], and its value [WIDE_V]."""
+    """The softmax of the part that `keeps` the new token's key and value, and so far sees nothing else."""
     kind = key_to.dtype.element_ty
     key_at = row + (H + head) * E
     new_k = _turned(key_at, e, E, cos, sin, R, LAYOUT, e < E, k_norm, eps, NORM, UNIT, 0).to(kind)
     new_v = tl.load(row + (H + K) * E + head * EV + ev, mask=ev < EV, other=0.0).to(kind)
-    tl.store(key_to + e, new_k, mask=e < E)
-    tl.store(value_to + ev, new_v, mask=ev < EV)
+    tl.store(key_to + e, new_k, mask=(e < E) & keeps)
+    tl.store(value_to + ev, new_v, mask=(ev < EV) & keeps)
     scores = _capped(tl.sum(q.to(tl.float32) * new_k.to(tl.float32)[None, :], 1) * scale, softcap, CAP)
-    return scores, new_v.to(tl.float32)
+    weight = tl.where(keeps, 1.0, 0.0) + tl.zeros_like(scores)
+    return tl.where(keeps, scores, float("-inf")), weight, weight[:, None] * new_v.to(tl.float32)[None, :]
 
 
 @triton.jit
@@ -82,18 +83,35 @@ def _met(q, k, v, seen, best, weight, total, scale, softcap, CAP: tl.constexpr):
 
 @triton.jit
 def _put(
-    best, weight, total, out, partial, stats, heads, g, ev, split,
+    best, weight, total, out, partial, stats, counts, row, g, ev, split,
     G: tl.constexpr, EV: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Store what the heads of one group found, or one part of it for `_join_kernel`."""
-    inside = (g < G)[:, None] & (ev < EV)[None, :]
+    """Store what the heads of group `row` found; of its parts, the one that is last puts them together."""
     if SPLITS == 1:
-        tl.store(out + heads[:, None] * EV + ev[None, :], total / weight[:, None], mask=inside)
+        at = (row * G + g)[:, None] * EV + ev[None, :]
+        tl.store(out + at, total / weight[:, None], mask=(g < G)[:, None] & (ev < EV)[None, :])
     else:
-        part = heads * SPLITS + split
-        tl.store(partial + part[:, None] * EV + ev[None, :], total, mask=inside)
-        tl.store(stats + part * 2, best, mask=g < G)
-        tl.store(stats + part * 2 + 1, weight, mask=g < G)
+        mine = (row * SPLITS + split) * G + g
+        tl.store(
+            partial + mine[:, None] * EV + ev[None, :], total, mask=(g < G)[:, None] & (ev < EV)[None, :]
+        )
+        tl.store(stats + mine * 2, best, mask=g < G)
+        tl.store(stats + mine * 2 + 1, weight, mask=g < G)
+        tl.debug_barrier()
+        if tl.atomic_add(counts + row, 1, sem="acq_rel") == SPLITS - 1:
+            h, part = tl.arange(0, triton.next_power_of_2(G)), tl.arange(0, SPLITS)
+            every, known = (row * SPLITS + part)[:, None] * G + h[None, :], (h < G)[None, :]
+            totals = tl.load(
+                partial + every[:, :, None] * EV + ev[None, None, :],
+                mask=known[:, :, None] & (ev < EV)[None, None, :], other=0.0, cache_modifier=".cg",
+            )  # fmt: skip
+            bests = tl.load(stats + every * 2, mask=known, other=0.0, cache_modifier=".cg")
+            weights = tl.load(stats + every * 2 + 1, mask=known, other=1.0, cache_modifier=".cg")
+            shares = tl.exp(bests - tl.max(bests, 0)[None, :])
+            joined = tl.sum(totals * shares[:, :, None], 0) / tl.sum(weights * shares, 0)[:, None]
+            at = (row * G + h)[:, None] * EV + ev[None, :]
+            tl.store(out + at, joined, mask=(h < G)[:, None] & (ev < EV)[None, :])
+            tl.store(counts + row, 0)
 
 
 @triton.jit
@@ -108,19 +126,45 @@ def _first_seen(mask, filled, WIDE: tl.constexpr):
 
 
 @triton.jit
+def _slots(
+    keys, values, mask, block, end, e, ev, E: tl.constexpr, EV: tl.constexpr, BLOCK_S: tl.constexpr
+):  # fmt: skip
+    """A block of slots: keys [WIDE, S], values [S, WIDE_V], and which are seen; from `end` on, none is."""
+    s = block * BLOCK_S + tl.arange(0, BLOCK_S)
+    k = tl.load(keys + s[None, :] * E + e[:, None], mask=(s < end)[None, :] & (e < E)[:, None], other=0.0)
+    v = tl.load(
+        values + s[:, None] * EV + ev[None, :], mask=(s < end)[:, None] & (ev < EV)[None, :], other=0.0
+    )  # fmt: skip
+    return k, v, tl.load(mask + s, mask=s < end, other=0) != 0
+
+
+@triton.jit
 def _attend_kernel(
-    qkv, keys, values, slot, mask, cos, sin, q_norm, k_norm, out, partial, stats,
+    qkv, keys, values, slot, mask, cos, sin, q_norm, k_norm, out, partial, stats, counts,
     S, mask_stride, angle_stride, scale, softcap, eps, NORM: tl.constexpr, UNIT: tl.constexpr,
     H: tl.constexpr, K: tl.constexpr, E: tl.constexpr, EV: tl.constexpr, R: tl.constexpr,
     LAYOUT: tl.constexpr, CAP: tl.constexpr, GROUP: tl.constexpr, WIDE: tl.constexpr, WIDE_V: tl.constexpr,
-    BLOCK_S: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
+    BLOCK_S: tl.constexpr, SPLITS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """The heads of one group and one part of the slots; the first part also keeps the new token."""
-    follow(AHEAD)
+    """The heads of one group and one part of the slots; the first part also keeps the new token.
+
+    What earlier steps have kept is there: the first slots are asked for before the new token's queries are.
+    """
+    lets_next(AHEAD)
     b, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     G: tl.constexpr = H // K
     g, e, ev = tl.arange(0, GROUP), tl.arange(0, WIDE), tl.arange(0, WIDE_V)
     filled = tl.load(slot).to(tl.int32)
+    keys += (b * K + head).to(tl.int64) * S * E
+    values += (b * K + head).to(tl.int64) * S * EV
+    mask += b * mask_stride
+    begin = _first_seen(mask, filled, 4096) // BLOCK_S
+    share = tl.cdiv(tl.cdiv(filled, BLOCK_S) - begin, SPLITS)
+    begin += split * share
+    end = tl.minimum(filled, (begin + share) * BLOCK_S)
+    k, v, seen = _slots(keys, values, mask, begin, end, e, ev, E, EV, BLOCK_S)
+    waits(AHEAD)
+
     row = qkv + b * ((H + K) * E + K * EV)
     cos += b * angle_stride
     sin += b * angle_stride
@@ -130,59 +174,21 @@ def _attend_kernel(
     q = _turned(
         heads_at, e[None, :], E, cos, sin, R, LAYOUT, in_group, q_norm, eps, NORM, UNIT, 1
     ).to(kind)  # fmt: skip
-    keys += (b * K + head).to(tl.int64) * S * E
-    values += (b * K + head).to(tl.int64) * S * EV
-
-    best = tl.full([GROUP], float("-inf"), tl.float32)
-    weight = tl.zeros([GROUP], tl.float32)
-    total = tl.zeros([GROUP, WIDE_V], tl.float32)
-    if split == 0:
-        best, new_v = _own(
-            row, head, keys + filled * E, values + filled * EV, q, e, ev, cos, sin, k_norm, eps, scale,
-            softcap, H, K, E, EV, R, LAYOUT, NORM, UNIT, CAP,
-        )  # fmt: skip
-        weight += 1.0
-        total += new_v[None, :]
-
-    mask += b * mask_stride
-    begin = _first_seen(mask, filled, 4096) // BLOCK_S
-    blocks = tl.cdiv(filled, BLOCK_S)
-    share = tl.cdiv(blocks - begin, SPLITS)
-    begin += split * share
-    for block in tl.range(begin, tl.minimum(begin + share, blocks), num_stages=STAGES):
-        s = block * BLOCK_S + tl.arange(0, BLOCK_S)
-        seen = tl.load(mask + s, mask=s < filled, other=0) != 0
-        k = tl.load(
-            keys + s[None, :] * E + e[:, None], mask=(s < filled)[None, :] & (e < E)[:, None], other=0.0
-        )
-        v = tl.load(
-            values + s[:, None] * EV + ev[None, :], mask=(s < filled)[:, None] & (ev < EV)[None, :], other=0.0
-        )
+    best, weight, total = _own(
+        row, head, keys + filled * E, values + filled * EV, q, e, ev, cos, sin, k_norm, eps, scale,
+        softcap, split == 0, H, K, E, EV, R, LAYOUT, NORM, UNIT, CAP,
+    )  # fmt: skip
+    best, weight, total = _met(q, k, v, seen, best, weight, total, scale, softcap, CAP)
+    for block in tl.range(begin + 1, tl.cdiv(end, BLOCK_S), num_stages=3):
+        k, v, seen = _slots(keys, values, mask, block, end, e, ev, E, EV, BLOCK_S)
         best, weight, total = _met(q, k, v, seen, best, weight, total, scale, softcap, CAP)
-    _put(best, weight, total, out, partial, stats, b * H + head * G + g, g, ev, split, G, EV, SPLITS)
-
-
-@triton.jit
-def _join_kernel(
-    partial, stats, out, EV: tl.constexpr, WIDE_V: tl.constexpr, SPLITS: tl.constexpr, AHEAD: tl.constexpr
-):  # fmt: skip
-    """One head: the parts put together."""
-    follow(AHEAD)
-    head = tl.program_id(0)
-    part, ev = head * SPLITS + tl.arange(0, SPLITS), tl.arange(0, WIDE_V)
-    best, weight = tl.load(stats + part * 2), tl.load(stats + part * 2 + 1)
-    share = tl.exp(best - tl.max(best, 0))
-    total = tl.load(partial + part[:, None] * EV + ev[None, :], mask=(ev < EV)[None, :], other=0.0)
-    tl.store(
-        out + head * EV + ev, tl.sum(total * share[:, None], 0) / tl.sum(weight * share, 0), mask=ev < EV
-    )
+    _put(best, weight, total, out, partial, stats, counts, b * K + head, g, ev, split, G, EV, SPLITS)
 
 
 def attend_tile(rows: int, heads: int, slots: int) -> Tile:
     """How many slots at a time, and into how many parts they are split, so that all processors have work."""
-    block = 32 if rows * heads < 64 else 64
-    parts = max(1, min(256 // (rows * heads), slots // block))
-    return Tile(block, 1 << (parts.bit_length() - 1), 4 if block > 32 else 2)
+    parts = max(1, min(128 // (rows * heads), slots // 128))
+    return Tile(64, 1 << (parts.bit_length() - 1), 8 if rows * heads < 64 else 4)
 
 
 class Launch:
@@ -191,15 +197,14 @@ class Launch:
     def __init__(self, qkv: Tensor, keys: Tensor, values: Tensor, form: HeadForm, splits: int) -> None:
         (_, K, _, E), EV, H, B = keys.shape, values.shape[3], form.n_heads, qkv.shape[0]
         turned, normed = form.cos is not None, form.q_norm is not None
-        self.rows, self.splits, self.wide_v = B * H, splits, max(16, triton.next_power_of_2(EV))
         self.out = qkv.new_empty(B, 1, H * EV)
         parts = B * H * splits if splits > 1 else 0
-        self.partial = qkv.new_empty(max(1, parts * EV), dtype=torch.float32)
-        self.stats = qkv.new_empty(max(1, parts * 2), dtype=torch.float32)
-        unread = (self.stats, self.stats)  # what a flag switches off is not read
+        partial = qkv.new_empty(max(1, parts * EV), dtype=torch.float32)
+        stats = qkv.new_empty(max(1, parts * 2), dtype=torch.float32)
+        unread = (stats, stats)  # what a flag switches off is not read
         cos, sin = (form.cos.contiguous(), form.sin.contiguous()) if turned else unread
         norms = (form.q_norm, form.k_norm) if normed else unread
-        self.tensors = (cos, sin, *norms, self.out, self.partial, self.stats)
+        self.tensors = (cos, sin, *norms, self.out, partial, stats, counters(qkv.device))
         self.numbers = (
             cos.stride(0) if turned and cos.shape[0] > 1 else 0, form.scale, form.softcap or 1.0, form.eps
         )  # fmt: skip
@@ -207,18 +212,9 @@ class Launch:
             "NORM": normed, "UNIT": float(form.unit_offset), "H": H, "K": K, "E": E, "EV": EV,
             "R": cos.shape[-1] if turned else 0, "LAYOUT": 0 if form.layout == "half" else 1,
             "CAP": form.softcap is not None, "GROUP": max(16, triton.next_power_of_2(H // K)),
-            "WIDE": max(16, triton.next_power_of_2(E)), "WIDE_V": self.wide_v, "SPLITS": splits,
+            "WIDE": max(16, triton.next_power_of_2(E)), "WIDE_V": max(16, triton.next_power_of_2(EV)),
+            "SPLITS": splits,
         }  # fmt: skip
-
-    def joined(self) -> Tensor:
-        """Return the result, its parts put together."""
-        if self.splits > 1:
-            EV = self.named["EV"]
-            _join_kernel[(self.rows,)](
-                self.partial, self.stats, self.out, EV=EV, WIDE_V=self.wide_v, SPLITS=self.splits,
-                num_warps=2, **launched(self.out),
-            )  # fmt: skip
-        return self.out
 
 
 def attend(
@@ -237,6 +233,6 @@ def attend(
     _attend_kernel[(B, K, tile.k)](
         qkv.contiguous(), keys, values, slot, seen, *launch.tensors,
         S, seen.stride(0) if seen.shape[0] > 1 else 0, *launch.numbers, **launch.named,
-        BLOCK_S=tile.n, STAGES=tile.stages, num_warps=tile.warps, **launched(qkv),
+        BLOCK_S=tile.n, num_warps=tile.warps, **launched(qkv, 2),
     )  # fmt: skip
-    return launch.joined()
+    return launch.out

@@ -20,7 +20,7 @@ PROGRAMS = 256  # that keep all processors of a large GPU at work
 
 @triton.jit
 def _paged_kernel(
-    qkv, keys, values, table, place, cos, sin, q_norm, k_norm, out, partial, stats,
+    qkv, keys, values, table, place, cos, sin, q_norm, k_norm, out, partial, stats, counts,
     S, table_stride, place_stride, angle_stride, scale, softcap, eps, NORM: tl.constexpr, UNIT: tl.constexpr,
     H: tl.constexpr, K: tl.constexpr, E: tl.constexpr, EV: tl.constexpr, R: tl.constexpr,
     LAYOUT: tl.constexpr, CAP: tl.constexpr, REACH: tl.constexpr, GROUP: tl.constexpr, WIDE: tl.constexpr,
@@ -45,18 +45,11 @@ def _paged_kernel(
     keys += head.to(tl.int64) * S * E
     values += head.to(tl.int64) * S * EV
 
-    best = tl.full([GROUP], float("-inf"), tl.float32)
-    weight = tl.zeros([GROUP], tl.float32)
-    total = tl.zeros([GROUP, WIDE_V], tl.float32)
-    if split == 0:
-        slot = tl.load(table + filled // SIZE).to(tl.int64) * SIZE + filled % SIZE
-        best, new_v = _own(
-            row, head, keys + slot * E, values + slot * EV, q, e, ev, cos, sin, k_norm, eps, scale,
-            softcap, H, K, E, EV, R, LAYOUT, NORM, UNIT, CAP,
-        )  # fmt: skip
-        weight += 1.0
-        total += new_v[None, :]
-
+    slot = tl.load(table + filled // SIZE).to(tl.int64) * SIZE + filled % SIZE
+    best, weight, total = _own(
+        row, head, keys + slot * E, values + slot * EV, q, e, ev, cos, sin, k_norm, eps, scale,
+        softcap, split == 0, H, K, E, EV, R, LAYOUT, NORM, UNIT, CAP,
+    )  # fmt: skip
     first = 0
     if REACH > 0:
         first = tl.maximum(filled - REACH + 1, 0)
@@ -72,7 +65,7 @@ def _paged_kernel(
             values + slots[:, None] * EV + ev[None, :], mask=seen[:, None] & (ev < EV)[None, :], other=0.0
         )
         best, weight, total = _met(q, k, v, seen, best, weight, total, scale, softcap, CAP)
-    _put(best, weight, total, out, partial, stats, b * H + head * G + g, g, ev, split, G, EV, SPLITS)
+    _put(best, weight, total, out, partial, stats, counts, b * K + head, g, ev, split, G, EV, SPLITS)
 
 
 def splits_for(rows: int, heads: int, blocks: int) -> int:
@@ -101,4 +94,4 @@ def paged_attend(
         S, table.stride(0), place.stride(0), *launch.numbers, **launch.named,
         REACH=reach, SIZE=size, num_warps=4, **launched(qkv),
     )  # fmt: skip
-    return launch.joined()
+    return launch.out

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from clearhead.fast.codes import Codes
-from clearhead.fast.triton_codes import number_at
+from clearhead.fast.triton_codes import EXPONENT, number_at
 from clearhead.fast.triton_launch import counters, follow, launched
 from clearhead.fast.triton_step import ACTIVATION_NUMBERS, _activate
 
@@ -47,11 +47,14 @@ def _inputs(x, norm, b, B, k, inside, D: tl.constexpr, NORM: tl.constexpr, UNIT:
 
 @triton.jit
 def _numbers(
-    words, scales, offsets, at, within, kind: tl.constexpr, run: tl.constexpr, BITS: tl.constexpr,
+    words, scales, offsets, at, within, exponent, kind: tl.constexpr, run: tl.constexpr, BITS: tl.constexpr,
     OFFSET: tl.constexpr,
 ):  # fmt: skip
     """The numbers of one run of columns in words [N, 32]; their scales are at `at` [N]."""
-    made = number_at(words, run, BITS) * tl.load(scales + at, mask=within, other=0.0).to(tl.float32)[:, None]
+    made = (
+        number_at(words, run, exponent, BITS)
+        * tl.load(scales + at, mask=within, other=0.0).to(tl.float32)[:, None]
+    )
     if OFFSET:
         made += tl.load(offsets + at, mask=within, other=0.0).to(tl.float32)[:, None]
     return made.to(kind)
@@ -59,8 +62,8 @@ def _numbers(
 
 @triton.jit
 def _rows_kernel(
-    x, weight, scales, offsets, norm, bias, add, out, partial, counts, B, N, eps,
-    D: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr,
+    x, weight, scales, offsets, norm, bias, add, out, partial, counts, B, N, eps, exponent,
+    D: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
     NORM: tl.constexpr, UNIT: tl.constexpr, OFFSET: tl.constexpr, BIAS: tl.constexpr, GATE: tl.constexpr,
     ADD: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
@@ -69,8 +72,8 @@ def _rows_kernel(
     tile, split = tl.program_id(0), tl.program_id(1)
     n, b = tile * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, ROWS)
     RUNS: tl.constexpr = 32 // BITS  # runs of 32 columns in a block of 32 words
-    GROUPS: tl.constexpr = (D + GROUP - 1) // GROUP
     blocks: tl.constexpr = WIDTH // 32
+    OF_ROW: tl.constexpr = blocks * RUNS
     share: tl.constexpr = (blocks + SPLITS - 1) // SPLITS
     begin = split * share  # the last part may be shorter: blocks beyond the end are not read
     far = tl.cast(N, tl.int64)  # rows from the gate to what it gates
@@ -91,12 +94,13 @@ def _rows_kernel(
             k = start * RUNS + run * 32 + tl.arange(0, 32)
             value, more = _inputs(x, norm, b, B, k, k < D, D, NORM, UNIT)
             square += more
-            group = (start * RUNS + run * 32) // GROUP
-            at, within = n.to(tl.int64) * GROUPS + group, (n < N) & (group < GROUPS)
-            made = _numbers(w, scales, offsets, at, within, kind, run, BITS, OFFSET)
+            at, within = n.to(tl.int64) * OF_ROW + (begin + step) * RUNS + run, (n < N) & (start < WIDTH)
+            made = _numbers(w, scales, offsets, at, within, exponent, kind, run, BITS, OFFSET)
             total = tl.dot(made, value, total, input_precision="ieee")
             if GATE >= 0:
-                made = _numbers(up, scales, offsets, at + far * GROUPS, within, kind, run, BITS, OFFSET)
+                made = _numbers(
+                    up, scales, offsets, at + far * OF_ROW, within, exponent, kind, run, BITS, OFFSET
+                )
                 total_up = tl.dot(made, value, total_up, input_precision="ieee")
     last = True
     if SPLITS > 1:
@@ -168,8 +172,8 @@ def linear(
     _rows_kernel[(tiles, cut.splits)](
         x.contiguous(), weight.words, weight.scales,
         *(weight.scales if one is None else one for one in given),  # what a flag switches off is not read
-        out, partial, counters(x.device), B, N, eps,
-        D=D, WIDTH=width, GROUP=weight.group, BITS=weight.bits, ROWS=rows, BLOCK_N=cut.n, SPLITS=cut.splits,
+        out, partial, counters(x.device), B, N, eps, EXPONENT,
+        D=D, WIDTH=width, BITS=weight.bits, ROWS=rows, BLOCK_N=cut.n, SPLITS=cut.splits,
         NORM=scale is not None, UNIT=float(unit_offset), OFFSET=weight.offsets is not None,
         BIAS=bias is not None, GATE=-1 if gate is None else ACTIVATION_NUMBERS[gate], ADD=add is not None,
         STAGES=cut.stages, num_warps=cut.warps, **launched(x),

@@ -50,10 +50,14 @@ def fitting(m: Bundle) -> str:
 
 @torch.inference_mode()
 def outputs_of(
-    m: Bundle, rows: Sequence[Sequence[int]], types: Sequence[Sequence[int]], batch_size: int, logits: str
+    m: Bundle,
+    rows: Sequence[Sequence[int]],
+    types: Sequence[Sequence[int]],
+    batch_size: int | None,
+    logits: str,
 ) -> Iterator[tuple[list[int], Output, Tensor]]:
     """Run the model on rows of like length: yield the places of a batch, the output and the mask [B, T]."""
-    refuse(batch_size < 1, f"batch_size {batch_size} must be 1 or more")
+    refuse(batch_size is not None and batch_size < 1, f"batch_size {batch_size} must be 1 or more")
     device, typed = next(m.model.parameters()).device, types and m.config.n_types > 1
     for places in for_device([len(row) for row in rows], batch_size, device):
         some = [rows[place] for place in places]
@@ -76,14 +80,16 @@ def logits_of(m: Bundle, rows: Sequence[Encoding], batch_size: int) -> list[Tens
     return found
 
 
-def embed(m: Bundle, texts: Sequence[str], batch_size: int = 32, prompt: str | None = None) -> Tensor:
+def embed(
+    m: Bundle, texts: Sequence[str], batch_size: int | None = None, prompt: str | None = None
+) -> Tensor:
     """Return one vector for each text, [N, D]; see `Model.embed`."""
     return embed_counted(m, texts, batch_size, prompt)[0]
 
 
 @torch.inference_mode()
 def embed_counted(
-    m: Bundle, texts: Sequence[str], batch_size: int = 32, prompt: str | None = None
+    m: Bundle, texts: Sequence[str], batch_size: int | None = None, prompt: str | None = None
 ) -> tuple[Tensor, list[int]]:
     """Return one vector for each text, [N, D], and how many tokens were read of each."""
     check_head(m, "embed")

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
+from clearhead.batches.padding import ROWS
 from clearhead.bundle import Bundle
 from clearhead.errors import InputError, refuse
 from clearhead.hub import pixels
@@ -67,9 +68,10 @@ def image_pixels(m: Bundle, images: Iterable[Any]) -> Tensor:
 
 
 @torch.inference_mode()
-def embed(m: Bundle, inputs: Sequence[Any], batch_size: int = 32) -> Tensor:
+def embed(m: Bundle, inputs: Sequence[Any], batch_size: int | None = None) -> Tensor:
     """Return one vector of length one for each text or image, [N, P]; see `Model.embed`."""
     towers = towers_of(m, "embed")
+    batch_size = ROWS if batch_size is None else batch_size
     refuse(batch_size < 1, f"batch_size {batch_size} must be 1 or more")
     for item in inputs:
         refuse(
