@@ -11,7 +11,7 @@ import torch
 from tokenizers import Encoding
 from torch import Tensor
 
-from clearhead.batches.padding import for_device, padded, real_tokens
+from clearhead.batches.padding import Rows, for_device, padded, real_tokens
 from clearhead.bundle import Bundle
 from clearhead.errors import InputError, refuse
 from clearhead.hub import encodings, pixels, sentences
@@ -39,22 +39,15 @@ def check_head(m: Bundle, task: str) -> None:
 def fitting(m: Bundle) -> str:
     """Return what the model is good for, as part of a message."""
     if m.config.family == "encoder-decoder" and m.config.head == "lm":
-        return (
-            "it is for transcribe"
-            if m.config.input == "frames"
-            else "it is for translate, generate and score"
-        )
+        heard = m.config.input == "frames"
+        return "it is for transcribe" if heard else "it is for translate, generate and score"
     uses = USES[m.config.head or "none"]
     return f"it is for {', '.join(uses)} and embed" if uses else "it is for embed"
 
 
 @torch.inference_mode()
 def outputs_of(
-    m: Bundle,
-    rows: Sequence[Sequence[int]],
-    types: Sequence[Sequence[int]],
-    batch_size: int | None,
-    logits: str,
+    m: Bundle, rows: Rows, types: Rows, batch_size: int | None, logits: str
 ) -> Iterator[tuple[list[int], Output, Tensor]]:
     """Run the model on rows of like length: yield the places of a batch, the output and the mask [B, T]."""
     refuse(batch_size is not None and batch_size < 1, f"batch_size {batch_size} must be 1 or more")
