@@ -50,14 +50,16 @@ typedef const float *Weights;
 #define WEIGHTS(at) (at)
 #endif
 
-/* Four rows of a weight with `count` rows of x that lie side by side in C vectors. */
-#define PANEL(C)                                                                                           \
-    static void panel_##C(const float *w, const float *x, int64_t D, float *y, int64_t stride,             \
-                          const float *bias, int64_t count) {                                              \
+/* Four rows of a weight with `count` rows of x that lie side by side in C vectors. The `first` panel of a
+batch brings the rows near, the others find them there. */
+#define PANEL(C, name, first)                                                                              \
+    static void name(const float *w, const float *x, int64_t D, float *y, int64_t stride,                  \
+                     const float *bias, int64_t count) {                                                   \
         Vector sums[TALL][C];                                                                              \
         EACH(r, TALL) EACH(c, C) sums[r][c] = (Vector){0};                                                 \
         int64_t d = 0;                                                                                     \
         for (; d + 4 <= D; d += 4) {                                                                       \
+            if (first) FETCH_FOUR(w, d, D)                                                                 \
             Weights weights[TALL];                                                                         \
             EACH(r, TALL) weights[r] = WEIGHTS(w + r * D + d);                                             \
             EACH(i, 4) {                                                                                   \
@@ -73,19 +75,24 @@ typedef const float *Weights;
         for (int64_t b = 0; b < count; b++) EACH(r, TALL) y[b * stride + r] = rows[r][b];                  \
     }
 typedef void Panel(const float *, const float *, int64_t, float *, int64_t, const float *, int64_t);
-PANEL(1)
-PANEL(2)
-PANEL(3)
+PANEL(1, first_1, 1)
+PANEL(2, first_2, 1)
+PANEL(3, first_3, 1)
+PANEL(1, panel_1, 0)
+PANEL(2, panel_2, 0)
+PANEL(3, panel_3, 0)
 
 /* Rows of a weight, a multiple of four, with all rows of x, side by side. A panel stays near meanwhile. */
 static void panels(const float *w, int64_t rows, const float *laid, int64_t D, int64_t batch, float *y,
                    int64_t stride, const float *bias) {
     static const float none[TALL] = {0};
+    static Panel *const first_panel[] = {first_1, first_2, first_3};
+    static Panel *const others[] = {panel_1, panel_2, panel_3};
     for (int64_t number = 0; number < panels_of(batch); number++) {
         int64_t first = panel_from(batch, number), count = panel_from(batch, number + 1) - first;
         int64_t start = first * LANES, left = batch - start;
         int64_t filled = left < count * LANES ? left : count * LANES;
-        Panel *panel = count == 3 ? panel_3 : count == 2 ? panel_2 : panel_1;
+        Panel *panel = (number ? others : first_panel)[count - 1];
         for (int64_t n = 0; n < rows; n += TALL)
             panel(w + n * D, laid + start * D, D, y + start * stride + n, stride, bias ? bias + n : none,
                   filled);

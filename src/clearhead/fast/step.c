@@ -80,6 +80,7 @@ typedef struct {
 #define LANES 4
 #endif
 #define AHEAD 256 /* numbers between what is read and what is fetched for later */
+#define TALL_AHEAD 512 /* the same, in each of the rows of a weight that are read side by side */
 #define ACROSS (LANES == 8 ? 3 : 4) /* rows of a tile: as many as registers hold */
 typedef float Vector __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef float Four __attribute__((vector_size(16), aligned(4)));
@@ -96,6 +97,14 @@ static inline float total(Vector v) {
 static inline Vector load(const float *at) { return *(const Vector *)at; }
 
 #define EACH(i, count) _Pragma("GCC unroll 4") for (int i = 0; i < count; i++)
+
+/* Of four rows of a weight, read side by side: fetch what comes after column d, once for each line of memory.
+Past their ends that is in the next four rows, which no processor expects by itself. */
+#define FETCH_FOUR(w, d, D)                                                                                \
+    if (d % 16 == 0) {                                                                                     \
+        int64_t later = d + (D < TALL_AHEAD ? D : TALL_AHEAD);                                             \
+        EACH(r, 4) __builtin_prefetch(w + r * D + (later < D ? later : later + 3 * D));                    \
+    }
 
 /* One row of a weight with C rows of x. Read in a line, it comes as fast as memory gives it. */
 #define ONE_ROW(C)                                                                                         \
@@ -130,10 +139,10 @@ ONE_ROW(4)
         EACH(r, 4) EACH(c, C) sums[r][c] = (Vector){0};                                                    \
         int64_t d = 0;                                                                                     \
         for (; d + LANES <= D; d += LANES) {                                                               \
+            FETCH_FOUR(w, d, D)                                                                            \
             Vector xs[C];                                                                                  \
             EACH(c, C) xs[c] = load(x + c * D + d);                                                        \
             EACH(r, 4) {                                                                                   \
-                __builtin_prefetch(w + r * D + d + AHEAD);                                                 \
                 Vector weights = load(w + r * D + d);                                                      \
                 EACH(c, C) sums[r][c] += weights * xs[c];                                                  \
             }                                                                                              \
