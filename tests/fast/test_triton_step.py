@@ -49,7 +49,7 @@ def test_codes_laid_out_for_a_gpu_stand_for_the_same_numbers(grid, columns):
 
 @pytest.mark.skipif(not RUNS, reason="needs Triton, and a GPU or TRITON_INTERPRET=1")
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", [1, 5, 70])
+@pytest.mark.parametrize("rows", [1, 2, 5, 70])
 @pytest.mark.parametrize("grid", [*GRIDS, None])
 @pytest.mark.parametrize(("norm", "gate", "add"), FORMS)
 def test_a_product_with_norm_gate_and_residual_equals_float64(grid, rows, norm, gate, add, dtype):
@@ -73,6 +73,25 @@ def test_a_product_with_norm_gate_and_residual_equals_float64(grid, rows, norm, 
     for _ in range(2):
         given = step_linear(x, weight, bias, scale, 1e-5, True, gate, added)
         assert (given - wanted).abs().max() <= allowed * (1 + wanted.abs().max())
+
+
+@pytest.mark.skipif(not RUNS, reason="needs Triton, and a GPU or TRITON_INTERPRET=1")
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("gate", ["silu", None])
+def test_programs_that_take_tile_after_tile_equal_float64(rows, gate):
+    """Fewer programs than tiles, and inputs of several blocks of columns, of which the last is not full."""
+    from clearhead.fast.triton_step import Tile, linear
+
+    torch.manual_seed(rows)
+    x, weight = torch.randn(rows, 1, 200, device=DEVICE), torch.randn(2402, 200, device=DEVICE) / 15
+    scale, added = torch.rand(200, device=DEVICE), None if gate else torch.randn(rows, 1, 2402, device=DEVICE)
+    wanted = rms_norm(x.double(), scale.double(), 1e-5, False) @ weight.double().t()
+    if gate:
+        pre, up = wanted.chunk(2, dim=-1)
+        wanted = ACTIVATIONS[gate](pre) * up
+    wanted = wanted if added is None else wanted + added.double()
+    given = linear(x, weight, None, scale, 1e-5, False, gate, added, Tile(4, 64, 4, 2))
+    assert (given - wanted).abs().max() <= 1e-5 * (1 + wanted.abs().max())
 
 
 def test_the_most_probable_token_is_kept_and_logits_that_are_not_numbers_are_told():
