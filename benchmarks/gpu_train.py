@@ -11,6 +11,7 @@ The jobs, each in a process of its own; they are compiled side by side and timed
     transformers  the bare step of transformers' GPT-2, compiled as a whole with its loss
     minimal       the bare step of the least code that is a GPT, compiled as a whole with its loss
     loop-plain, minimal-plain    the same two without biases, as nanoGPT trains this shape by default
+    loop-350m, loop-1.3b         the loop with larger shapes, if named: without biases, 32 and 16 rows
 
 MFU is nanoGPT's: 6 operations for each weight but those of positions, and 12 x layers x width x length for
 attention, which counts the masked half as if it were computed; over the peak of the device, in half precision
@@ -57,6 +58,11 @@ CONFIG = ch.preset("gpt2").replace(
     vocab_size=VOCAB, dropout=0.0, attention_dropout=0.0, embedding_dropout=0.0
 )
 PLAIN = CONFIG.replace(bias=False)
+# By job: the config, and rows of a batch.
+LARGE = {
+    "loop-350m": (PLAIN.replace(n_layers=24, n_heads=16, d_model=1024, d_ff=4096), 32),
+    "loop-1.3b": (PLAIN.replace(n_layers=24, n_heads=16, d_model=2048, d_ff=8192), 16),
+}
 
 
 class Drawn(Batches):
@@ -64,9 +70,12 @@ class Drawn(Batches):
 
     per_epoch = 10**6
 
+    def __init__(self, rows: int = BATCH) -> None:
+        self.rows = rows
+
     def at(self, index: int) -> Batch:
         """See `Batches.at`."""
-        rows = torch.randint(VOCAB, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(index))
+        rows = torch.randint(VOCAB, (self.rows, LENGTH + 1), generator=torch.Generator().manual_seed(index))
         return Batch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())
 
 
@@ -144,7 +153,7 @@ class Enough(Exception):
     """All steps are timed."""
 
 
-def loop(config: ch.ModelConfig = CONFIG) -> float:
+def loop(config: ch.ModelConfig = CONFIG, batch: int = BATCH) -> float:
     """Time the loop that `clearhead train` runs, between two reports; validation and checkpoints come later.
 
     The device is a step ahead of the reports. So the first of the two is not the one at which the others are
@@ -175,8 +184,8 @@ def loop(config: ch.ModelConfig = CONFIG) -> float:
             steps=plan.steps,
             metric="loss",
             loaded=ch.Model(model),
-            train=Drawn(),
-            validation=Drawn(),
+            train=Drawn(batch),
+            validation=Drawn(batch),
             optimizer=optimizer,
             precision=choose_precision(plan, device),
             attention=quick_attention(TASKS["lm"], DataPlan(), device),
@@ -217,6 +226,7 @@ JOBS: dict[str, Callable[[], float]] = {
     "minimal": minimal,
     "loop-plain": functools.partial(loop, PLAIN),
     "minimal-plain": functools.partial(minimal, bias=False),
+    **{name: functools.partial(loop, *shape) for name, shape in LARGE.items()},
 }
 
 
@@ -224,13 +234,15 @@ def alone(name: str) -> None:
     """One job, in this process: its figures as the last line."""
     torch.manual_seed(0)
     seconds = JOBS[name]()
-    weights = ch.cost(PLAIN if name.endswith("plain") else CONFIG).parameters.total - LENGTH * WIDTH
-    rate = BATCH * LENGTH / seconds
+    config, batch = LARGE.get(name, (PLAIN if name.endswith("plain") else CONFIG, BATCH))
+    weights = ch.cost(config).parameters.total - LENGTH * config.d_model
+    rate = batch * LENGTH / seconds
+    flops = 6 * weights + 12 * config.n_layers * config.d_model * LENGTH  # of a token
     peak = choose_precision(TrainPlan(), torch.device("cuda")).peak
     found = {
         "tokens_per_second": round(rate),
         "ms_per_step": round(seconds * 1e3, 2),
-        "mfu": round(rate * (6 * weights + 12 * LAYERS * WIDTH * LENGTH) / peak, 4) if peak else None,
+        "mfu": round(rate * flops / peak, 4) if peak else None,
         "peak_memory_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
     }
     print(json.dumps(found))
@@ -240,7 +252,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("jobs", nargs="*", default=list(JOBS), help=f"of {', '.join(JOBS)}")
+    usual = [job for job in JOBS if job not in LARGE]
+    parser.add_argument("jobs", nargs="*", default=usual, help=f"of {', '.join(JOBS)}")
     parser.add_argument("--alone", action="store_true", help="one job in this process")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
