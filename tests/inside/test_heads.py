@@ -277,6 +277,7 @@ def induction_models(factory: pytest.TempPathFactory) -> Path:
     return once(factory, "induction", make)
 
 
+@pytest.mark.slow
 def test_two_layers_learn_induction_and_one_does_not(
     tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
 ) -> None:

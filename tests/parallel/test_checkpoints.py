@@ -12,7 +12,7 @@ import clearhead as ch
 from clearhead.cli import main
 from tests.parallel import forking, generated, reopened
 
-pytestmark = pytest.mark.ledger("I3")
+pytestmark = [pytest.mark.ledger("I3"), pytest.mark.slow]  # one run of two processes serves all
 # As GPT-2, whose file holds queries, keys and values as one transposed tensor.
 GPT2 = {
     **{"model.positions": "learned", "model.n_kv_heads": 12, "model.gated": False, "model.attention": "full"},
@@ -35,7 +35,6 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.slow
 def test_saved_on_two_processes_and_opened_on_others(work: Path) -> None:
     """Weights, averages and moments come back bit for bit on other meshes; transformers opens them."""
     first, second, third = (work / name for name in ("shard", "tensor", "one"))
@@ -64,7 +63,6 @@ def test_a_split_model_writes_what_one_process_writes(name: str, work: Path) -> 
     assert all("split over processes" in line for line in found["refused"])
 
 
-@pytest.mark.slow
 def test_the_command_prints_once(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = ["generate", str(work / "decoder"), "3 4 5", "--ids", "--json", "--max-new-tokens", "5"]
     main(given)

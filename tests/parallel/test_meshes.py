@@ -105,6 +105,7 @@ def test_a_mesh_gives_the_numbers_of_one_process(
 
 
 @pytest.mark.parametrize("number", range(len(SPREAD)), ids=lambda number: f"{SPREAD[number]}")
+@pytest.mark.slow
 def test_a_run_goes_on_with_another_number_of_processes(number: int, runs: Path) -> None:
     """Half of the steps on one mesh and half on another are all of them in one process."""
     family, _, ended = SPREAD[number]
