@@ -102,11 +102,8 @@ def _codes_kernel(
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     PER: tl.constexpr = 32 // BITS  # runs of 32 columns in 32 words
     BLOCKS: tl.constexpr = (WIDTH + WIDE - 1) // WIDE
-    rows, within, far = (
-        n.to(tl.int64),
-        n < N,
-        tl.cast(N, tl.int64),
-    )  # far: rows from the gate to what it gates
+    rows, within = n.to(tl.int64), n < N
+    far = tl.cast(N, tl.int64)  # rows from the gate to what it gates
     lets_next(AHEAD)
     first, second, factors = (), (), ()
     for block in tl.static_range(BLOCKS):
