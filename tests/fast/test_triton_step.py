@@ -49,7 +49,7 @@ def test_codes_laid_out_for_a_gpu_stand_for_the_same_numbers(grid, columns):
 
 @pytest.mark.skipif(not RUNS, reason="needs Triton, and a GPU or TRITON_INTERPRET=1")
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", [1, 2, 5, 70])
+@pytest.mark.parametrize("rows", [1, 2, 5, 20, 70])
 @pytest.mark.parametrize("grid", [*GRIDS, None])
 @pytest.mark.parametrize(("norm", "gate", "add"), FORMS)
 def test_a_product_with_norm_gate_and_residual_equals_float64(grid, rows, norm, gate, add, dtype):
@@ -59,10 +59,11 @@ def test_a_product_with_norm_gate_and_residual_equals_float64(grid, rows, norm, 
     made = None if grid is None else nearest_codes(grid, wide)
     weight = wide.to(dtype) if made is None else laid([made])
     numbers = (wide.to(dtype) if made is None else made.weight()).double()
-    x = torch.randn(rows, 1, D, device=DEVICE).to(dtype)
+    shape = (2, 35) if rows == 70 else (rows, 1)  # as those of prompts
+    x = torch.randn(*shape, D, device=DEVICE).to(dtype)
     bias = torch.randn(80, device=DEVICE).to(dtype)
     scale = torch.rand(D, device=DEVICE).to(dtype) if norm else None
-    added = torch.randn(rows, 1, 40 if gate else 80, device=DEVICE).to(dtype) if add else None
+    added = torch.randn(*shape, 40 if gate else 80, device=DEVICE).to(dtype) if add else None
     wanted = x.double() if scale is None else rms_norm(x.double(), scale.double(), 1e-5, True)
     wanted = wanted @ numbers.t() + bias.double()
     if gate:
@@ -92,6 +93,44 @@ def test_programs_that_take_tile_after_tile_equal_float64(rows, gate):
     wanted = wanted if added is None else wanted + added.double()
     given = linear(x, weight, None, scale, 1e-5, False, gate, added, Tile(4, 64, 4, 2))
     assert (given - wanted).abs().max() <= 1e-5 * (1 + wanted.abs().max())
+
+
+@pytest.mark.skipif(not RUNS, reason="needs Triton, and a GPU or TRITON_INTERPRET=1")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize(("gate", "add"), [("silu", False), (None, True)])
+def test_products_on_matrix_units_equal_float64(gate, add, splits, dtype):
+    """Tiles and blocks that are not full, and columns split among programs, of which the last adds up."""
+    from clearhead.fast.triton_rows import Cut, wide
+
+    torch.manual_seed(splits)
+    x, weight = torch.randn(19, 1, 600, device=DEVICE).to(dtype), torch.randn(180, 600, device=DEVICE) / 25
+    weight, bias = weight.to(dtype), torch.randn(180, device=DEVICE).to(dtype)
+    added = torch.randn(19, 1, 180, device=DEVICE).to(dtype) if add else None
+    wanted = x.double() @ weight.double().t() + bias.double()
+    if gate:
+        pre, up = wanted.chunk(2, dim=-1)
+        wanted = ACTIVATIONS[gate](pre) * up
+    wanted = wanted if added is None else wanted + added.double()
+    allowed = 1e-5 if dtype == torch.float32 else 0.02
+    for _ in range(2):
+        given = wide(x, weight, bias, gate, added, Cut(64, splits))
+        assert (given - wanted).abs().max() <= allowed * (1 + wanted.abs().max())
+
+
+@pytest.mark.skipif(not RUNS, reason="needs Triton, and a GPU or TRITON_INTERPRET=1")
+@pytest.mark.parametrize("grid", GRIDS)
+def test_an_input_that_is_no_number_is_not_rounded_away(grid):
+    """Also where a unit of columns is zero, of which the step would be nothing."""
+    torch.manual_seed(0)
+    weight = laid([nearest_codes(grid, torch.randn(8, 96, device=DEVICE))])
+    for dtype in DTYPES:
+        x = torch.randn(1, 1, 96, device=DEVICE).to(dtype)
+        x[..., 32:64] = 0
+        assert step_linear(x, weight).isfinite().all()
+        for bad in (torch.nan, torch.inf):
+            x[..., 70] = bad
+            assert not step_linear(x, weight).isfinite().any()
 
 
 def test_the_most_probable_token_is_kept_and_logits_that_are_not_numbers_are_told():

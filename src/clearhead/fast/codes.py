@@ -1,11 +1,12 @@
 """Weights of few bits, laid out for the kernels of a GPU.
 
-On disk they lie in tiles for a CPU (`quant.grid`). Here a row lies in one piece, in words of 32 bits. A block
-of 32 words has 8 runs of 32 columns of 4 bits, or 4 runs of 8 bits: word j has column j of each run, that of
-the first in its lowest bits, each 8, or 128, more than the code. So all words of a block meet a run at once.
+On disk they lie in tiles for a CPU (`quant.grid`). Here a row lies in one piece, in words of 32 bits. Four
+words are a unit of 32 columns of 4 bits, or of 16 of 8 bits. Its columns are dealt out to the words in pairs:
+word 0 has columns 0, 1, 8 and 9 in its bytes, word 1 has 2, 3, 10 and 11. Of 4 bits, these are in the lower
+halves of bytes, and those 16 columns further in the upper ones. Codes are 8, or 128, more than what they
+stand for. So a thread that has a unit multiplies four bytes at a time, and reads their inputs in order.
 
-Every run has a scale of its own, also where a group is several runs: a thread of a kernel that has four words
-of a block reads the scales of all their codes at once.
+Every run of 32 columns has a scale of its own, also where a group is several runs.
 
 Shapes: N width out, D width in, W words of a row, R runs of a row.
 """
@@ -32,28 +33,28 @@ class Codes(NamedTuple):
 
     def weight(self, dtype: torch.dtype) -> Tensor:
         """Return the numbers that the codes stand for: [N, D]."""
-        runs = [self.words >> (self.bits * number) for number in range(32 // self.bits)]
-        codes = torch.stack([run.view(len(run), -1, BLOCK) for run in runs], dim=2).flatten(1)  # N C
-        codes = (codes & ((1 << self.bits) - 1)) - (1 << (self.bits - 1))
+        codes = self.words.view(torch.uint8).view(len(self.words), -1, 1, 4, 2, 2)  # unit, half, word, pair
+        if self.bits == 4:
+            codes = torch.cat([codes & 15, codes >> 4], dim=2)
+        codes = codes.transpose(3, 4).flatten(1)
+        wide = codes[:, : self.columns].int() - (1 << (self.bits - 1))
         scales, offsets = (
             None if one is None else one.float().repeat_interleave(BLOCK, 1)[:, : self.columns]
             for one in (self.scales, self.offsets)
         )
         assert scales is not None
-        made = codes[:, : self.columns] * scales
+        made = wide * scales
         return (made if offsets is None else made + offsets).to(dtype)
 
 
 def laid(parts: Sequence[Quantized]) -> Codes:
     """Return weights of one grid and width, one below the other."""
     grid, columns = parts[0].grid, parts[0].columns
-    block = BLOCK * 32 // grid.bits
-    room = math.ceil(columns / block) * block
+    room = math.ceil(columns / BLOCK) * BLOCK
     codes = torch.cat([_padded(part.integers(), room) for part in parts]).int() + (1 << (grid.bits - 1))
-    words = torch.zeros(1, dtype=torch.int32, device=codes.device)
-    for number, run in enumerate(codes.view(len(codes), -1, 32 // grid.bits, BLOCK).unbind(2)):
-        words = words | run << (number * grid.bits)
-    words = words.flatten(1).contiguous()
+    dealt = codes.view(len(codes), -1, 8 // grid.bits, 2, 4, 2).transpose(3, 4)  # unit, half, word, pair
+    whole = dealt[:, :, 0] if grid.bits == 8 else dealt[:, :, 0] | dealt[:, :, 1] << 4
+    words = whole.to(torch.uint8).flatten(1).view(torch.int32)
     scales = torch.cat([part.by_row(part.scales) for part in parts])
     offsets = [part.by_row(part.offsets) for part in parts if part.offsets is not None]
     runs, times = room // BLOCK, grid.group // BLOCK

@@ -23,8 +23,10 @@ from clearhead.fast.codes import Codes
 from clearhead.fast.forms import HeadForm
 from clearhead.model import attend, feedforward, norms, positions
 
-MOST_ROWS = 2  # rows for which our product, with norm and gate in the same kernel, beats the library's
-MOST_FEW = 64  # the same for weights of few bits
+MOST_ROWS = 2  # rows for which our product, with norm and gate in the same kernel, beats all others
+MOST_TOGETHER = 32  # rows for which our product on matrix units, in bfloat16, beats the library's
+MOST_BYTES = 4  # rows for which products of bytes beat matrix units, for weights of few bits
+MOST_FEW = 64  # rows for which codes are made numbers within the product
 
 
 def available(x: Tensor) -> bool:
@@ -105,9 +107,8 @@ def step_linear(
     """Apply RMS norm with `scale` [D], `weight` [N, D] and `bias` [N] to x [B, 1, D], add `add` [B, 1, N].
 
     `gate` names an activation: then the first half of the rows of `weight` is the gate, and the result has
-    N/2 columns. For a row or two this is a single kernel; for more, steps that a compiler joins around the
-    library's product, which is faster then. With a weight of few bits it is one kernel up to `MOST_FEW` rows.
-    The result may take the place of `add`.
+    N/2 columns. For a row or two, or a weight of few bits, this is a single kernel; for more rows, a few, or
+    steps that a compiler joins around the library's product. The result may take the place of `add`.
     """
     if isinstance(weight, Codes):
         return _few_bits(x, *weight, bias, scale, eps, unit_offset, gate, add)
@@ -144,17 +145,20 @@ def _in_kernels(
     gate: str | None,
     add: Tensor | None,
 ) -> Tensor:
-    """`_in_steps` with a kernel before the library's product and one after it; a sum joins the product.
+    """`_in_steps` with a kernel for the norm, and our product, or for more rows the library's.
 
-    The sum takes the place of `add`, which spares a copy of it: a residual stream has no other reader.
+    There a sum takes the place of `add`, which spares a copy: a residual stream has no other reader.
     """
-    from clearhead.fast import triton_step
+    from clearhead.fast import triton_rows, triton_step
 
     if scale is not None:
         x = step_norm(x, scale, eps, unit_offset)
+    rows = x.numel() // x.shape[-1]
+    if rows <= MOST_TOGETHER and x.dtype == torch.bfloat16 and weight.is_contiguous():
+        return triton_rows.wide(x, weight, bias, gate, add)
     if add is not None and bias is None and gate is None:
-        rows = add.view(-1, add.shape[-1])
-        return torch.addmm(rows, x.view(-1, x.shape[-1]), weight.t(), out=rows).view_as(add)
+        sums = add.view(rows, -1)
+        return torch.addmm(sums, x.view(rows, -1), weight.t(), out=sums).view_as(add)
     y = nnf.linear(x, weight, bias)
     if gate is not None:
         y = triton_step.gated(y, gate)
@@ -189,12 +193,8 @@ def _one_kernel(
         from clearhead.fast import triton_step
 
         return triton_step.linear(x, weight, bias, scale, eps, unit_offset, gate, add)
-    return _in_steps(x, weight, bias, scale, eps, unit_offset, gate, _copied(add)).clone()
-
-
-def _copied(add: Tensor | None) -> Tensor | None:
-    """Return a copy, where an operator may not write over what it is given."""
-    return None if add is None else add.clone()
+    add = None if add is None else add.clone()  # an operator may not write over what it is given
+    return _in_steps(x, weight, bias, scale, eps, unit_offset, gate, add).clone()
 
 
 def _few_shape(
@@ -237,8 +237,9 @@ def _few_bits(
 
     if rows > MOST_FEW:
         wide = triton_codes.spread(weight, x.dtype)
-        return _in_kernels(x, wide, bias, scale, eps, unit_offset, gate, _copied(add))
-    way = triton_codes.linear if rows == 1 else triton_rows.linear
+        add = None if add is None else add.clone()
+        return _in_kernels(x, wide, bias, scale, eps, unit_offset, gate, add)
+    way = triton_codes.linear if rows <= MOST_BYTES else triton_rows.linear
     return way(x, weight, bias, scale, eps, unit_offset, gate, add)
 
 
