@@ -21,6 +21,7 @@ import torch.nn.functional as nnf
 
 from clearhead.fast import triton_codes, triton_rows, triton_step
 from clearhead.fast.codes import Codes
+from clearhead.fast.kernels import MOST_BYTES, MOST_ROWS
 from clearhead.fast.triton_rows import Cut
 from clearhead.fast.triton_step import Tile
 from common import device_name, save
@@ -32,13 +33,14 @@ GROUP = 32
 
 def cuts(rows: int, bits: int, n: int) -> Iterator[Tile | Cut]:
     """Yield how a product of `n` rows of a weight may be cut up."""
-    if bits == 16:
+    if rows <= MOST_ROWS and bits == 16:
         ways = ((2, 2048, 4), (4, 2048, 8), (8, 2048, 8), (4, 2048, 4, 6), (2, 2048, 8, 3))
-        yield from (Tile(*one) for one in ways if rows == 1)
-    elif rows == 1:
-        yield from (Tile(n, 256, 2) for n in (2, 4, 8))
+        yield from (Tile(*one) for one in ways)
+    elif rows <= MOST_BYTES and bits < 16:
+        ways = ((8, 64, 4), (16, 64, 8), (8, 32, 2), (8, 256, 8), (4, 128, 4))
+        yield from (Tile(*one) for one in ways)
     else:
-        for splits in (1, 2, 3, 4, 8):
+        for splits in (1, 2, 3, 4, 6, 8):
             yield Cut(64, splits)
 
 
@@ -65,6 +67,8 @@ def calls(
         one = triton_step.linear if bits == 16 else triton_codes.linear
         way = triton_rows.linear if isinstance(cut, Cut) else one
         made[cut] = [functools.partial(way, x, w, None, scale, 1e-5, False, gate, add, cut) for w in weights]
+        if isinstance(cut, Cut) and bits == 16:  # the norm comes before it
+            made[cut] = [functools.partial(triton_rows.wide, x, w, None, gate, add, cut) for w in weights]
     if bits == 16:
         made["library"] = [functools.partial(nnf.linear, x, w) for w in weights]
     return made

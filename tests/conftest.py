@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pathlib
 import platform
@@ -27,6 +28,9 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("suite")
 
+# To look for garbage takes longer the more is imported, and tests import nearly everything.
+gc.set_threshold(10_000, 10, 10)
+
 pytest_plugins = ["tests.device"]
 SHARED = pathlib.Path(__file__).resolve().parents[2] / "shared"
 
@@ -49,6 +53,12 @@ def pytest_collection_modifyitems(config, items):
         chosen = {item for item in quick if number[item] % 12 == 4} | {*first.values()}
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = [item for item in items if item in chosen]
+
+
+def pytest_collection_finish():
+    """Garbage is sought among what tests make: all that is here now stays."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -148,7 +148,7 @@ def test_the_site_builds_without_warnings(tmp_path: pathlib.Path) -> None:
 def test_a_notebook_runs_and_is_stored_without_outputs(
     path: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("EFFORT", "0.02")  # of a ladder that takes minutes
+    monkeypatch.setenv("EFFORT", "0.005")  # of a ladder that takes minutes
     cells = json.loads(path.read_text())["cells"]
     namespace: dict[str, object] = {"__name__": path.stem}
     with book.working_in(tmp_path):

@@ -31,7 +31,7 @@ DIRECTIONS = [
     ("tying", "tied", "untied", "parameters", 0.01, 100),
     ("smoothing", "0.1", "none", "overconfidence", 0.1, 0.0),
     ("experts", "balance loss 0.01", "no balance loss", "busiest", 0.04, 0.1),
-    ("distillation", "taught, begun from the teacher", "alone", "loss", 0.02, 0.02),
+    ("distillation", "taught, begun from the teacher", "alone", "loss", 0.01, 0.02),
 ]
 
 

@@ -20,6 +20,7 @@ from clearhead.explorer.pack import finite, packed_bytes, packed_floats
 from clearhead.explorer.pages import modules, page_files, script, single_file
 from clearhead.explorer.record import record, show
 from clearhead.inside.names import attentions
+from tests import fresh
 from tests.explorer.toys import HOSTILE, TEXTS, hostile, toy, unpacked
 
 FORBIDDEN = [
@@ -253,16 +254,6 @@ def test_command_serves(folder):
 
 @pytest.mark.ledger("F2")
 @pytest.mark.slow
-def test_importing_clearhead_imports_no_server():
-    said = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            "import sys, clearhead; clearhead.show; "
-            "print([m for m in ('fastapi', 'uvicorn', 'matplotlib') if m in sys.modules])",
-        ],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert said.stdout.strip() == "[]"
+def test_importing_clearhead_imports_no_server(tmp_path_factory):
+    imported = fresh.found(tmp_path_factory)["imported to show"]
+    assert not {"fastapi", "uvicorn", "matplotlib"} & {*imported}

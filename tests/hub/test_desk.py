@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import clearhead as ch
 from clearhead.fast import turning
 from clearhead.hub import desk
+from clearhead.hub.rules import Rule
+from clearhead.hub.weights import open_safetensors
 
 transformers.logging.set_verbosity_error()
 pytestmark = pytest.mark.ledger("L2")
@@ -64,4 +66,27 @@ def test_pieces_make_the_same_weights(kind, compiled, tmp_path, monkeypatch):
             for name, tensor in wanted.items():
                 assert torch.equal(found[name], tensor.to(dtype or torch.float32)), (name, piece, dtype)
                 assert found[name].is_contiguous()
-    assert len(read) == 6 * len(load_file(tmp_path / "model.safetensors"))
+    # Where nothing is converted, the token table is read ahead.
+    assert len(read) == 6 * len(load_file(tmp_path / "model.safetensors")) - 2
+
+
+def test_a_table_read_ahead_becomes_one_parameter(tmp_path):
+    table, name, path = torch.randn(50, 8), "tokens.weight", tmp_path / "model.safetensors"
+    save_file({"wte": table, "other": torch.zeros(8, 50)}, path)
+    entries = open_safetensors(path, mapped=False)
+
+    def claimed(shape, dtype, *sources):
+        ahead = desk.Ahead(entries.values(), (50, 8), None)
+        return ahead.claim(list(sources), {name: shape}, {name: dtype})
+
+    plain, other = (Rule("wte", (name,)), entries["wte"]), (Rule("other", (name,)), entries["other"])
+    assert torch.equal(claimed((50, 8), torch.float32, other, plain)[name].result(), table)
+    assert not claimed((50, 8), torch.float32, plain, plain)  # it becomes two tables
+    assert not claimed((8, 50), torch.float32, other)
+    assert not claimed((51, 8), torch.float32, plain)  # the other way refuses it
+    assert not claimed((50, 8), torch.float64, plain)
+    turned = (Rule("wte", (name,), desk.TRANSPOSED), entries["wte"])
+    assert not claimed((50, 8), torch.float32, turned)
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(ch.ClearheadError, match="has become shorter while it was read"):
+        claimed((50, 8), torch.float32, plain)[name].result()

@@ -8,7 +8,6 @@ import random
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -19,6 +18,7 @@ from transformers import AutoTokenizer
 
 import clearhead as ch
 from clearhead.batches import even
+from clearhead.cli import main
 from clearhead.training.events import read_log
 from clearhead.training.state import newest
 from tests.harness import worst
@@ -159,17 +159,19 @@ def test_lora_and_frozen_layers_resume_too(text, tmp_path):
     assert changed and all(name.endswith(("attention.q.weight", "attention.v.weight")) for name in changed)
 
 
-def child(action) -> int:
-    """Run an action in a forked process."""
+def child(action, said=os.devnull) -> int:
+    """Run an action in a forked process, which ends with its code; what it says goes into a file."""
     number = os.fork()
     if number:
         return number
     code = 1
     try:
         torch.set_num_threads(1)
-        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+        sys.stderr = open(said, "w", buffering=1)  # noqa: SIM115
         action()
         code = 0
+    except SystemExit as stop:
+        code = stop.code
     finally:
         os._exit(code)
 
@@ -215,22 +217,38 @@ def test_killed_at_ten_moments(text, tmp_path):
     assert same(weights(tmp_path / "whole" / "last"), weights(folder / "last"))
 
 
+def spawned(command: list[str], said: Path) -> int:
+    """Start a command; what it says goes into a file."""
+    where = (os.POSIX_SPAWN_OPEN, 2, said, os.O_WRONLY | os.O_CREAT, 0o600)
+    given = [sys.executable, "-m", "clearhead", *command]
+    return os.posix_spawn(sys.executable, given, {**os.environ, "OMP_NUM_THREADS": "1"}, file_actions=[where])
+
+
 @pytest.mark.ledger("H8")
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code", "start"),
+    [
+        (signal.SIGINT, 130, spawned),
+        (signal.SIGTERM, 143, lambda command, said: child(lambda: main(command), said)),
+    ],
+    ids=["ctrl-c", "term"],
+)
 @pytest.mark.slow
-def test_the_command_saves_and_says_how_to_go_on(text, tmp_path, number, code):
+def test_the_command_saves_and_says_how_to_go_on(text, tmp_path, number, code, start):
     out = tmp_path / "run"
     settings = [part for setting in [*TINY, "train.steps=100000"] for part in ("--set", setting)]
-    command = [sys.executable, "-m", "clearhead", "train", str(text), "--out", str(out), *settings]
-    process = subprocess.Popen(
-        command, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
+    process = start(["train", str(text), "--out", str(out), *settings], tmp_path / "said")
     while newest(out) is None or newest(out).name == "step-0":
-        assert process.poll() is None
+        assert os.waitpid(process, os.WNOHANG)[0] == 0
         time.sleep(0.05)
-    process.send_signal(number)
-    _, said = process.communicate(timeout=60)
-    assert process.returncode == code
+    os.kill(process, number)
+    end = time.monotonic() + 60
+    while (ended := os.waitpid(process, os.WNOHANG))[0] == 0:
+        if time.monotonic() > end:
+            os.kill(process, signal.SIGKILL)
+        time.sleep(0.05)
+    assert os.waitstatus_to_exitcode(ended[1]) == code
+    said = (tmp_path / "said").read_text()
     assert f"--resume {out}" in said and "Traceback" not in said
     assert newest(out).name.startswith("step-")
 
@@ -454,7 +472,7 @@ def test_a_short_run_validates_once_and_keeps_one_optimizer(text, tmp_path):
         ch.train(
             text,
             out=out,
-            settings=[*settings, f"train.steps={steps}"],
+            settings=[*settings, "data.batch_size=8", f"train.steps={steps}"],
             on_event=lambda event: seen.append(type(event).__name__),
         )
         assert (seen.count("Validated"), seen.count("Saved")) == (1, 1)

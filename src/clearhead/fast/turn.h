@@ -1,4 +1,5 @@
-/* A matrix copied so that its columns become rows: sixteen rows at a time fill whole lines of the cache. */
+/* A matrix copied so that its columns become rows: sixteen rows at a time fill whole lines of the cache, and a band of
+   columns is read before the next rows are. */
 
 #ifdef __clang__
 #define PICKED(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
@@ -7,7 +8,7 @@ typedef int32_t Places __attribute__((vector_size(16)));
 #define PICKED(a, b, ...) __builtin_shuffle(a, b, (Places){__VA_ARGS__})
 #endif
 
-enum { SIDE = 16 };
+enum { SIDE = 16, BAND = 128 };
 
 /* Four rows of four numbers, turned. */
 static inline void turn_four(const float *from, int64_t row, Four out[4]) {
@@ -30,9 +31,9 @@ static void turn_each(const float *from, int64_t from_row, int64_t rows, int64_t
 void clearhead_turn(const float *from, int64_t from_row, int64_t rows, int64_t columns, float *to,
                     int64_t to_row) {
     int64_t high = rows / SIDE * SIDE, wide = columns / SIDE * SIDE;
-    for (int64_t c = 0; c < wide; c += SIDE)
+    for (int64_t c = 0; c < wide; c += BAND)
         for (int64_t r = 0; r < high; r += SIDE)
-            for (int64_t each = c; each < c + SIDE; each += 4) {
+            for (int64_t each = c; each < c + BAND && each < wide; each += 4) {
                 Four parts[SIDE / 4][4];
                 EACH(i, SIDE / 4) turn_four(from + (r + 4 * i) * from_row + each, from_row, parts[i]);
                 EACH(k, 4) EACH(i, SIDE / 4)

@@ -22,7 +22,7 @@ from clearhead.data.files import RECIPE
 from clearhead.errors import CheckpointError, ClearheadError, ConfigError, nearest
 from clearhead.hub import gguf_config
 from clearhead.hub.architecture import SECTION, Architecture, check_sizes, is_among
-from clearhead.hub.desk import Desk, shared
+from clearhead.hub.desk import Ahead, Desk, loaded, shared
 from clearhead.hub.files import read_json, refuse
 from clearhead.hub.gguf_file import is_gguf, open_gguf, read_header
 from clearhead.hub.mxfp4 import unpacked
@@ -155,10 +155,15 @@ def load_model(
     The dtype is that of the file unless `dtype` is given. Where the file has several, `common_dtype` decides.
     `mapped` weights are pages of the file. `entries` are the tensors to read, where it holds those of others.
     """
+    if entries is None:
+        description, entries = _open(folder, description, mapped)
+    config = description.config
+    ahead = Ahead([] if mapped else entries.values(), (config.vocab_size, config.d_model), dtype)
     model, description, unread = open_model(folder, description, dtype, mapped, entries)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
-    room = {} if mapped else allocated(shapes, dtypes)
+    early = ahead.claim(unread.sources, shapes, dtypes)
+    room = {} if mapped else allocated({name: shapes[name] for name in shapes if name not in early}, dtypes)
     desk, parts = Desk(room), dict(model.named_modules())
     counts = Counter(id(entry) for _, entry in unread.sources)
 
@@ -182,11 +187,12 @@ def load_model(
     for way, sources, readers in ((read, whole, some), (desk.fill, direct, READERS)):
         for (rule, _), tensors in shared(way, sources, readers):
             _put(parts, dict(zip(rule.ours, tensors)))
+    _put(parts, {name: reading.result() for name, reading in early.items()})
     model.tie()
     if not mapped:
         carried = {name: held(entry.read()) for name, entry in description.carried.items()}
         description = dataclasses.replace(description, carried=carried)
-    return model.eval(), description
+    return model, description
 
 
 @dataclass(frozen=True)
@@ -201,7 +207,7 @@ class Unread:
     def read(self, rule: Rule, entry: Entry) -> list[Tensor]:
         """Return the parameters that one tensor of the file becomes."""
         wrong = f"{self.folder}: tensor {rule.theirs} has"
-        tensors = _read(rule, entry, [self.shapes[name] for name in rule.ours], self.config)
+        tensors = loaded(rule, entry, [self.shapes[name] for name in rule.ours], self.config)
         for name, tensor in zip(rule.ours, tensors):
             needs = f"{name} needs {self.shapes[name]}: config.json does not fit"
             refuse(tensor.shape != self.shapes[name], f"{wrong} shape {entry.shape} and {needs}")
@@ -228,19 +234,9 @@ def open_model(
 
     See `load_model`.
     """
-    theirs = description.theirs
-    if entries is not None:
-        pass
-    elif (part := tower_path(folder)) is not None:
-        whole, table, tower = part
-        entries = table.tensors(open_weights(whole, mapped), whole)[tower]
-    elif is_gguf(folder):
-        entries = open_gguf(read_header(folder), mapped)
-    elif is_packed(description.theirs):
-        entries = open_weights(folder, mapped)
-    else:
-        entries, theirs = unpacked(open_weights(folder, mapped), description.theirs)
-    description, model, sources = _fill(folder, dataclasses.replace(description, theirs=theirs), entries)
+    if entries is None:
+        description, entries = _open(folder, description, mapped)
+    description, model, sources = _fill(folder, description, entries)
     parameters = dict(model.named_parameters())
     shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
     dtype = dtype or common_dtype(description.theirs, [entry for _, entry in sources])
@@ -253,25 +249,26 @@ def open_model(
     return model.eval(), description, Unread(folder, description.config, shapes, sources)
 
 
+def _open(folder: Path, description: Description, mapped: bool) -> tuple[Description, dict[str, Entry]]:
+    """Return the tensors of a directory, and the description of a model whose weights are not packed so."""
+    theirs = description.theirs
+    if (part := tower_path(folder)) is not None:
+        whole, table, tower = part
+        entries = table.tensors(open_weights(whole, mapped), whole)[tower]
+    elif is_gguf(folder):
+        entries = open_gguf(read_header(folder), mapped)
+    elif is_packed(theirs):
+        entries = open_weights(folder, mapped)
+    else:
+        entries, theirs = unpacked(open_weights(folder, mapped), theirs)
+    return dataclasses.replace(description, theirs=theirs), entries
+
+
 def _put(parts: Mapping[str, nn.Module], tensors: Mapping[str, Tensor]) -> None:
     """Make tensors the parameters of these names; `parts` are the model's modules by their names."""
     for name, tensor in tensors.items():
         path, _, last = name.rpartition(".")
         setattr(parts[path], last, nn.Parameter(tensor, tensor.is_floating_point()))
-
-
-def _read(rule: Rule, entry: Entry, shapes: list[Shape], config: ModelConfig) -> list[Tensor]:
-    """Read one tensor as our parameters; where that makes copies, give the file's pages back at once."""
-    theirs = entry.read()
-    if not theirs.is_floating_point():
-        return [theirs]
-    try:
-        ours = rule.operation.load([theirs], shapes, config)
-    except RuntimeError:  # it cannot be split into those shapes
-        return [theirs]
-    if rule.operation.copies:
-        entry.release()
-    return ours
 
 
 def _fill(
@@ -338,7 +335,8 @@ def matching_rules(model: Transformer, architecture: Architecture) -> Iterator[R
         for name, parameter in model.named_parameters(remove_duplicate=False)
     }
     for rule in matches(rules_of(architecture, model), names):
-        yield dataclasses.replace(rule, ours=tuple(names[name] for name in rule.ours))
+        ours = tuple(names[name] for name in rule.ours)
+        yield rule if ours == rule.ours else dataclasses.replace(rule, ours=ours)
 
 
 def more(names: Collection[str]) -> str:

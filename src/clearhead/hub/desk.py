@@ -3,13 +3,15 @@
 import dataclasses
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import compress
 
 import torch
 from torch import Tensor
 
+from clearhead.config import ModelConfig
+from clearhead.fast.library import compiled_before
 from clearhead.hub.rules import JOINED, JOINED_TRANSPOSED, SAME, TRANSPOSED, Rule, Shape
 from clearhead.hub.weights import Entry, allocated, cast
 
@@ -26,10 +28,53 @@ def shared(
     way: Callable[[Source], list[Tensor]], sources: list[Source], readers: int
 ) -> Iterator[tuple[Source, list[Tensor]]]:
     """Yield every source with what `way` makes of it, in several threads; the sources come largest first."""
-    shares = [sources[first::SHARES] for first in range(SHARES)]
+    shares = [sources[first::SHARES] for first in range(min(SHARES, len(sources)))]
     with ThreadPoolExecutor(readers) as pool:
         for share, found in zip(shares, pool.map(lambda share: [way(source) for source in share], shares)):
             yield from zip(share, found)
+
+
+def loaded(rule: Rule, entry: Entry, shapes: list[Shape], config: ModelConfig) -> list[Tensor]:
+    """Read one tensor as our parameters; where that makes copies, give the file's pages back at once."""
+    theirs = entry.read()
+    if not theirs.is_floating_point():
+        return [theirs]
+    try:
+        ours = rule.operation.load([theirs], shapes, config)
+    except RuntimeError:  # it cannot be split into those shapes
+        return [theirs]
+    if rule.operation.copies:
+        entry.release()
+    return ours
+
+
+class Ahead:
+    """Reads the token table, often the largest tensor, in a thread of its own while the model is built."""
+
+    def __init__(self, entries: Iterable[Entry], shape: Shape, dtype: torch.dtype | None) -> None:
+        """Begin with the first entry of this shape, unless it will be converted."""
+        self._tables = [
+            entry
+            for entry in entries
+            if entry.fill is not None and entry.shape == shape and dtype in (None, entry.dtype)
+        ][:1]
+        pool = ThreadPoolExecutor(1)
+        self._readings = [pool.submit(entry.read) for entry in self._tables]
+        pool.shutdown(wait=False)  # the thread ends when it has read
+
+    def claim(
+        self, sources: list[Source], shapes: Mapping[str, Shape], dtypes: Mapping[str, torch.dtype]
+    ) -> dict[str, Future[Tensor]]:
+        """Take the table off the sources and return its parameter, if it is one parameter as it is."""
+        readings, self._readings = self._readings, []  # what nobody claims is not kept
+        found = [source for source in sources if any(source[1] is table for table in self._tables)]
+        for rule, entry in found:
+            name = rule.ours[0]
+            alike = entry.dtype.is_floating_point and entry.dtype == dtypes[name]
+            if rule.operation is SAME and alike and entry.shape == shapes[name] and len(found) == 1:
+                sources.remove((rule, entry))
+                return {name: readings[0]}
+        return {}
 
 
 class Desk(threading.local):
@@ -44,6 +89,8 @@ class Desk(threading.local):
 
     def divided(self, sources: list[Source]) -> tuple[list[Source], list[Source]]:
         """Return the tensors that `fill` can read, and the others."""
+        if any(rule.operation in TURNED for rule, _ in sources):
+            compiled_before()  # looked up once, not by every thread at the same time
         direct = [bool(self._room) and self._can_fill(*source) for source in sources]
         return list(compress(sources, direct)), [source for source, yes in zip(sources, direct) if not yes]
 

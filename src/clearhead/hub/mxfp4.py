@@ -33,7 +33,7 @@ def unpacked(entries: dict[str, Entry], theirs: Json) -> tuple[dict[str, Entry],
         warnings.warn(
             f"{len(packed)} tensors are stored in 4 bits ({METHOD}): they are read as bfloat16, or as the "
             "dtype asked for, and saved as that",
-            stacklevel=5,
+            stacklevel=6,
         )
     halves = {name + half for name in packed for half in (BLOCKS, SCALES)}
     plain = {name: entry for name, entry in entries.items() if name not in halves}

@@ -8,7 +8,7 @@ weights are tied or names have changed: the first is written, any is read.
 import dataclasses
 import itertools
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -165,31 +165,41 @@ def renamed(rules: Iterable[Rule], old: str, new: str) -> tuple[Rule, ...]:
     )
 
 
+NUMBER = re.compile(r"\{\w\}|\d+")  # in a name, or the letter that stands for it
+
+
 def matches(rules: Iterable[Rule], names: Iterable[str]) -> Iterator[Rule]:
     """Yield each rule with its layer and expert filled in, for every parameter that it leads to, in order."""
-    known = list(names)
-    present = set(known)
+    present = dict.fromkeys(names)
+    numbers: dict[str, list[list[str]]] = {}  # of every name, by what it is without them
+    for name in present:
+        numbers.setdefault(NUMBER.sub("#", name), []).append(NUMBER.findall(name))
     for rule in rules:
-        template = re.escape(rule.ours[0].replace("{J}", "0"))
-        pattern = re.compile(re.sub(r"\\\{(\w)\\\}", r"(?P<\1>\\d+)", template))
-        for found in filter(None, map(pattern.fullmatch, known)):
-            ours = _our_names(rule, found.groupdict(), present)
-            if present.issuperset(ours) and (
-                not rule.beside or _fill(rule.beside, found.groupdict()) in present
+        template = rule.ours[0].replace("{J}", "0")
+        places = NUMBER.findall(template)
+        for found in numbers.get(NUMBER.sub("#", template), []):
+            values = {place: number for place, number in zip(places, found) if place != number}
+            if any(place.isdigit() for place in values):  # the rule is for another number
+                continue
+            ours = _our_names(rule, values, present)
+            if all(name in present for name in ours) and (
+                not rule.beside or _fill(rule.beside, values) in present
             ):
-                yield dataclasses.replace(rule, theirs=_fill(rule.theirs, found.groupdict()), ours=ours)
+                yield dataclasses.replace(rule, theirs=_fill(rule.theirs, values), ours=ours)
 
 
-def _our_names(rule: Rule, values: dict[str, str], present: set[str]) -> tuple[str, ...]:
+def _our_names(rule: Rule, values: dict[str, str], present: Collection[str]) -> tuple[str, ...]:
     """Return our names with layer and expert filled in; with `{J}`, those of every expert."""
     if "{J}" not in rule.ours[0]:
         return tuple(_fill(template, values) for template in rule.ours)
     experts = (
-        [_fill(template, {**values, "J": str(expert)}) for template in rule.ours]
+        [_fill(template, {**values, "{J}": str(expert)}) for template in rule.ours]
         for expert in itertools.count()
     )
     return tuple(itertools.chain(*itertools.takewhile(lambda names: names[0] in present, experts)))
 
 
 def _fill(template: str, values: dict[str, str]) -> str:
-    return re.sub(r"\{(\w)\}", lambda found: values[found.group(1)], template)
+    for letter, number in values.items():
+        template = template.replace(letter, number)
+    return template

@@ -54,7 +54,8 @@ class Transformer(nn.Module):
         shared = self.encoder.embedding.front if self.encoder is not None and shares_front(config) else None
         self.decoder = Stack(config.decoder, shared) if config.decoder is not None else None
         self.head = heads.HEADS[config.readout.head](config.readout)
-        initialise(self, config)
+        if not next(self.parameters()).is_meta:
+            initialise(self, config)
         self.tie()
 
     def tie(self) -> None:
