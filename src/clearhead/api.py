@@ -335,7 +335,8 @@ def load(
         return Model(joined.text, description=described, folder=path, towers=joined, **beside)
     model, description = checkpoint.load_model(path, checkpoint.describe(path), cast, mapped)
     beside = read_beside(path, description, tokenizer)
-    return Model(rounded(model.to(place), rounding), description=description, folder=path, **beside)
+    model = model if place.type == "cpu" else model.to(place)
+    return Model(rounded(model, rounding), description=description, folder=path, **beside)
 
 
 def open_empty(
