@@ -19,6 +19,7 @@ import clearhead as ch
 from clearhead import cli
 from clearhead.commands.common import writing
 from clearhead.commands.texts import Input, results
+from clearhead.errors import refuse
 from clearhead.tasks.reading import tag
 from tests.test_tasks import LABELS, TEXTS, saved
 
@@ -292,6 +293,30 @@ def test_the_golden_story(shared, capsys):
 
 
 # Reading ----------------------------------------------------------------------------------------------------
+
+
+def test_of_many_texts_read_together_only_those_that_are_wrong_fail():
+    given = [
+        Input({"text": "bad" if place in (0, 77) else str(place)}, place=f"line {place}")
+        for place in range(100)
+    ]
+    calls = []
+
+    def compute(batch):
+        calls.append(len(batch))
+        refuse(any(one["text"] == "bad" for one in batch), "a bad text")
+        return [one["text"] for one in batch]
+
+    found = list(results(iter(given), compute, 1024))
+    assert [item for item, _ in found] == given
+    assert [result for _, result in found if isinstance(result, str)] == [
+        str(place) for place in range(100) if place not in (0, 77)
+    ]
+    assert [str(result) for _, result in found if not isinstance(result, str)] == [
+        "line 0: a bad text",
+        "line 77: a bad text",
+    ]
+    assert len(calls) < 32  # halves of halves, and not one by one
 
 
 @pytest.mark.ledger("E1")

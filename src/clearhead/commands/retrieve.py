@@ -165,7 +165,7 @@ def answer(
     refuse(retrieve is not None and context is not None, "--retrieve finds the context: leave CONTEXT out")
     find = reader(retrieve, passages)
     model = options.load(folder)
-    limits = {"max_tokens": max_tokens, "stride": stride, "batch_size": options.batch_size}
+    limits = {"max_tokens": max_tokens, "stride": stride, "batch_size": options.rows}
 
     def compute(batch: list[dict[str, Any]]) -> list[Answer]:
         if retrieve is None or not batch:

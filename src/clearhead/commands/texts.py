@@ -65,7 +65,9 @@ class TextOptions:
     json: Annotated[
         bool, option("a JSON object for each result, on one line; unused fields of JSON lines stay")
     ] = False
-    batch_size: Annotated[int, option("texts at a time")] = 16
+    batch_size: Annotated[int | None, option("texts at a time; default: 16, embed: as the device likes")] = (
+        None
+    )
     tokenizer: Annotated[
         Path | None, option("a directory, tokenizer.json, SentencePiece .model or llama2.c .bin")
     ] = None
@@ -75,6 +77,11 @@ class TextOptions:
     def load(self, folder: Path, parallel: Mapping[str, int] | None = None) -> ch.Model:
         """Return the model of a directory, as these options ask for it; `parallel` as in `ch.load`."""
         return load_model(folder, self.tokenizer, self.device, self.dtype, parallel=parallel)
+
+    @property
+    def rows(self) -> int:
+        """Texts at a time."""
+        return self.batch_size or 16
 
     def run(
         self,
@@ -86,6 +93,7 @@ class TextOptions:
         optional: Mapping[str, str | None] | None = None,
         ids: bool | None = None,
         array: bool = False,
+        of_file: int | None = None,
     ) -> None:
         """Run a command over its inputs.
 
@@ -99,9 +107,11 @@ class TextOptions:
             optional: arguments that may be missing; those of a file's inputs come from JSON lines.
             ids: read the texts as token ids; None: the command takes no ids.
             array: the results are vectors, which --output FILE.npy holds as a matrix.
+            of_file: how many inputs of a file `compute` is given at a time; None: `rows`.
         """
         single = next(iter(given.values())) not in (None, "-")
-        refuse(self.batch_size < 1, f"batch-size {self.batch_size} must be 1 or more")
+        few = self.batch_size is not None and self.batch_size < 1
+        refuse(few, f"batch-size {self.batch_size} must be 1 or more")
         refuse(single and self.file is not None, "a text and --file were both given: choose one")
         check_apart(self.output, [self.file] if self.file is not None else [])
         matrix = self.output is not None and self.output.suffix == ".npy"
@@ -117,7 +127,7 @@ class TextOptions:
             writing(self.output, "wb" if matrix else "w") as write,
             closing(self._inputs(values, tuple(given), ids, single)) as inputs,
         ):
-            for item, result in results(inputs, compute, self.batch_size):
+            for item, result in results(inputs, compute, (self.file and of_file) or self.rows):
                 if isinstance(result, ClearheadError):
                     if single:
                         raise result
@@ -221,13 +231,14 @@ def results(
 def _attempt(
     batch: list[Input], compute: Callable[[list[dict[str, Any]]], Iterable[Made]]
 ) -> list[Made | ClearheadError]:
-    """Return the results of a batch; where it fails, try its inputs one by one, and return their errors."""
+    """Return the results of a batch; where it fails, try its halves, down to the inputs that are wrong."""
     try:
         return list(compute([item.fields for item in batch])) if batch else []
     except ClearheadError as error:
         if len(batch) == 1:
             return [_placed(error, batch[0].place)]
-        return [one for item in batch for one in _attempt([item], compute)]
+        half = len(batch) // 2
+        return [*_attempt(batch[:half], compute), *_attempt(batch[half:], compute)]
 
 
 def _until_wrong(inputs: Iterator[Input], wrong: list[ClearheadError]) -> Iterator[Input]:

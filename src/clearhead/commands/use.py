@@ -210,7 +210,7 @@ def classify(
         check_labels(labels)
     options.run(
         {"text": text},
-        compute=lambda batch: model.classify(_pairs(batch), options.batch_size, labels or None),
+        compute=lambda batch: model.classify(_pairs(batch), options.rows, labels or None),
         body=_joined,
         line=lambda fields, made: f"{made.label}\t{made.probability:.4f}",
         show=class_table,
@@ -235,7 +235,7 @@ def predict(
 
     options.run(
         {"text": text},
-        compute=lambda batch: cast(list[float], predict(model, _pairs(batch), options.batch_size)),
+        compute=lambda batch: cast(list[float], predict(model, _pairs(batch), options.rows)),
         body=lambda fields, made: {**fields, "number": made},
         line=lambda fields, made: f"{made:.6g}",
         optional={"pair": pair},
@@ -254,7 +254,7 @@ def tag(folder: Folder, text: Text = None, options: Options = TextOptions()) -> 
 
     options.run(
         {"text": text},
-        compute=lambda batch: tag(model, _texts(batch), options.batch_size),
+        compute=lambda batch: tag(model, _texts(batch), options.rows),
         body=_joined,
         line=lambda fields, made: " ".join(f"{word.text}/{word.label}" for word in made.words),
         show=tag_table,
@@ -281,7 +281,7 @@ def fill(
 
     options.run(
         {"text": text},
-        compute=lambda batch: fill(model, _texts(batch), k, options.batch_size),
+        compute=lambda batch: fill(model, _texts(batch), k, options.rows),
         body=lambda fields, masks: {**fields, "masks": [[asdict(one) for one in mask] for mask in masks]},
         line=line,
         show=fill_table,
@@ -317,6 +317,7 @@ def embed(
         body=lambda fields, made: {**fields, "embedding": made},
         line=lambda fields, made: " ".join(f"{value:.6g}" for value in made),
         array=True,
+        of_file=options.batch_size or 1024,
     )
 
 

@@ -47,24 +47,16 @@ def _inputs(x, norm, b, B, k, inside, D: tl.constexpr, NORM: tl.constexpr, UNIT:
 
 @triton.jit
 def _asked(
-    weight,
-    scales,
-    offsets,
-    rows,
-    within,
-    start,
-    WIDTH: tl.constexpr,
-    BITS: tl.constexpr,
+    weight, scales, offsets, rows, within, start, WIDTH: tl.constexpr, BITS: tl.constexpr,
     OFFSET: tl.constexpr,
-):
-    """32 words from `start` on of some rows [N, 32], with the scales and offsets of their runs [N, R]."""
-    j, r = (
-        start + tl.arange(0, 32),
-        start // BITS + tl.arange(0, 32 // BITS),
-    )  # a run has as many words as bits
-    w = tl.load(
-        weight + rows[:, None] * WIDTH + j[None, :], mask=within[:, None] & (j < WIDTH)[None, :], other=0
-    )
+):  # fmt: skip
+    """32 words from `start` on of some rows [N, 32], with the scales and offsets of their runs [N, R].
+
+    A run has as many words as a code has bits.
+    """
+    j, r = start + tl.arange(0, 32), start // BITS + tl.arange(0, 32 // BITS)
+    places, inside = weight + rows[:, None] * WIDTH + j[None, :], within[:, None] & (j < WIDTH)[None, :]
+    w = tl.load(places, mask=inside, other=0)
     at = rows[:, None] * (WIDTH // BITS) + r[None, :]
     inside = within[:, None] & (r * BITS < WIDTH)[None, :]
     scale = tl.load(scales + at, mask=inside, other=0.0)
