@@ -35,6 +35,14 @@ FORMS = [(True, "silu", False), (True, None, False), (False, None, True)]
 DTYPES = [torch.float32, torch.bfloat16] if DEVICE == "cuda" else [torch.float32]
 
 
+def exact(product, gate, added):
+    """What follows a product in float64: the gate, and what is added."""
+    if gate:
+        pre, up = product.chunk(2, dim=-1)
+        product = ACTIVATIONS[gate](pre) * up
+    return product if added is None else product + added.double()
+
+
 @pytest.mark.parametrize("grid", GRIDS)
 @pytest.mark.parametrize("columns", [100, 256, 352])
 def test_codes_laid_out_for_a_gpu_stand_for_the_same_numbers(grid, columns):
@@ -65,11 +73,7 @@ def test_a_product_with_norm_gate_and_residual_equals_float64(grid, rows, norm, 
     scale = torch.rand(D, device=DEVICE).to(dtype) if norm else None
     added = torch.randn(*shape, 40 if gate else 80, device=DEVICE).to(dtype) if add else None
     wanted = x.double() if scale is None else rms_norm(x.double(), scale.double(), 1e-5, True)
-    wanted = wanted @ numbers.t() + bias.double()
-    if gate:
-        pre, up = wanted.chunk(2, dim=-1)
-        wanted = ACTIVATIONS[gate](pre) * up
-    wanted = wanted if added is None else wanted + added.double()
+    wanted = exact(wanted @ numbers.t() + bias.double(), gate, added)
     allowed = 1e-5 if dtype == torch.float32 else 0.02
     for _ in range(2):
         given = step_linear(x, weight, bias, scale, 1e-5, True, gate, added)
@@ -86,11 +90,8 @@ def test_programs_that_take_tile_after_tile_equal_float64(rows, gate):
     torch.manual_seed(rows)
     x, weight = torch.randn(rows, 1, 200, device=DEVICE), torch.randn(2402, 200, device=DEVICE) / 15
     scale, added = torch.rand(200, device=DEVICE), None if gate else torch.randn(rows, 1, 2402, device=DEVICE)
-    wanted = rms_norm(x.double(), scale.double(), 1e-5, False) @ weight.double().t()
-    if gate:
-        pre, up = wanted.chunk(2, dim=-1)
-        wanted = ACTIVATIONS[gate](pre) * up
-    wanted = wanted if added is None else wanted + added.double()
+    normed = rms_norm(x.double(), scale.double(), 1e-5, False)
+    wanted = exact(normed @ weight.double().t(), gate, added)
     given = linear(x, weight, None, scale, 1e-5, False, gate, added, Tile(4, 64, 4, 2))
     assert (given - wanted).abs().max() <= 1e-5 * (1 + wanted.abs().max())
 
@@ -107,11 +108,7 @@ def test_products_on_matrix_units_equal_float64(gate, add, splits, dtype):
     x, weight = torch.randn(19, 1, 600, device=DEVICE).to(dtype), torch.randn(180, 600, device=DEVICE) / 25
     weight, bias = weight.to(dtype), torch.randn(180, device=DEVICE).to(dtype)
     added = torch.randn(19, 1, 180, device=DEVICE).to(dtype) if add else None
-    wanted = x.double() @ weight.double().t() + bias.double()
-    if gate:
-        pre, up = wanted.chunk(2, dim=-1)
-        wanted = ACTIVATIONS[gate](pre) * up
-    wanted = wanted if added is None else wanted + added.double()
+    wanted = exact(x.double() @ weight.double().t() + bias.double(), gate, added)
     allowed = 1e-5 if dtype == torch.float32 else 0.02
     for _ in range(2):
         given = wide(x, weight, bias, gate, added, Cut(64, splits))
