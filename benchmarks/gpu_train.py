@@ -12,10 +12,11 @@ The jobs, each in a process of its own; they are compiled side by side and timed
     minimal       the bare step of the least code that is a GPT, compiled as a whole with its loss
     loop-plain, minimal-plain    the same two without biases, as nanoGPT trains this shape by default
     loop-350m, loop-1.3b         the loop with larger shapes, if named: without biases, 32 and 16 rows
+    loop-plain-float8, loop-350m-float8, loop-1.3b-float8    with train.precision=float8, if named
 
 MFU is nanoGPT's: 6 operations for each weight but those of positions, and 12 x layers x width x length for
 attention, which counts the masked half as if it were computed; over the peak of the device, in half precision
-and without sparsity.
+and without sparsity, also where products are in float8.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import date
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -40,13 +42,13 @@ from torch import Tensor, nn
 import clearhead as ch
 from clearhead.batches.batch import Batch, Batches
 from clearhead.data.plan import DataPlan
-from clearhead.fast.training import join_projections
+from clearhead.fast.training import join_projections, suit_compiled
 from clearhead.losses import batch_loss
 from clearhead.recipe import TrainPlan
 from clearhead.tasks.table import TASKS
 from clearhead.training.events import Event, Stepped
 from clearhead.training.loop import learn
-from clearhead.training.machine import choose_precision, quick_attention
+from clearhead.training.machine import choose_precision, quick_attention, suit_float8
 from clearhead.training.optim import make_optimizer
 from clearhead.training.running import TrainingRun
 from minimal_gpt import MinimalGPT
@@ -59,10 +61,13 @@ CONFIG = ch.preset("gpt2").replace(
 )
 PLAIN = CONFIG.replace(bias=False)
 # By job: the config, and rows of a batch.
-LARGE = {
+SHAPES = {
+    "loop-plain": (PLAIN, BATCH),
     "loop-350m": (PLAIN.replace(n_layers=24, n_heads=16, d_model=1024, d_ff=4096), 32),
     "loop-1.3b": (PLAIN.replace(n_layers=24, n_heads=16, d_model=2048, d_ff=8192), 16),
 }
+FLOAT8 = "-float8"
+USUAL = ("loop", "step", "transformers", "minimal", "loop-plain", "minimal-plain")
 
 
 class Drawn(Batches):
@@ -111,6 +116,7 @@ def bare() -> float:
     """The model as the loop has it."""
     model = ch.Transformer(CONFIG).cuda().train()
     join_projections(model)
+    suit_compiled(model)
     model.compile()
 
     def loss_of(batch: Batch) -> Tensor:
@@ -153,14 +159,17 @@ class Enough(Exception):
     """All steps are timed."""
 
 
-def loop(config: ch.ModelConfig = CONFIG, batch: int = BATCH) -> float:
+def loop(
+    config: ch.ModelConfig = CONFIG, batch: int = BATCH, precision: Literal["auto", "float8"] = "auto"
+) -> float:
     """Time the loop that `clearhead train` runs, between two reports; validation and checkpoints come later.
 
     The device is a step ahead of the reports. So the first of the two is not the one at which the others are
     waited for.
     """
     device = torch.device("cuda")
-    plan = TrainPlan(steps=10**6, lr=1e-4, metric="loss")
+    plan = TrainPlan(steps=10**6, lr=1e-4, metric="loss", precision=precision)
+    chosen = choose_precision(plan, device)
     model = ch.Transformer(config).to(device)
     times: dict[int, float] = {}
     first = WARM + plan.log_every
@@ -176,6 +185,9 @@ def loop(config: ch.ModelConfig = CONFIG, batch: int = BATCH) -> float:
     with tempfile.TemporaryDirectory() as folder:
         optimizer = make_optimizer(model, plan, device)
         join_projections(model)
+        if chosen.float8:
+            suit_float8(model, split=False)
+        suit_compiled(model)
         model.compile()
         run = TrainingRun(
             folder=Path(folder),
@@ -187,7 +199,7 @@ def loop(config: ch.ModelConfig = CONFIG, batch: int = BATCH) -> float:
             train=Drawn(batch),
             validation=Drawn(batch),
             optimizer=optimizer,
-            precision=choose_precision(plan, device),
+            precision=chosen,
             attention=quick_attention(TASKS["lm"], DataPlan(), device),
             flops_per_token=ch.cost(config, length=LENGTH).flops.training_per_token,
         )
@@ -224,9 +236,9 @@ JOBS: dict[str, Callable[[], float]] = {
     "step": bare,
     "transformers": transformers,
     "minimal": minimal,
-    "loop-plain": functools.partial(loop, PLAIN),
     "minimal-plain": functools.partial(minimal, bias=False),
-    **{name: functools.partial(loop, *shape) for name, shape in LARGE.items()},
+    **{name: functools.partial(loop, *shape) for name, shape in SHAPES.items()},
+    **{name + FLOAT8: functools.partial(loop, *shape, "float8") for name, shape in SHAPES.items()},
 }
 
 
@@ -234,7 +246,8 @@ def alone(name: str) -> None:
     """One job, in this process: its figures as the last line."""
     torch.manual_seed(0)
     seconds = JOBS[name]()
-    config, batch = LARGE.get(name, (PLAIN if name.endswith("plain") else CONFIG, BATCH))
+    usual = PLAIN if name.endswith("plain") else CONFIG
+    config, batch = SHAPES.get(name.removesuffix(FLOAT8), (usual, BATCH))
     weights = ch.cost(config).parameters.total - LENGTH * config.d_model
     rate = batch * LENGTH / seconds
     flops = 6 * weights + 12 * config.n_layers * config.d_model * LENGTH  # of a token
@@ -252,8 +265,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    usual = [job for job in JOBS if job not in LARGE]
-    parser.add_argument("jobs", nargs="*", default=usual, help=f"of {', '.join(JOBS)}")
+    parser.add_argument("jobs", nargs="*", default=USUAL, help=f"of {', '.join(JOBS)}")
     parser.add_argument("--alone", action="store_true", help="one job in this process")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -273,13 +285,13 @@ def main() -> None:
         if job.returncode:
             continue
         rows[name] = json.loads(said.splitlines()[-1])
-        print(f"{name:<14}", json.dumps(rows[name]), flush=True)
+        print(f"{name:<18}", json.dumps(rows[name]), flush=True)
         if options.out:
             body = {
                 "command": f"PYTHONPATH=src python benchmarks/gpu_train.py {' '.join(options.jobs)}",
                 "title": (
                     f"GPT-2 shape, {LAYERS} x {WIDTH}, vocabulary {VOCAB}, B {BATCH} x T {LENGTH}, "
-                    "bfloat16 autocast, compiled"
+                    "bfloat16 autocast, compiled; larger shapes and float8 where named"
                 ),
                 "device": torch.cuda.get_device_name(),
                 "torch": torch.__version__,

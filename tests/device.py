@@ -23,6 +23,7 @@ FILES = (
     "equality/test_kinds.py",
     "equality/test_matrix.py",
     "faults/test_planted.py",
+    "fast/test_float8.py",
     "fast/test_prepare.py",
     "fast/test_triton_loss.py",
     "fast/test_triton_step.py",

@@ -17,6 +17,8 @@ from clearhead.fast.training import (
     narrow_gelu,
     narrow_linear,
     recompute,
+    sigmoid_gelu,
+    suit_compiled,
     suit_narrow,
     unjoined,
 )
@@ -49,7 +51,13 @@ def learned(model: ch.Transformer) -> list[torch.Tensor]:
 @pytest.mark.parametrize("change", MODELS.values(), ids=list(MODELS))
 @pytest.mark.parametrize(
     "make",
-    [join_projections, recompute, suit_narrow, lambda model: (join_projections(model), suit_narrow(model))],
+    [
+        join_projections,
+        recompute,
+        suit_compiled,
+        suit_narrow,
+        lambda model: (join_projections(model), suit_narrow(model)),
+    ],
 )
 def test_made_quicker_or_smaller_it_learns_the_same(change, make, monkeypatch):
     monkeypatch.setattr(fast_training, "MANY", 1)
@@ -99,6 +107,20 @@ def test_the_slope_of_gelu_from_its_value(approximate):
     assert torch.equal(y, torch.nn.functional.gelu(x, approximate=approximate))
     y.sum().backward()
     assert worst(x.grad, exact.grad) < 5e-6
+
+
+def test_gelu_by_a_sigmoid():
+    """The tanh formula and its slope, against PyTorch's own in float64; in half precision rounded once."""
+    x = torch.linspace(-30, 30, 100_001).requires_grad_()
+    exact = x.detach().double().requires_grad_()
+    wanted = torch.nn.functional.gelu(exact, approximate="tanh")
+    wanted.sum().backward()
+    y = sigmoid_gelu(x)
+    y.sum().backward()
+    assert worst(y, wanted) < 5e-6 and worst(x.grad, exact.grad) < 5e-6
+    half = x.detach().bfloat16()
+    rounded = torch.nn.functional.gelu(half.double(), approximate="tanh").float()
+    assert bool(((sigmoid_gelu(half) - rounded).abs() <= 2.0**-8 * rounded.abs() + 1e-12).all())
 
 
 @pytest.mark.parametrize("bias", [True, False])

@@ -75,6 +75,27 @@ def test_a_gpu_by_what_it_has(monkeypatch, wanted, has, dtype):
     assert ("has no bfloat16" in chosen.sentence) == (not has)
 
 
+@pytest.mark.ledger("H4")
+@pytest.mark.parametrize(
+    ("capability", "has", "name", "said"),
+    [
+        ((9, 0), True, "float8", "products of blocks in float8"),
+        ((8, 9), True, "float8", "products of blocks in float8"),
+        ((8, 0), True, "bfloat16", "which has no float8"),
+        ((7, 0), False, "float16", "which has no float8 and no bfloat16"),
+    ],
+)
+def test_float8_where_a_gpu_has_it(monkeypatch, capability, has, name, said):
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: has)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "some GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    chosen = choose_precision(TrainPlan(precision="float8"), GPU)
+    assert chosen.name == name and chosen.float8 == (name == "float8") and said in chosen.sentence
+    assert choose_precision(TrainPlan(), GPU).float8 is False  # only if asked for
+    on_cpu = choose_precision(TrainPlan(precision="float8"), CPU)
+    assert on_cpu.name == "float32" and "float8 is for GPUs" in on_cpu.sentence
+
+
 def test_a_scaler_goes_on_from_where_it_stood():
     chosen = machine.Precision(CPU, torch.float16, "")
     scaler = chosen.scaler(SimpleNamespace(scale=512.0, scale_age=7))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from clearhead.fast.library import ATTENTION, BLOCK, CALL, FEEDFORWARD, LINEAR, NORM, RESIDUAL, VIEW, library
 from clearhead.fast.parts import Direct
-from clearhead.fast.training import NARROW_ACTIVATIONS, all_known
+from clearhead.fast.training import OF_TRAINING, all_known
 from clearhead.model import masks, norms
 from clearhead.model.attention import Attention
 from clearhead.model.cache import CrossKeys, GrowingKeys, LayerKeys, RingKeys
@@ -27,7 +27,7 @@ MOST_ROWS = 64  # up to so many rows our product is quicker than the plain one
 
 NORM_KINDS = {norms.LayerNorm: 1, norms.RMSNorm: 2}
 ACTIVATION_NUMBERS = {function: number for number, function in enumerate(ACTIVATIONS.values())}
-ACTIVATION_NUMBERS |= {new: ACTIVATION_NUMBERS[old] for old, new in NARROW_ACTIVATIONS.items()}
+ACTIVATION_NUMBERS |= {new: ACTIVATION_NUMBERS[old] for new, old in OF_TRAINING.items()}
 
 # All that a structure says, by class and attribute. A block with anything more keeps its own forward.
 KNOWN: dict[type[nn.Module], set[str]] = {

@@ -40,7 +40,7 @@ from clearhead.fast.parts import (
     like,
 )
 from clearhead.fast.stepping import StepModel
-from clearhead.fast.training import all_known, original
+from clearhead.fast.training import OF_TRAINING, all_known, original
 from clearhead.model import masks, norms, positions
 from clearhead.model.attention import Attention
 from clearhead.model.cache import Cache, CrossKeys, LayerKeys
@@ -167,6 +167,7 @@ KNOWN: dict[type[nn.Module], set[str]] = {
     QuantizedLinear: {"codes", "scales", "offsets", "bias", "place", "grid", "in_features", "out_features"},
 }
 ACTIVATION_NAMES = {function: name for name, function in ACTIVATIONS.items()}
+ACTIVATION_NAMES |= {new: ACTIVATION_NAMES[old] for new, old in OF_TRAINING.items()}
 
 
 def suits_kernels(block: Block) -> bool:

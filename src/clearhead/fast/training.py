@@ -16,9 +16,11 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from clearhead.fast.parts import bias_of, like
-from clearhead.model import feedforward, stack
+from clearhead.model import dtypes, feedforward, stack
 from clearhead.model.attention import Attention
 from clearhead.model.transformer import Transformer
+
+Activation = Callable[[Tensor], Tensor]
 
 MANY = 512  # rows from which a product gains more than a transposed copy of its weight costs
 
@@ -46,6 +48,8 @@ def unjoined(model: nn.Module) -> Iterator[None]:
 class JoinedAttention(Attention):
     """Attention for training: three weights with a gradient each, concatenated in each forward pass."""
 
+    stands_for = Attention
+
     def project(self, x: Tensor, source: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """See `Attention.project`."""
         if source is not x:
@@ -53,7 +57,7 @@ class JoinedAttention(Attention):
         layers = (self.q, self.k, self.v)
         weight = torch.cat([layer.weight for layer in layers])
         bias = None if self.q.bias is None else torch.cat([bias_of(layer) for layer in layers])
-        linear = narrow_linear if isinstance(self.q, NarrowLinear) else nnf.linear
+        linear = getattr(self.q, "product", nnf.linear)
         q, k, v = torch.split(linear(x, weight, bias), [layer.out_features for layer in layers], dim=-1)
         return q, k, v
 
@@ -68,6 +72,8 @@ def recompute(model: Transformer) -> None:
 class RecomputedBlock(stack.Block):
     """A block whose activations are computed again in the backward pass."""
 
+    stands_for = stack.Block
+
     def forward(self, *inputs: Any, **named: Any) -> Tensor:
         """See `Block.forward`."""
         return cast(Tensor, checkpoint(super().forward, *inputs, use_reentrant=False, **named))
@@ -75,8 +81,18 @@ class RecomputedBlock(stack.Block):
 
 def original(part: nn.Module) -> type[nn.Module]:
     """Return the class that a replacement stands for; for other parts, their own class."""
-    originals = {JoinedAttention: Attention, RecomputedBlock: stack.Block, NarrowLinear: nn.Linear}
-    return originals.get(type(part), type(part))
+    return cast(type[nn.Module], getattr(type(part), "stands_for", type(part)))
+
+
+def block_linears(model: Transformer) -> dict[str, nn.Linear]:
+    """Return the linear layers of blocks by their names, without routers, which are small and decide much."""
+    mixtures = [part for part in model.modules() if isinstance(part, feedforward.Experts)]
+    routers = {layer for part in mixtures for layer in (part.router, part.shared_gate)}
+    return {
+        name: cast(nn.Linear, part)
+        for name, part in model.named_modules()
+        if original(part) is nn.Linear and part not in routers and ".blocks." in f".{name}"
+    }
 
 
 def all_known(part: nn.Module, known: Mapping[type[nn.Module], set[str]]) -> bool:
@@ -92,6 +108,27 @@ def _features(part: nn.Module) -> set[str]:
     return given - {"training"}
 
 
+# Compiled code ------------------------------------------------------------------------------------------
+
+
+def suit_compiled(model: Transformer) -> None:
+    """Let activations be computed in the ways that are fast in compiled code."""
+    for part in model.modules():
+        if isinstance(part, feedforward.FeedForward):
+            part.activation = COMPILED_ACTIVATIONS.get(part.activation, part.activation)
+
+
+def sigmoid_gelu(x: Tensor) -> Tensor:
+    """Compute GELU of x [...] by its tanh formula: (1 + tanh(u)) / 2 is the sigmoid of 2u, and costs less."""
+    wide = dtypes.wide(x)
+    steep = 2 * math.sqrt(2 / math.pi) * (wide + 0.044715 * wide**3)
+    return (wide * torch.sigmoid(steep)).to(x.dtype)
+
+
+COMPILED_ACTIVATIONS: dict[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]] = {
+    feedforward.gelu_tanh: sigmoid_gelu
+}
+
 # CPUs with narrow vectors -------------------------------------------------------------------------------
 
 
@@ -104,14 +141,6 @@ def suit_narrow(model: Transformer) -> None:
             part.activation = NARROW_ACTIVATIONS.get(part.activation, part.activation)
 
 
-class NarrowLinear(nn.Linear):
-    """A linear layer for training on CPUs with narrow vectors; see `narrow_linear`."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., D] -> [..., N]."""
-        return narrow_linear(x, self.weight, self.bias)
-
-
 def narrow_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Compute `nnf.linear` of x [..., D], weight [N, D] and bias [N].
 
@@ -121,6 +150,17 @@ def narrow_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if plain or x.numel() < MANY * x.shape[-1]:
         return nnf.linear(x, weight, bias)
     return cast(Tensor, _NarrowProduct.apply(x, weight, bias))  # type: ignore[no-untyped-call]
+
+
+class NarrowLinear(nn.Linear):
+    """A linear layer for training on CPUs with narrow vectors; see `narrow_linear`."""
+
+    stands_for = nn.Linear
+    product = staticmethod(narrow_linear)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., D] -> [..., N]."""
+        return narrow_linear(x, self.weight, self.bias)
 
 
 class _NarrowProduct(torch.autograd.Function):
@@ -179,7 +219,9 @@ class _NarrowGelu(torch.autograd.Function):
         return slope.mul_(upstream), None
 
 
-NARROW_ACTIVATIONS: dict[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]] = {
+NARROW_ACTIVATIONS: dict[Activation, Activation] = {
     nnf.gelu: narrow_gelu,
     feedforward.gelu_tanh: functools.partial(narrow_gelu, approximate="tanh"),
 }
+# Which activation of a model each of these stands for.
+OF_TRAINING = {new: old for ways in (COMPILED_ACTIVATIONS, NARROW_ACTIVATIONS) for old, new in ways.items()}

@@ -270,7 +270,7 @@ def _notes(work: Work, cluster: Cluster, best: MeshCost) -> Iterator[str]:
         yield f"it does not fit: this mesh takes {needed:,.1f} GB, and a device has {there:,.1f} GB"
     if not cluster.device.measured:
         yield f"no run on {cluster.device.name} was measured: times assume the usual shares of its peak"
-    if work.precision == "float8":
-        yield "`clearhead train` has no float8: its precisions are float32, bfloat16 and float16"
+    if work.precision == "float8" and cluster.devices > 1:
+        yield "`clearhead train` has float8 on one device only: with several its products are in bfloat16"
     if work.checkpointing == "selective":
         yield "`clearhead train` has no selective checkpointing: train.checkpointing is what is full here"

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from clearhead.errors import InputError, nearest, refuse
-from clearhead.fast.training import NarrowLinear
-from clearhead.model.feedforward import Experts
+from clearhead.fast.training import block_linears
 from clearhead.model.heads import LanguageHead
 from clearhead.model.transformer import Transformer
 from clearhead.quant.calibrate import drawn_sizes, moments
@@ -115,13 +114,7 @@ def linear_names(model: Transformer) -> list[str]:
 
     Routers, and layers of heads other than a language model's output, are small and decide much: they stay.
     """
-    mixtures = [part for part in model.modules() if isinstance(part, Experts)]
-    routers = {layer for part in mixtures for layer in (part.router, part.shared_gate)}
-    found = [
-        name
-        for name, part in model.named_modules()
-        if type(part) in (nn.Linear, NarrowLinear) and part not in routers and ".blocks." in f".{name}"
-    ]
+    found = list(block_linears(model))
     return [*found, OUTPUT] if isinstance(model.head, LanguageHead) else found
 
 

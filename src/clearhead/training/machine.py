@@ -18,6 +18,9 @@ from clearhead.batches.batch import Batch
 from clearhead.config import ModelConfig
 from clearhead.costs import cost
 from clearhead.data.plan import DataPlan
+from clearhead.errors import ConfigError, refuse
+from clearhead.fast import float8
+from clearhead.model.transformer import Transformer
 from clearhead.parallel import planner
 from clearhead.parallel.hardware import find_device
 from clearhead.parallel.launch import processes_here
@@ -35,6 +38,7 @@ WORTH = 500  # steps below which compiling takes longer than it saves
 COMPILING = 30.0  # seconds that compiling takes, about
 # Seconds of a step for each layer, at the peak: where it takes less, handing it over takes longer.
 LAYER = 1e-3
+FLOAT8 = (8, 9)  # the first compute capability with products in float8
 HOPELESS = 20  # times as slow as float32: beyond any error of measurement
 
 
@@ -45,12 +49,13 @@ class Precision:
     device: torch.device
     dtype: torch.dtype | None  # of autocast; None: everything in float32
     sentence: str  # for the user, one line
-    peak: float | None = None  # operations per second, where known
+    peak: float | None = None  # operations per second in `dtype`, where known
+    float8: bool = False  # products of blocks are in float8; see `fast.float8`
 
     @property
     def name(self) -> str:
         """The name in a recipe."""
-        return str(self.dtype or torch.float32).removeprefix("torch.")
+        return "float8" if self.float8 else str(self.dtype or torch.float32).removeprefix("torch.")
 
     @property
     def scaled(self) -> bool:
@@ -76,25 +81,24 @@ def choose_precision(plan: TrainPlan, device: torch.device, settled: bool = Fals
     wanted, kind = plan.precision, device.type
     if wanted == "float32" or (wanted == "auto" and kind not in ("cpu", "cuda")):
         return Precision(device, None, f"float32 on {kind}")
-    if kind == "cpu" and wanted == "float16":
-        return Precision(device, None, "float32 on cpu: float16 is for GPUs")
+    if kind == "cpu" and wanted in ("float16", "float8"):
+        return Precision(device, None, f"float32 on cpu: {wanted} is for GPUs")
     if kind == "cpu" and not cpu_has_bfloat16(HOPELESS if settled else 1.0):
         return Precision(device, None, "float32 on cpu: this one is slower with bfloat16")
     name = torch.cuda.get_device_name(device) if kind == "cuda" else ""
     known = find_device(name)
     peak = None if known is None else known.peak
     has_bfloat16 = kind != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
+    if wanted == "float8" and kind == "cuda" and torch.cuda.get_device_capability(device) >= FLOAT8:
+        said = f"products of blocks in float8, others in bfloat16, weights in float32, on {name}"
+        return Precision(device, torch.bfloat16, said, peak, float8=True)
+    why = ", which has no float8" if wanted == "float8" else ""
     if wanted != "float16" and has_bfloat16:
-        return Precision(
-            device, torch.bfloat16, f"products in bfloat16, weights in float32, on {name or kind}", peak
-        )
-    why = "" if has_bfloat16 else ", which has no bfloat16"
-    return Precision(
-        device,
-        torch.float16,
-        f"products in float16 with a scaled loss, weights in float32, on {name or kind}{why}",
-        peak,
-    )
+        said = f"products in bfloat16, weights in float32, on {name or kind}{why}"
+        return Precision(device, torch.bfloat16, said, peak)
+    why = "" if has_bfloat16 else f", which has no {'float8 and no ' if why else ''}bfloat16"
+    said = f"products in float16 with a scaled loss, weights in float32, on {name or kind}{why}"
+    return Precision(device, torch.float16, said, peak)
 
 
 @functools.cache
@@ -161,6 +165,25 @@ def quick_attention(
     hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
     quick = functools.partial(sdpa_kernel, KERNEL_ORDER, set_priority=True)
     return quick if hopper and one_shape(task, data) else nullcontext
+
+
+def suit_float8(model: Transformer, split: bool) -> str:
+    """Let a model multiply in float8, in place; refuse one that is split or cannot. Return how much of it."""
+    way_out = "set train.precision to bfloat16"
+    refuse(
+        split,
+        "train.precision float8 is for one device, and several processes or train.offload split the weights: "
+        + way_out,
+        ConfigError,
+    )
+    fitting, layers = float8.suit(model)
+    refuse(
+        not fitting,
+        f"train.precision float8: no linear layer of the blocks can multiply in it, which takes widths that "
+        f"are multiples of {float8.UNIT} and no low-rank updates: {way_out}",
+        ConfigError,
+    )
+    return f"{fitting} of {layers} linear layers of blocks multiply in float8"
 
 
 def narrow(device: torch.device) -> bool:

@@ -91,7 +91,7 @@ def make_optimizer(model: nn.Module, plan: TrainPlan, device: torch.device) -> O
         )
         return torch.optim.Adafactor(groups, lr=plan.lr, eps=ADAFACTOR_EPS)
     if plan.optimizer == "muon":
-        dtype = torch.bfloat16 if plan.precision == "bfloat16" else torch.float32
+        dtype = torch.bfloat16 if plan.precision in ("bfloat16", "float8") else torch.float32
         return Muon(groups, device, dtype, lr=plan.lr, betas=plan.betas, eps=plan.eps)
     return torch.optim.AdamW(groups, lr=plan.lr, betas=plan.betas, eps=plan.eps, fused=device.type in FUSED)
 

@@ -20,7 +20,7 @@ from clearhead.data.files import RECIPE
 from clearhead.errors import ConfigError, refuse
 from clearhead.evaluation.examples import begun, sampler
 from clearhead.fast.parts import like
-from clearhead.fast.training import join_projections, recompute, suit_narrow
+from clearhead.fast.training import join_projections, recompute, suit_compiled, suit_narrow
 from clearhead.hub.checkpoint import Unread
 from clearhead.hub.files import write_text
 from clearhead.hub.gguf_file import is_gguf
@@ -139,11 +139,12 @@ def assemble(
         loaded.model = staged(loaded.model, world, device)
     if whole:
         join_projections(loaded.model)
+    if precision.float8:
+        on_event(Note(machine.suit_float8(loaded.model, world.mesh is not None)))
     if plan.checkpointing:
         recompute(loaded.model)
-    per_token = 0.0
-    if task.tokens is not None:
-        per_token = cost(loaded.config, length=loaded.max_length).flops.training_per_token
+    flops = cost(loaded.config, length=loaded.max_length).flops if task.tokens is not None else None
+    per_token = flops.training_per_token if flops is not None else 0.0
     least = None
     if precision.peak is not None:
         least = machine.least_seconds(per_token, batches[0].at(0), plan, precision)
@@ -192,6 +193,7 @@ def assemble(
 def _compile(run: TrainingRun, on_event: OnEvent) -> bool:
     """Compile the model and try one batch; on failure, report it and continue uncompiled."""
     on_event(Note("compiling the model, which takes a moment"))
+    suit_compiled(run.model)
     run.compiled = like(run.model.train(), type(run.model))
     run.compiled.compile()
     try:
@@ -200,8 +202,8 @@ def _compile(run: TrainingRun, on_event: OnEvent) -> bool:
         raise
     except Exception as error:
         run.compiled = None
-        first_line = next(iter(str(error).splitlines()), "")
-        on_event(Note(f"not compiled, and slower for it: {type(error).__name__}: {first_line}"))
+        why = f"not compiled, and slower for it: {type(error).__name__}: {error}"
+        on_event(Note(why.splitlines()[0]))
         return False
     finally:
         run.model.zero_grad(set_to_none=True)

@@ -17,7 +17,7 @@ from clearhead.training.running import TrainingRun
 from clearhead.training.state import CACHE
 
 # How far two computations of one log-probability may be apart, as a share of it: padding differs.
-ALIKE = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 2e-3}
+ALIKE = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 2e-3, "float8": 1e-1}
 
 
 def keep_reference(run: TrainingRun, on_event: OnEvent) -> None:
