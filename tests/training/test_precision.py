@@ -11,7 +11,9 @@ from clearhead.bundle import best_device
 from clearhead.errors import InputError
 from clearhead.recipe import TrainPlan
 from clearhead.training import machine
+from clearhead.training.events import Note
 from clearhead.training.machine import choose_precision, cpu_has_bfloat16
+from tests.training.test_run import TEXT, run
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -94,6 +96,17 @@ def test_float8_where_a_gpu_has_it(monkeypatch, capability, has, name, said):
     assert choose_precision(TrainPlan(), GPU).float8 is False  # only if asked for
     on_cpu = choose_precision(TrainPlan(precision="float8"), CPU)
     assert on_cpu.name == "float32" and "float8 is for GPUs" in on_cpu.sentence
+
+
+@pytest.mark.ledger("H4")
+@pytest.mark.parametrize("wanted", ["float16", "float8"])
+def test_a_run_says_that_it_has_not_the_precision_that_was_asked_for(tmp_path, wanted):
+    text, said = tmp_path / "text.txt", []
+    text.write_text(TEXT)
+    run(text, tmp_path / "run", f"train.precision={wanted}", on_event=lambda event: said.append(event))
+    lines = [event.line for event in said if isinstance(event, Note)]
+    assert f"train.precision {wanted} is not to be had here: float32 on cpu: {wanted} is for GPUs" in lines
+    assert 'precision = "float32"' in (tmp_path / "run" / "train.toml").read_text()
 
 
 def test_a_scaler_goes_on_from_where_it_stood():

@@ -7,7 +7,7 @@ import resource
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -99,6 +99,14 @@ def choose_precision(plan: TrainPlan, device: torch.device, settled: bool = Fals
     why = "" if has_bfloat16 else f", which has no {'float8 and no ' if why else ''}bfloat16"
     said = f"products in float16 with a scaled loss, weights in float32, on {name or kind}{why}"
     return Precision(device, torch.float16, said, peak)
+
+
+def changes(asked: TrainPlan, plan: TrainPlan, precision: Precision) -> Iterator[str]:
+    """Yield what a settled plan has other than was asked for, a line each."""
+    if asked.warmup not in (None, plan.warmup):
+        yield f"warm-up of {plan.warmup} steps: {asked.warmup} would be the whole run"
+    if asked.precision not in ("auto", plan.precision):
+        yield f"train.precision {asked.precision} is not to be had here: {precision.sentence}"
 
 
 @functools.cache

@@ -70,11 +70,11 @@ def prepare(recipe: Recipe, folder: Path, on_event: OnEvent, world: World = ALON
     batches = encode_batches(recipe, task, corpus, loaded, folder, on_event, world)
     for line in remarks(recipe, task, loaded, base):
         on_event(Note(line))
-    asked = recipe.train.warmup
-    precision = world.once(lambda: machine.choose_precision(recipe.train, device).name)
-    recipe = settled(recipe, task, corpus.labels, loaded, batches[0], precision)
-    if asked not in (None, recipe.train.warmup):
-        on_event(Note(f"warm-up of {recipe.train.warmup} steps: {asked} would be the whole run"))
+    asked = recipe.train
+    precision = world.once(lambda: machine.choose_precision(asked, device))
+    recipe = settled(recipe, task, corpus.labels, loaded, batches[0], precision.name)
+    for line in machine.changes(asked, recipe.train, precision):
+        on_event(Note(line))
     if world.first:
         write_text(folder / RECIPE, recipe.to_toml())
         write_text(folder / FINGERPRINT, corpus.fingerprint)
