@@ -22,6 +22,10 @@ REQUESTS: list[dict[str, Any]] = [
 MODELS: dict[str, dict[str, Any]] = {
     "decoder": {"n_kv_heads": 1, "positions": "rope", "gated": True, "norm": "rmsnorm"},
     "encoder-decoder": {"family": "encoder-decoder", "positions": "relative", "n_kv_heads": 2},
+    "experts": {
+        **{"n_experts": 3, "n_active_experts": 1, "d_expert": 40, "n_kv_heads": 2, "bias": True},
+        **{"tie_embeddings": False, "head_bias": True, "logit_softcap": 20.0},
+    },
 }
 
 
@@ -54,9 +58,10 @@ def record(folders: list[str], path: Path) -> None:
         cache = Cache()
         with torch.no_grad():
             source = {"source": torch.tensor([PROMPTS[0]])} if m.config.family != "decoder" else {}
-            m.model(torch.tensor([PROMPTS[0]]), cache=cache, **source)
+            logits = m.model(torch.tensor([PROMPTS[0]]), cache=cache, **source).logits
         found[Path(name).name] = {
             "ids": written(m),
+            "logits": logits.tolist(),
             "heads": [layer.k.shape[1] for layer in (*cache.layers.values(), *cache.cross.values())],
             "weights": sum(local(one).numel() for one in m.model.parameters()),
             "refused": refused(m),

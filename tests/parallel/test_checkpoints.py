@@ -10,6 +10,7 @@ import torch
 
 import clearhead as ch
 from clearhead.cli import main
+from tests.harness import worst
 from tests.parallel import forking, generated, reopened
 
 pytestmark = [pytest.mark.ledger("I3"), pytest.mark.slow]  # one run of two processes serves all
@@ -55,9 +56,15 @@ def test_saved_on_two_processes_and_opened_on_others(work: Path) -> None:
 
 @pytest.mark.parametrize("name", generated.MODELS)
 def test_a_split_model_writes_what_one_process_writes(name: str, work: Path) -> None:
-    """Greedy, sampled, beams; rows of several lengths; one key head for two processes; an encoder."""
+    """Greedy, sampled, beams; rows of several lengths; one key head for two processes; encoder, experts."""
     found, alone = json.loads((work / "written.json").read_text())[name], ch.load(work / name)
     assert found["ids"] == generated.written(alone)
+    prompt = torch.tensor([generated.PROMPTS[0]])
+    with torch.no_grad():
+        logits = alone.model(
+            prompt, source=prompt if alone.config.family == "encoder-decoder" else None
+        ).logits
+    assert worst(torch.tensor(found["logits"]), logits) <= 1e-5 * logits.abs().max()
     assert set(found["heads"]) == {1}  # of one, or of two key/value heads
     assert found["weights"] < 0.6 * sum(one.numel() for one in alone.model.parameters())
     assert all("split over processes" in line for line in found["refused"])
