@@ -71,7 +71,8 @@ def float8_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """
     if not torch.is_autocast_enabled(x.device.type):
         return nnf.linear(x, weight, bias)
-    y = cast(Tensor, _Float8Product.apply(x.reshape(-1, x.shape[-1]), weight))  # type: ignore[no-untyped-call]
+    rows = x.reshape(-1, x.shape[-1])
+    y = cast(Tensor, _Float8Product.apply(rows, weight))  # type: ignore[no-untyped-call]
     y = y.view(*x.shape[:-1], -1)
     return y if bias is None else y + bias.to(y.dtype)
 

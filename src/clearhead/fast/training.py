@@ -125,9 +125,7 @@ def sigmoid_gelu(x: Tensor) -> Tensor:
     return (wide * torch.sigmoid(steep)).to(x.dtype)
 
 
-COMPILED_ACTIVATIONS: dict[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]] = {
-    feedforward.gelu_tanh: sigmoid_gelu
-}
+COMPILED_ACTIVATIONS: dict[Activation, Activation] = {feedforward.gelu_tanh: sigmoid_gelu}
 
 # CPUs with narrow vectors -------------------------------------------------------------------------------
 
