@@ -14,7 +14,7 @@ from clearhead.losses import batch_loss
 from clearhead.model.fronts import Embedding
 from clearhead.training import machine
 from tests.harness import build, some_ids, worst
-from tests.training.test_run import TEXT, run
+from tests.training.test_run import TEXT, StopAt, run, same, weights
 
 SIZES = {"d_model": 32, "n_heads": 4, "d_ff": 64, "attention": "full"}
 HALF = 2.0**-8  # of bfloat16: a rounding is half of its last bit
@@ -161,6 +161,19 @@ def test_a_run_learns_as_well_as_in_float32_and_says_what_it_does(tmp_path, monk
     assert any("linear layers of blocks multiply in float8" in line for line in said)
     assert 'precision = "float8"' in (tmp_path / "narrow" / "train.toml").read_text()
     assert type(ch.load(tmp_path / "narrow").model.decoder.embedding) is Embedding
+
+
+@pytest.mark.cpu
+@pytest.mark.ledger("H4")
+def test_stopped_and_resumed_it_ends_with_the_same_bits(tmp_path, monkeypatch):
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT)
+    in_float8(monkeypatch)
+    wide = ("model.d_model=32", "model.d_ff=64", "model.n_heads=4")
+    run(text, tmp_path / "whole", *wide)
+    run(text, tmp_path / "cut", *wide, stop=StopAt(5))
+    ch.train(resume=tmp_path / "cut")
+    assert same(weights(tmp_path / "cut"), weights(tmp_path / "whole"))
 
 
 @pytest.mark.cpu
