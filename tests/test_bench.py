@@ -58,10 +58,24 @@ def test_the_least_is_what_must_be_read_and_computed(decoder):
     m = ch.load(decoder)
     job = jobs_of(m, ("decode",), SMALL)[1]
     weights = sum(one.numel() for one in m.model.parameters()) - 64 * 16
-    cached = 3 * (16 + 4) * 2 * 2 * 2 * 4  # rows, tokens, layers, keys and values, heads, width of a head
+    cached = 3 * (16 + 3) * 2 * 2 * 2 * 4  # rows, tokens, layers, keys and values, heads, width of a head
     assert job.read == 4 * (4 * weights + 3 * cached)
+    body = 2 * (2 * 16 * 16 + 2 * 16 * 8 + 3 * 16 * 24)  # layers: queries and out, keys and values, the rest
+    seen = 2 * 2 * 16 * 19 / 2  # layers, scores and answer, width, half of the tokens
+    assert job.flops == 3 * 2 * (19 * (body + seen) + 4 * 16 * 64)  # scores of what is written alone
     made = Machine("", 1, "float32", bandwidth=1e6, arithmetic=1e9)
     assert made.least(2e6, 1e9) == 2.0 and made.least(1e6, 3e9) == 3.0
+
+
+def test_an_encoder_reads_the_prompt_once_and_the_decoder_writes_alone():
+    sizes = {"vocab_size": 64, "d_model": 16, "n_layers": 1, "n_heads": 2, "d_ff": 24, "max_positions": 40}
+    m = ch.Model(ch.Transformer(ch.ModelConfig(family="encoder-decoder", bias=False, **sizes)))
+    job = jobs_of(m, ("decode",), SMALL)[0]
+    layer = 4 * 16 * 16 + 2 * 16 * 24
+    encoder = 16 * (layer + 2 * 16 * 16)  # tokens; two products of width 16 with all 16 of them
+    decoder = 4 * (layer + 2 * 16 * 16 + 2 * 16 * 4 / 2 + 2 * 16 * 16 + 16 * 64)  # cross: q, out; 16 tokens
+    keys = 16 * 2 * 16 * 16  # of the source, once
+    assert job.flops == 2 * (encoder + decoder + keys)
 
 
 def test_quantized_weights_are_read_at_their_size(decoder):

@@ -89,11 +89,11 @@ def _weights(m: Model) -> float:
     return share * sum(one.nbytes for one in _stored(m))
 
 
-def _priced(m: Model, rows: int, length: int) -> Cost:
+def _priced(m: Model, rows: int, length: int, source: int | None = None) -> Cost:
     weight = next(m.model.parameters())
     dtype = str(weight.dtype).removeprefix("torch.")
-    source = length if m.config.family == "encoder-decoder" else None
-    return cost(m.config, length=length, batch=rows, dtype=dtype, source_length=source)
+    both = m.config.family == "encoder-decoder"
+    return cost(m.config, length, rows, dtype, (source or length) if both else None)
 
 
 def _drawn(m: Model, rows: int, length: int) -> Tensor:
@@ -102,17 +102,28 @@ def _drawn(m: Model, rows: int, length: int) -> Tensor:
 
 
 def _writing(m: Model, name: str, kind: Kind, rows: int, prompt: int, new: int) -> SpeedJob:
-    read, whole = _priced(m, rows, prompt), _priced(m, rows, prompt + new)
+    whole = _priced(m, rows, new if m.config.encoder is not None else prompt + new - 1, prompt)
     cached = whole.memory.kv_cache + whole.memory.cross_cache
     return SpeedJob(
         name,
         kind,
         rows * new,
         new * _weights(m) + (new - 1) * cached,
-        read.flops.forward.total + (new - 1) * rows * whole.flops.forward_per_token,
+        _least_flops(whole, rows * new),
         _drawn(m, rows, prompt),
         new,
     )
+
+
+def _least_flops(whole: Cost, scored: int) -> float:
+    """Return what writing takes at least: scores of `scored` tokens alone, and none for tokens to come."""
+    forward, tokens = whole.flops.forward, whole.flops.tokens
+    squares = sum(
+        2 * step.m * step.n * step.k * step.count
+        for step in whole.steps
+        if step.name.startswith("blocks.") and step.name.endswith((".attention.scores", ".attention.z"))
+    )
+    return forward.total - squares / 2 - forward.head * (1 - scored / tokens)
 
 
 def _reading(m: Model) -> SpeedJob:
