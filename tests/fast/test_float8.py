@@ -138,6 +138,16 @@ def test_gradients_are_those_of_bfloat16_but_for_eight_bits():
 # Runs -------------------------------------------------------------------------------------------------------
 
 
+WIDE = ("model.d_model=32", "model.d_ff=64", "model.n_heads=4")
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text(TEXT)
+    return path
+
+
 def in_float8(monkeypatch) -> None:
     """A CPU multiplies in float8 too, slowly: what a GPU does in a run can be tried there."""
     cpu = torch.device("cpu")
@@ -147,15 +157,13 @@ def in_float8(monkeypatch) -> None:
 
 @pytest.mark.cpu
 @pytest.mark.ledger("H4")
-def test_a_run_learns_as_well_as_in_float32_and_says_what_it_does(tmp_path, monkeypatch):
-    text = tmp_path / "text.txt"
-    text.write_text(TEXT)
-    wide = ("model.d_model=32", "model.d_ff=64", "model.n_heads=4", "train.steps=60", "train.lr=1e-2")
-    exact = run(text, tmp_path / "exact", *wide, "train.precision=float32")
+def test_a_run_learns_as_well_as_in_float32_and_says_what_it_does(text, tmp_path, monkeypatch):
+    longer = (*WIDE, "train.steps=60", "train.lr=1e-2")
+    exact = run(text, tmp_path / "exact", *longer, "train.precision=float32")
     in_float8(monkeypatch)
     said: list[str] = []
     narrow = run(
-        text, tmp_path / "narrow", *wide, on_event=lambda event: said.append(getattr(event, "line", ""))
+        text, tmp_path / "narrow", *longer, on_event=lambda event: said.append(getattr(event, "line", ""))
     )
     assert narrow.metrics["loss"] == pytest.approx(exact.metrics["loss"], rel=0.05)
     assert any("linear layers of blocks multiply in float8" in line for line in said)
@@ -165,22 +173,17 @@ def test_a_run_learns_as_well_as_in_float32_and_says_what_it_does(tmp_path, monk
 
 @pytest.mark.cpu
 @pytest.mark.ledger("H4")
-def test_stopped_and_resumed_it_ends_with_the_same_bits(tmp_path, monkeypatch):
-    text = tmp_path / "text.txt"
-    text.write_text(TEXT)
+def test_stopped_and_resumed_it_ends_with_the_same_bits(text, tmp_path, monkeypatch):
     in_float8(monkeypatch)
-    wide = ("model.d_model=32", "model.d_ff=64", "model.n_heads=4")
-    run(text, tmp_path / "whole", *wide)
-    run(text, tmp_path / "cut", *wide, stop=StopAt(5))
+    run(text, tmp_path / "whole", *WIDE)
+    run(text, tmp_path / "cut", *WIDE, stop=StopAt(5))
     ch.train(resume=tmp_path / "cut")
     assert same(weights(tmp_path / "cut"), weights(tmp_path / "whole"))
 
 
 @pytest.mark.cpu
 @pytest.mark.ledger("H4")
-def test_a_model_that_cannot_is_refused(tmp_path, monkeypatch):
-    text = tmp_path / "text.txt"
-    text.write_text(TEXT)
+def test_a_model_that_cannot_is_refused(text, tmp_path, monkeypatch):
     in_float8(monkeypatch)
     with pytest.raises(ConfigError, match=r"multiples of 16 .* set train.precision to bfloat16"):
         run(text, tmp_path / "run", "model.d_model=24", "model.d_ff=40", "model.n_heads=2")
