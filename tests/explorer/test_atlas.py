@@ -87,6 +87,7 @@ def test_a_job_that_nobody_asks_about_ends_and_begins_again(session, monkeypatch
     first = session.jobs._jobs[f"{run}/{path}"]
     first.thread.join(60)
     assert isinstance(first.error, atlas.Ended) and first.body is None
+    assert first.view()["ready"] is False  # who asks just after it ended is told to ask again
     monkeypatch.undo()
     assert finished(session, run, path)["parts"]
 

@@ -190,9 +190,11 @@ class PageJob:
             raise Ended
 
     def view(self) -> dict[str, Any]:
-        """Return how far it is, and its body once that is there."""
+        """Return how far it is, and its body once that is there. One that has just ended begins again when
+        it is next asked about: to raise that here would tell somebody who asks that nobody does.
+        """
         self.asked = time.monotonic()
-        if self.error is not None:
+        if self.error is not None and not isinstance(self.error, Ended):
             raise self.error
         ready = self.body is not None
         return {"ready": ready, "done": self.done, "total": self.total, "body": self.body}
