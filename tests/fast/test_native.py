@@ -94,7 +94,7 @@ def test_the_compiled_step_is_the_one_that_runs(monkeypatch):
     real = library.library()
 
     class Counted:
-        clearhead_linear = real.clearhead_linear
+        clearhead_linear, clearhead_any_rows = real.clearhead_linear, real.clearhead_any_rows
 
         def clearhead_blocks(self, *given):
             calls.append(given)
@@ -124,6 +124,20 @@ def test_a_product_of_a_few_rows(rows, width, out):
     with torch.inference_mode():
         found = NativeLinear(layer.float())(x.float())
         assert (found.double() - layer.double()(x)).abs().max() <= 2e-6 * width**0.5
+
+
+@pytest.mark.parametrize(("width", "out"), [(16, 64), (7, 65), (129, 70), (513, 76), (1030, 132)])
+def test_a_product_of_many_rows(width, out):
+    """Panels of one and of two vectors, tiles of four and of eight rows, what is left over: all equal."""
+    torch.manual_seed(0)
+    layer, x = torch.nn.Linear(width, out).double(), torch.randn(301, width, dtype=torch.float64)
+    fast = NativeLinear(layer.float())
+    fast.most_rows = len(x)  # on any processor
+    with torch.inference_mode():
+        expected = layer.double()(x)
+        for rows in (64, 65, 130, 301):
+            found = fast(x[:rows].float())
+            assert (found.double() - expected[:rows]).abs().max() <= 2e-6 * width**0.5
 
 
 def test_weights_that_change_are_read_as_they_are():

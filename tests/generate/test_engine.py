@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import clearhead as ch
+from clearhead.fast.library import library
 from tests.harness import build
 
 
@@ -63,3 +64,20 @@ def test_a_copy_has_its_own_weights(model):
         for parameter in other.model.parameters():
             parameter.add_(torch.randn_like(parameter))
     assert other.generate("hello", 8).ids != model.generate("hello", 8).ids
+
+
+@pytest.mark.cpu
+@pytest.mark.skipif(library() is None, reason="no C compiler, or other threads than GNU's")
+def test_texts_are_read_by_the_fast_copy_on_a_cpu(model, monkeypatch):
+    """`embed` and `score` give the model's own numbers, after weights changed too, and follow its hooks."""
+    texts = ["hello", "a text read beside it", "hello you"]
+    fast = model.embed(texts), model.score(texts[1]).total
+    assert model.engine.copy is not None and model.engine.reader() is model.engine.copy
+    with monkeypatch.context() as plain:
+        plain.setattr(type(model.engine), "reader", lambda engine: engine.model)
+        assert (model.embed(texts) - fast[0]).abs().max() <= 1e-6
+        assert model.score(texts[1]).total == pytest.approx(fast[1], abs=1e-5)
+    model.model.main.blocks[0].feedforward.down.weight.data.mul_(3)
+    assert (model.embed(texts) - fast[0]).abs().max() > 1e-3
+    with ch.edit(model.model, {"blocks.1.feedforward.out": torch.zeros_like}):
+        assert model.engine.reader() is model.model

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 SOURCE = Path(__file__).with_name("step.c")
-INCLUDED = [SOURCE.with_name(f"{name}.h") for name in ("panels", "quantized", "turn")]
+INCLUDED = [SOURCE.with_name(f"{name}.h") for name in ("turn", "panels", "quantized", "best")]
 # Comparisons set no flags that anyone reads: without them loops with a choice become vectors.
 FLAGS = ("-O3", "-march=native", "-fno-trapping-math", "-shared", "-fPIC")
 OFF = "CLEARHEAD_NATIVE"  # in the environment: 0 leaves the library out
@@ -57,6 +57,7 @@ def opened(compiler: str, *flags: str) -> ctypes.CDLL:
     found = ctypes.CDLL(str(_built(compiler, (*FLAGS, *flags))))
     found.clearhead_blocks.argtypes = (c_void_p, c_int64)
     found.clearhead_linear.argtypes = (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64)
+    found.clearhead_best.argtypes, found.clearhead_best.restype = (c_void_p, c_int64), None
     found.clearhead_turn.argtypes = (c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64)
     found.clearhead_turn.restype = None
     return found
@@ -136,6 +137,12 @@ LINEAR = _structure(
     **dict.fromkeys(("rows", "columns"), N),
     **dict.fromkeys(("codes", "scales", "offsets", "smooth"), P),
     **dict.fromkeys(("bits", "group"), N),
+)
+BEST = _structure(
+    "Best",
+    **dict.fromkeys(("all", "kept"), P),
+    **dict.fromkeys(("rows", "width", "count"), N),
+    **dict.fromkeys(("values", "places"), P),
 )
 RESIDUAL = _structure("Residual", before=NORM, inside=NORM, after=NORM, scale=F)
 ATTENTION = _structure(

@@ -4,6 +4,7 @@ Shapes: B batch, T length, S slots, D model, N width out.
 """
 
 import ctypes
+import sys
 from array import array
 from itertools import chain
 from typing import Any, cast
@@ -23,7 +24,8 @@ from clearhead.model.stack import Block, Residual
 from clearhead.model.taps import SILENT, Tap
 from clearhead.quant.layers import QuantizedLinear
 
-MOST_ROWS = 64  # up to so many rows our product is quicker than the plain one
+MOST_ROWS = 64  # up to so many rows our product is quicker than the plain one, on any processor
+WIDE = 64  # where it is for any number of rows, it is so with layers of so many outputs
 
 NORM_KINDS = {norms.LayerNorm: 1, norms.RMSNorm: 2}
 ACTIVATION_NUMBERS = {function: number for number, function in enumerate(ACTIVATIONS.values())}
@@ -138,12 +140,14 @@ class NativeLinear(Direct):
         self.weight, self.bias = layer.weight.detach(), None if layer.bias is None else layer.bias.detach()
         self.in_features, self.out_features = layer.in_features, layer.out_features
         self.pointers = Pointers()
-        self.fields = self.pointers.linear(self)
+        self.fields, found = self.pointers.linear(self), library()
+        any_rows = found is not None and found.clearhead_any_rows() and self.out_features >= WIDE
+        self.most_rows = sys.maxsize if any_rows else MOST_ROWS
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] -> [..., N]."""
         rows = x.numel() // self.in_features
-        if not (rows > 0 and (self.alike or rows <= MOST_ROWS)) or not plain(x):
+        if not (rows > 0 and (self.alike or rows <= self.most_rows)) or not plain(x):
             return nnf.linear(x, self.weight, self.bias)
         return native_linear(self.fields, x, self.out_features, self.alike)
 

@@ -96,7 +96,7 @@ static inline float total(Vector v) {
 
 static inline Vector load(const float *at) { return *(const Vector *)at; }
 
-#define EACH(i, count) _Pragma("GCC unroll 4") for (int i = 0; i < count; i++)
+#define EACH(i, count) _Pragma("GCC unroll 8") for (int i = 0; i < count; i++)
 
 /* Of four rows of a weight, read side by side: fetch what comes after column d, once for each line of memory.
 Past their ends that is in the next four rows, which no processor expects by itself. */
@@ -168,9 +168,9 @@ static int64_t until(int64_t count, Thread thread) {
     return from(count, (Thread){thread.number + 1, thread.count});
 }
 
+#include "turn.h"
 #include "panels.h"
 #include "quantized.h"
-#include "turn.h"
 
 /* Where a thread rounds inputs of layers of few bits, or lays rows side by side, and what is there now. */
 typedef struct { float *memory; const float *x, *smooth; int64_t laid; } Room;
@@ -294,6 +294,29 @@ static inline float exponential(float x) {
     return x != x ? x : found;
 }
 
+#include "best.h"
+
+/* Add to z [width] the values of slots that are seen, times their weights; sums stay in registers. */
+#define MIX(C)                                                                                             \
+    for (; e + C * LANES <= width; e += C * LANES) {                                                       \
+        Vector sums[C];                                                                                    \
+        EACH(c, C) sums[c] = load(z + e + c * LANES);                                                      \
+        for (int64_t s = 0; s < slots; s++) {                                                              \
+            if (mask && !mask[s * mask_slot]) continue;                                                    \
+            EACH(c, C) sums[c] += weights[s] * load(values + s * step + e + c * LANES);                    \
+        }                                                                                                  \
+        EACH(c, C) *(Vector *)(z + e + c * LANES) = sums[c];                                               \
+    }
+static void mix(const float *values, int64_t step, const float *weights, const uint8_t *mask,
+                int64_t mask_slot, int64_t slots, int64_t width, float *z) {
+    int64_t e = 0;
+    MIX(4)
+    MIX(1)
+    for (; e < width; e++)
+        for (int64_t s = 0; s < slots; s++)
+            if (!mask || mask[s * mask_slot]) z[e] += weights[s] * values[s * step + e];
+}
+
 /* The answer of one query to the slots of its key/value head; zeros where it may see none. */
 static void attend(const Attention *attention, const View *view, int64_t b, int64_t head, const float *q,
                    float *scores, float *z) {
@@ -307,10 +330,12 @@ static void attend(const Attention *attention, const View *view, int64_t b, int6
     float scale = attention->scale, softcap = attention->softcap;
     float most = attention->sink ? attention->sink[head] : -INFINITY, sum = 0;
     for (int64_t start = 0; start < view->slots; start += size) {
-        const float *key = keys + (table ? table[start / size] * size : start) * view->key_slot;
-        for (int64_t s = start; s < start + size; s++, key += view->key_slot) {
+        int64_t place = table ? table[start / size] * size : start;
+        const float *key = keys + place * view->key_slot, *value = values + place * view->value_slot;
+        for (int64_t s = start; s < start + size; s++, key += view->key_slot, value += view->value_slot) {
             scores[s] = -INFINITY;
             if (mask && !mask[s * view->mask_slot]) continue;
+            for (int64_t e = 0; e < attention->value_width; e += 16) __builtin_prefetch(value + e);
             float score = dot(q, key, attention->width) * scale;
             if (softcap > 0) score = softcap * tanhf(score / softcap);
             if (bias) score += bias[s * view->bias_slot];
@@ -323,12 +348,10 @@ static void attend(const Attention *attention, const View *view, int64_t b, int6
     memset(z, 0, attention->value_width * sizeof(float));
     for (int64_t start = 0; start < view->slots; start += size) {
         const float *value = values + (table ? table[start / size] * size : start) * view->value_slot;
-        for (int64_t s = start; s < start + size; s++, value += view->value_slot) {
-            if (mask && !mask[s * view->mask_slot]) continue;
-            float weight = scores[s];
-            sum += weight;
-            for (int64_t e = 0; e < attention->value_width; e++) z[e] += weight * value[e];
-        }
+        const uint8_t *seen = mask ? mask + start * view->mask_slot : NULL;
+        for (int64_t s = 0; s < size; s++)
+            if (!seen || seen[s * view->mask_slot]) sum += scores[start + s];
+        mix(value, view->value_slot, scores + start, seen, view->mask_slot, size, attention->value_width, z);
     }
     if (attention->sink) sum += expf(attention->sink[head] - most);
     for (int64_t e = 0; e < attention->value_width; e++) z[e] = sum == 0 ? 0 : z[e] / sum;
@@ -536,4 +559,14 @@ int clearhead_linear(const Linear *linear, const float *x, float *y, int64_t bat
     GOMP_parallel(linear_work, &job, threads, 0);
     free(job.memory);
     return 0;
+}
+
+/* Whether many rows too are quicker here than with PyTorch, as seen on Arm beside OpenBLAS. Where vectors are
+longer (SVE), or on Apple's processors, that was not seen. */
+int clearhead_any_rows(void) {
+#if defined(__aarch64__) && defined(__linux__) && !defined(__ARM_FEATURE_SVE)
+    return 1;
+#else
+    return 0;
+#endif
 }

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from clearhead.batches.padding import by_length
 from clearhead.errors import refuse
+from clearhead.fast.best import best_tokens
 from clearhead.generate.decode import (
     LENGTH_ALONE,
     RESERVE,
@@ -29,7 +30,7 @@ from clearhead.generate.decode import (
 )
 from clearhead.generate.prompts import Prompts, is_stretched
 from clearhead.generate.request import Request
-from clearhead.generate.sampling import REMOVED, Standing, adjust
+from clearhead.generate.sampling import REMOVED, Standing, adjust, adjust_by, check_best
 from clearhead.model.cache import Cache, GrowingKeys
 from clearhead.model.dtypes import precise, wide
 from clearhead.model.transformer import Transformer
@@ -94,6 +95,13 @@ class Candidates(NamedTuple):
         return Candidates(*(x.gather(1, index) for x in open_ones))
 
 
+class Tops(NamedTuple):
+    """The best tokens of each beam, best first."""
+
+    values: Tensor  # B N C: log-probabilities
+    tokens: Tensor  # B N C
+
+
 @torch.inference_mode()
 def beam_search(
     model: Transformer, request: Request, prompts: Prompts, ends: Ends = LENGTH_ALONE
@@ -134,8 +142,8 @@ def _search(model: Transformer, request: Request, prompts: Prompts, ends: Ends) 
     cache.reorder(torch.arange(B, device=device).repeat_interleave(N), cross=False)
     for step in range(1, request.max_new_tokens + 1):
         ending = ends.reason() or ("length" if step == request.max_new_tokens else None)
-        values = _log_probabilities(logits, request, written, prompts, running, ends.stop_ids)
-        groups = _propose(values, totals, request, stops)
+        scores = _scores(logits, request, written, prompts, running, ends.stop_ids)
+        groups = _propose(scores, totals, request, stops)
         for number, group in enumerate(groups):
             _collect([searches[row][number] for row in running], group, written, step, ending)
         # B N
@@ -175,46 +183,63 @@ def _search(model: Transformer, request: Request, prompts: Prompts, ends: Ends) 
     return [sorted(row, key=lambda one: -one.score)[: request.num_return] for row in found]
 
 
-def _log_probabilities(
+def _scores(
     logits: Tensor,
     request: Request,
     written: Tensor,
     prompts: Prompts,
     running: list[int],
     stops: frozenset[int],
-) -> Tensor:
-    """Return log-probabilities with penalties and bans: [BN, V] -> [B, N, V]."""
+) -> Tensor | Tops:
+    """Return log-probabilities with penalties and bans: [BN, V] -> [B, N, V]; or the best of them alone.
+
+    Those suffice where rules only remove tokens, which they may do to logits as well.
+    """
     B, N, L = written.shape
     rows = [row for row in running for _ in range(N)]
-    lengths = [len(prompts.ids[row]) for row in rows]
+    lengths, logits = [len(prompts.ids[row]) for row in rows], wide(logits)
+    standing = Standing(L, request.max_new_tokens - L, lengths, stops)
+    forced = (request.forced_first is not None and L == 0) or (request.forced_last and standing.left == 1)
+    if not (forced or request.looks_back or request.renormalize or request.diversity_penalty):
+        count = min(_count(request, len(stops)), logits.shape[-1])
+        found = best_tokens(logits, adjust_by(logits, request, (), standing), count)
+        if found is not None:
+            check_best(found[0][:, 0], request)
+            return Tops(*(x.view(B, N, -1) for x in found))
     seen, sources = [], []
     if request.looks_back:
         seen = [[*prompts.ids[row], *ids] for row, ids in zip(rows, written.flatten(0, 1).tolist())]
     if request.no_repeat_source_ngram:
         texts = prompts.texts
         sources = [texts[row] for row in rows]
-    standing = Standing(L, request.max_new_tokens - L, lengths, stops)
-    values = adjust(wide(logits).log_softmax(-1), request, seen, lengths, sources, standing)
+    values = adjust(logits.log_softmax(-1), request, seen, lengths, sources, standing)
     return (values.log_softmax(-1) if request.renormalize else values).view(B, N, -1)
 
 
-def _propose(values: Tensor, totals: Tensor, request: Request, stops: Tensor) -> list[Candidates]:
+def _count(request: Request, stops: int) -> int:
+    """Return how many candidates of a group suffice, so that one for each beam goes on, whichever end."""
+    return max(2, 1 + stops) * request.group_size
+
+
+def _propose(scores: Tensor | Tops, totals: Tensor, request: Request, stops: Tensor) -> list[Candidates]:
     """Return the best candidates of each group: log-probabilities [B, N, V], sums so far [B, N]."""
-    M = request.group_size
-    count = max(2, 1 + len(stops)) * M  # so many that M of them go on, whichever end
+    M, count = request.group_size, _count(request, len(stops))
     groups: list[Candidates] = []
     for first in range(0, request.num_beams, M):
-        own = values[:, first : first + M]
-        if groups and request.diversity_penalty:
-            taken = torch.cat([group.going_on(M).tokens for group in groups], 1)
-            one = torch.ones_like(taken, dtype=values.dtype)
-            counts = torch.zeros_like(values[:, 0]).scatter_add_(1, taken, one)  # B V
-            own = own - request.diversity_penalty * counts[:, None]
-        each = min(count, own.shape[-1])
-        top = own.topk(each, dim=-1)  # of one beam, B M C
+        if isinstance(scores, Tops):
+            top = Tops(*(x[:, first : first + M] for x in scores))
+        else:
+            own = scores[:, first : first + M]
+            if groups and request.diversity_penalty:
+                taken = torch.cat([group.going_on(M).tokens for group in groups], 1)
+                one = torch.ones_like(taken, dtype=own.dtype)
+                counts = torch.zeros_like(scores[:, 0]).scatter_add_(1, taken, one)  # B V
+                own = own - request.diversity_penalty * counts[:, None]
+            top = Tops(*own.topk(min(count, own.shape[-1]), dim=-1))
+        each = top.values.shape[-1]
         sums = (precise(top.values) + totals[:, first : first + M, None]).flatten(1)
         best = sums.topk(min(count, sums.shape[1]), dim=-1)  # of the group, B C
-        tokens = top.indices.flatten(1).gather(1, best.indices)
+        tokens = top.tokens.flatten(1).gather(1, best.indices)
         groups.append(
             Candidates(best.values, first + best.indices // each, tokens, torch.isin(tokens, stops))
         )

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from clearhead.errors import refuse
 from clearhead.fast.forms import NOTHING
 from clearhead.fast.kernels import without_plans
+from clearhead.fast.library import library
 from clearhead.fast.parts import JoinedLinear, PackedLinear, fingerprint, same
 from clearhead.fast.prepare import prepared
 from clearhead.generate.decode import (
@@ -161,6 +162,11 @@ class Engine:
             for kept in self.kept:
                 kept.refresh()
         return self.copy
+
+    def reader(self) -> Transformer:
+        """Return what reads whole texts: on a CPU the fast copy, where products are compiled for it."""
+        on_cpu = next(self.model.parameters()).device.type == "cpu"
+        return self.runner() if on_cpu and library() is not None else self.model
 
     def steps_for(self, runner: Transformer, asked: bool | None) -> Steps | None:
         """Return the compiled steps of the fast copy, where they are asked for or may pay."""

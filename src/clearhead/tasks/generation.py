@@ -333,6 +333,6 @@ def score(m: Bundle, text: str | Sequence[int], source: str | Sequence[int] | No
     check_stack_input(row, m.model.main.spec, "ids")  # the last id is asked about, and not fed
     more = {} if source is None else {"source": torch.tensor([m.prompt_ids(source)], device=device)}
     with evaluating(m.model):
-        logits = m.model(row[:, :-1], **more).logits[0].float()  # T-1 V
+        logits = m.engine.reader()(row[:, :-1], **more).logits[0].float()  # T-1 V
     values = logits.log_softmax(-1).gather(-1, row[0, 1:, None])[:, 0].tolist()
     return Score(ids, values if first else [None, *values])

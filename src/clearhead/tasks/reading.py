@@ -52,13 +52,14 @@ def outputs_of(
     """Run the model on rows of like length: yield the places of a batch, the output and the mask [B, T]."""
     refuse(batch_size is not None and batch_size < 1, f"batch_size {batch_size} must be 1 or more")
     device, typed = next(m.model.parameters()).device, types and m.config.n_types > 1
+    model = m.engine.reader()
     for places in for_device([len(row) for row in rows], batch_size, device):
         some = [rows[place] for place in places]
         ids, mask = padded(some, m.special.get("pad", 0)).to(device), real_tokens(some).to(device)
         whole = len({*map(len, some)}) == 1  # nothing is padded, so attention needs no mask
         more = {"types": padded([types[place] for place in places]).to(device)} if typed else {}
-        with evaluating(m.model):
-            output = m.model(ids, None if whole else mask, logits=logits, **more)
+        with evaluating(model):
+            output = model(ids, None if whole else mask, logits=logits, **more)
         yield places, output, mask
 
 
@@ -146,9 +147,9 @@ def _of_texts(m: Bundle, given: Sequence[Any], batch_size: int) -> list[Tensor]:
 
 def _of_images(m: Bundle, given: Sequence[Any], batch_size: int) -> list[Tensor]:
     images = [pixels.to_pixels(image, m.config, m.images) for image in given]
-    weight, starts = next(m.model.parameters()), range(0, len(images), batch_size)
-    with evaluating(m.model), torch.inference_mode():
-        batches = [m.model(torch.stack(images[at : at + batch_size]).to(weight)).logits for at in starts]
+    weight, starts, model = next(m.model.parameters()), range(0, len(images), batch_size), m.engine.reader()
+    with evaluating(model), torch.inference_mode():
+        batches = [model(torch.stack(images[at : at + batch_size]).to(weight)).logits for at in starts]
     return [row for logits in batches for row in logits.float().cpu()]
 
 
