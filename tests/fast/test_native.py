@@ -13,6 +13,7 @@ from clearhead.generate.decode import cache_for, greedy
 from clearhead.generate.prompts import Prompts
 from clearhead.generate.request import Request
 from clearhead.model.cache import Cache, WindowCache
+from clearhead.model.stack import Stack
 
 pytestmark = pytest.mark.skipif(
     library.library() is None, reason="no C compiler, or other threads than GNU's"
@@ -114,6 +115,32 @@ def test_beams_share_the_keys_of_one_source():
     for rows, others in zip(found, expected, strict=True):
         assert [row.ids for row in rows] == [row.ids for row in others]
         assert all(abs(row.score - other.score) <= 1e-5 for row, other in zip(rows, others))
+
+
+@pytest.mark.parametrize("left", [False, True], ids=["right", "left"])
+@pytest.mark.parametrize("positions", ["learned", "rope", "relative"])
+def test_sources_of_like_length_are_read_together(positions, left, monkeypatch):
+    """Padding of a source is left out of the encoder's work where it stands at the end of the rows."""
+    model, calls = drawn(BOTH.replace(positions=positions)), []
+    lengths = torch.randint(2, 30, (24,))
+    slots = torch.arange(30)[None]
+    mask = slots >= 30 - lengths[:, None] if left else slots < lengths[:, None]
+    source, ids = torch.randint(61, (24, 30)), torch.full((24, 1), 3)
+    right = Stack.forward
+
+    def counted(self, inputs, *given, **named):
+        calls.append(inputs.shape)
+        return right(self, inputs, *given, **named)
+
+    monkeypatch.setattr(Stack, "forward", counted)
+    with torch.inference_mode():
+        expected = model(ids, source=source, source_mask=mask)
+        calls.clear()
+        found = prepared(model)(ids, source=source, source_mask=mask)
+    assert (found.logits - expected.logits).abs().max() <= 1e-5
+    assert (found.memory - expected.memory)[mask].abs().max() <= 1e-5
+    read = sum(rows * length for rows, length in calls) - len(ids)  # the decoder reads one token of each
+    assert read == mask.numel() if left else read <= 0.9 * mask.numel()
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 7, 16, 33, 48, 49])

@@ -5,6 +5,7 @@ Shapes: B rows, D model.
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from clearhead.fast.native import NativeBlock, plain, run
@@ -13,6 +14,9 @@ from clearhead.model import masks
 from clearhead.model.cache import Cache
 from clearhead.model.stack import Block, Memory, Stack
 from clearhead.model.taps import SILENT, Tap
+
+TOGETHER = 256  # tokens of a source that keep a product busy
+WORTH = 0.9  # rows of a source are read in groups where so much of what padding makes of them is left
 
 
 class NativeStack(Direct, Stack):
@@ -34,8 +38,11 @@ class NativeStack(Direct, Stack):
         """Map the inputs, described by `tokens`, to hidden states [B, T, D]."""
         blocks = self.layers()
         native = all(isinstance(block, NativeBlock) and not block.attention.pruned for block in blocks)
+        more = (types, prefix, bias, input_mask, global_mask, tap)
+        bare = cache is None and memory is None and all(given is None or given is SILENT for given in more)
+        if bare and native and (groups := self.groups(inputs, tokens)):
+            return self._by_groups(inputs, tokens, groups)
         if cache is None or tokens.length != 1 or tap is not SILENT or not native:
-            more = (types, prefix, bias, input_mask, global_mask, tap)
             return super().forward(inputs, tokens, memory, cache, *more)
 
         def place() -> Tensor | None:
@@ -58,6 +65,35 @@ class NativeStack(Direct, Stack):
                 found = block(found, view, memory and memory.hidden, other, keys, cross_keys)
         cache.advance()
         return found if self.norm is None else self.norm(found)
+
+    def groups(self, inputs: Tensor, tokens: masks.Tokens) -> list[tuple[Tensor, int]]:
+        """Return rows of a source [B, T] by like length: their places and the longest's length.
+
+        For rows that end in padding, of a stack whose states there nobody reads; none where it saves little.
+        """
+        real, scaling = tokens.real, self.spec.rope_scaling
+        turns = scaling is not None and scaling.kind in ("dynamic", "longrope")  # by the length of a call
+        if not self.spec.prefix or turns or real is None or real.shape != inputs.shape:
+            return []
+        if tokens.documents is not None or torch.compiler.is_compiling():
+            return []
+        if not bool(real[:, 0].all()) or bool((real[:, 1:] > real[:, :-1]).any()):
+            return []
+        lengths = real.sum(1)
+        at_once = max(1, TOGETHER * len(lengths) // int(lengths.sum()))
+        found = [(rows, int(lengths[rows[-1]])) for rows in torch.split(lengths.argsort(), at_once)]
+        return found if sum(len(rows) * most for rows, most in found) <= WORTH * inputs.numel() else []
+
+    def _by_groups(self, inputs: Tensor, tokens: masks.Tokens, groups: list[tuple[Tensor, int]]) -> Tensor:
+        """Map rows of like length together: [B, T] -> [B, T, D], zeros where padding is left out."""
+        hidden = torch.zeros(*inputs.shape, self.spec.d_model, dtype=self.dtype)
+        for rows, most in groups:
+
+            def cut(x: Tensor, rows: Tensor = rows, most: int = most) -> Tensor:
+                return x[rows, :most] if len(x) > 1 else x[:, :most]
+
+            hidden[rows, :most] = super().forward(cut(inputs), tokens.map(cut))
+        return hidden
 
 
 def through(x: Tensor, blocks: list[Block], steps: list[Any]) -> Tensor | None:
