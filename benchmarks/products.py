@@ -1,6 +1,8 @@
 """Time products with weights of 32, 8 and 4 bits on one thread, by each way that `step.c` can be compiled.
 
-    python benchmarks/products.py [--rows 1 4 16] [--size 49152 576] [--rounds 7]
+Those of float32 also by PyTorch, which takes more threads unless the environment says one.
+
+    OPENBLAS_NUM_THREADS=1 python benchmarks/products.py [--rows 1 4 16] [--size 49152 576] [--rounds 7]
 
 Processor time, the ways in turn, the quickest round: other work on the machine only ever adds.
 """
@@ -11,6 +13,8 @@ import argparse
 import ctypes
 import shutil
 import time
+from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -46,12 +50,18 @@ def main() -> None:
         x, out = torch.randn(rows, options.size[1]), torch.empty(rows, options.size[0])
         for kind, one in layers.items():
             pointers = Pointers()
-            fields, best = pointers.linear(one), dict.fromkeys(ways, float("inf"))
+            fields = pointers.linear(one)
+            places = (ctypes.addressof(fields), x.data_ptr(), out.data_ptr())
+            jobs: dict[str, Callable[[], object]] = {
+                name: partial(way.clearhead_linear, *places, rows, 1, 0) for name, way in ways.items()
+            }
+            if one is layer:
+                jobs["PyTorch's"] = partial(torch.mm, x, layer.weight.detach().T, out=out)
+            best = dict.fromkeys(jobs, float("inf"))
             for _ in range(options.rounds):
-                for name, way in ways.items():
+                for name, job in jobs.items():
                     start = time.thread_time()
-                    places = (ctypes.addressof(fields), x.data_ptr(), out.data_ptr())
-                    way.clearhead_linear(*places, rows, 1, 0)
+                    job()
                     best[name] = min(best[name], time.thread_time() - start)
             rates = ", ".join(
                 f"{name} {rows * layer.weight.numel() / took / 1e9:.1f}" for name, took in best.items()
