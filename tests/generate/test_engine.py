@@ -11,6 +11,7 @@ import torch
 
 import clearhead as ch
 from clearhead.fast.library import library
+from clearhead.quant.apply import quantize_model
 from tests.harness import build
 
 
@@ -81,3 +82,5 @@ def test_texts_are_read_by_the_fast_copy_on_a_cpu(model, monkeypatch):
     assert (model.embed(texts) - fast[0]).abs().max() > 1e-3
     with ch.edit(model.model, {"blocks.1.feedforward.out": torch.zeros_like}):
         assert model.engine.reader() is model.model
+    few = ch.Model(quantize_model(model.model, ch.QuantPlan(8, method="rtn")).model, model.tokenizer)
+    assert few.engine.reader() is few.model  # its copy would round what it reads

@@ -252,7 +252,7 @@ def _examined(judgement: Judgement, task: TaskSpec, batches: batch.Batches) -> C
 
     What the model said of each row is kept in `judgement`.
     """
-    model, seen = judgement.loaded.model, []
+    model, seen = judgement.loaded.engine.reader(), []
     device = next(model.parameters()).device
     for done, part in enumerate(examine(model, batches, device, objective=task.objective), start=1):
         seen.append(part)

@@ -40,6 +40,7 @@ from clearhead.model.cache import Cache
 from clearhead.model.taps import SILENT, tap_for
 from clearhead.model.transformer import Transformer
 from clearhead.parallel.shards import is_split
+from clearhead.quant.layers import quantized_parts
 
 AHEAD = 16  # greedy tokens made between two looks at them
 
@@ -164,9 +165,13 @@ class Engine:
         return self.copy
 
     def reader(self) -> Transformer:
-        """Return what reads whole texts: on a CPU the fast copy, where products are compiled for it."""
+        """Return what reads whole texts: on a CPU the fast copy, where products are compiled for it.
+
+        Not with weights of few bits: there the copy rounds its inputs too.
+        """
         on_cpu = next(self.model.parameters()).device.type == "cpu"
-        return self.runner() if on_cpu and library() is not None else self.model
+        exact = on_cpu and library() is not None and not quantized_parts(self.model)
+        return self.runner() if exact else self.model
 
     def steps_for(self, runner: Transformer, asked: bool | None) -> Steps | None:
         """Return the compiled steps of the fast copy, where they are asked for or may pay."""
