@@ -37,14 +37,8 @@ static inline Vector powers(Vector x) {
     const Vector least = (Vector){0} - 86.6f;
     Vector near = chosen(x < least, least, x);
     Vector shifted = near * (float)M_LOG2E + 12582912.0f, whole = shifted - 12582912.0f;
-    Vector rest = near - whole * 0.693359375f - whole * -2.12194440e-4f, sum = (Vector){0} + 1.0f / 720;
-    sum = sum * rest + 1.0f / 120;
-    sum = sum * rest + 1.0f / 24;
-    sum = sum * rest + 1.0f / 6;
-    sum = sum * rest + 0.5f;
-    sum = sum * rest + 1.0f;
-    sum = sum * rest + 1.0f;
-    return sum * (Vector)(((Whole)shifted << 23) + 0x3f800000);
+    Vector rest = near - whole * 0.693359375f - whole * -2.12194440e-4f;
+    return SERIES(rest) * (Vector)(((Whole)shifted << 23) + 0x3f800000);
 }
 
 /* The logarithm of the sum of exponentials of numbers less the largest; no number where one is none. */

@@ -273,22 +273,19 @@ static void rotate(float *head, const float *cos, const float *sin, int64_t R, i
     }
 }
 
+/* The exponential of a number near 0, or of a vector of such. */
+#define SERIES(x)                                                                                          \
+    ((((((x * (1.0f / 720) + 1.0f / 120) * x + 1.0f / 24) * x + 1.0f / 6) * x + 0.5f) * x + 1.0f) * x + 1.0f)
+
 /* e to the power of x within 3e-7 of it, in steps that a compiler takes for several numbers at once. */
 static inline float exponential(float x) {
     float near = x < 88.72f ? x : 88.72f;
     near = near > -86.6f ? near : -86.6f;
     float shifted = near * (float)M_LOG2E + 12582912.0f; /* 1.5 * 2^23: rounds to a whole number */
     float whole = shifted - 12582912.0f, rest = near - whole * 0.693359375f - whole * -2.12194440e-4f;
-    float sum = 1.0f / 720;
-    sum = sum * rest + 1.0f / 120;
-    sum = sum * rest + 1.0f / 24;
-    sum = sum * rest + 1.0f / 6;
-    sum = sum * rest + 0.5f;
-    sum = sum * rest + 1.0f;
-    sum = sum * rest + 1.0f;
     union { float number; int32_t bits; } power = {shifted};
     power.bits = (int32_t)((uint32_t)power.bits << 23) + 0x3f000000; /* 2^(whole - 1), which is in range */
-    float found = sum * power.number * 2;
+    float found = SERIES(rest) * power.number * 2;
     found = x < -86.6f ? 0 : found;
     found = x > 88.72f ? INFINITY : found;
     return x != x ? x : found;
@@ -561,7 +558,7 @@ int clearhead_linear(const Linear *linear, const float *x, float *y, int64_t bat
     return 0;
 }
 
-/* Whether many rows too are quicker here than with PyTorch, as seen on Arm beside OpenBLAS and the Arm Compute
+/* Whether many rows too are quicker here than with PyTorch, as seen on Arm beside OpenBLAS and Arm's Compute
 Library. Where vectors are longer (SVE), or on Apple's processors, that was not seen. */
 int clearhead_any_rows(void) {
 #if defined(__aarch64__) && defined(__linux__) && !defined(__ARM_FEATURE_SVE)
