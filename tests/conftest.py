@@ -31,6 +31,8 @@ hypothesis.settings.load_profile("suite")
 # To look for garbage takes longer the more is imported, and tests import nearly everything.
 gc.set_threshold(10_000, 10, 10)
 
+from tests import skipped
+
 pytest_plugins = ["tests.device"]
 SHARED = pathlib.Path(__file__).resolve().parents[2] / "shared"
 
@@ -117,6 +119,14 @@ def differences(record_property):
 
 
 def pytest_terminal_summary(terminalreporter):
+    left_out = [
+        report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        for report in terminalreporter.stats.get("skipped", [])
+    ]
+    if left_out:
+        terminalreporter.section("skipped, and how to get it")
+        for line in skipped.summary(left_out):
+            terminalreporter.write_line(line)
     files: dict[str, dict[str, dict[str, float]]] = {}
     for reports in terminalreporter.stats.values():
         for report in reports:
