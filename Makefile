@@ -5,7 +5,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 CORE := .venv/.core
 DEV := .venv/.dev
 
-.PHONY: demo test quick lint ledger bench docs book dist clean
+.PHONY: demo test quick limits lint ledger bench docs book dist clean
 
 demo: $(CORE)
 	$(BIN)/clearhead demo
@@ -16,6 +16,14 @@ test: $(DEV)
 # About one test in ten, always the same ones: of every file at least one, and none that is slow.
 quick: $(DEV)
 	$(BIN)/python -m pytest -n 2 --dist worksteal --tenth
+
+# The numeric tests as other processors compute them, under each limit that this one can be put under.
+NUMERIC := equality fast quant generate training/test_machine.py training/test_precision.py training/test_recipes.py \
+    training/test_run.py serve/test_engine.py test_cache.py test_checks.py test_half.py test_parts.py test_positions.py
+limits: $(DEV)
+	for limit in $$($(BIN)/python -c 'from clearhead.fast.library import limits; print(*limits())'); do \
+	    echo "CLEARHEAD_CPU=$$limit" && CLEARHEAD_CPU=$$limit $(BIN)/python -m pytest -n 2 --dist worksteal \
+	    $(addprefix tests/,$(NUMERIC)) || exit 1; done
 
 lint: $(DEV)
 	$(BIN)/ruff check .

@@ -10,6 +10,14 @@ import zlib
 
 # Before torch: some of its kernels heed nothing else, and a forked run waits forever for their threads.
 os.environ["OMP_NUM_THREADS"] = "1"
+# Under CLEARHEAD_CPU, which limits our own kernels, PyTorch's libraries are held to the same limit.
+LIMITS = {
+    "avx512": {"ATEN_CPU_CAPABILITY": "avx512", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_VNNI"},
+    "avx2": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"},
+    "plain": {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41"},
+    "neon": {"ATEN_CPU_CAPABILITY": "default"},
+}
+os.environ.update(LIMITS.get(os.environ.get("CLEARHEAD_CPU", ""), {}))
 
 import hypothesis
 import pytest

@@ -21,7 +21,7 @@ LAYERS = [
     {"errors"},
     {"typed"},
     {"config"},
-    {"model", "presets"},
+    {"model", "presets", "minimal"},
     {"costs", "fast", "quant", "tokens"},
     {"data"},
     {"batches", "hub", "parallel", "recipe"},
