@@ -11,17 +11,24 @@ import zlib
 # Before torch: some of its kernels heed nothing else, and a forked run waits forever for their threads.
 os.environ["OMP_NUM_THREADS"] = "1"
 # Under CLEARHEAD_CPU, which limits our own kernels, PyTorch's libraries are held to the same limit.
-LIMITS = {
-    "avx512": {"ATEN_CPU_CAPABILITY": "avx512", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_VNNI"},
-    "avx2": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"},
-    "plain": {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41"},
-    "neon": {"ATEN_CPU_CAPABILITY": "default"},
-}
-os.environ.update(LIMITS.get(os.environ.get("CLEARHEAD_CPU", ""), {}))
+os.environ.update(
+    {
+        "avx512": {"ATEN_CPU_CAPABILITY": "avx512", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_VNNI"},
+        "avx2": {
+            "ATEN_CPU_CAPABILITY": "avx2",
+            "ONEDNN_MAX_CPU_ISA": "AVX2",
+            "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+        },
+        "plain": {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41"},
+        "neon": {"ATEN_CPU_CAPABILITY": "default"},
+    }.get(os.environ.get("CLEARHEAD_CPU", ""), {})
+)
 
 import hypothesis
 import pytest
 import torch
+
+from tests import skipped
 
 torch.set_num_threads(1)
 # On Arm, oneDNN plans each product of float32 anew: 0.6 ms however small it is, as nearly all are here.
@@ -38,8 +45,6 @@ hypothesis.settings.load_profile("suite")
 
 # To look for garbage takes longer the more is imported, and tests import nearly everything.
 gc.set_threshold(10_000, 10, 10)
-
-from tests import skipped
 
 pytest_plugins = ["tests.device"]
 SHARED = pathlib.Path(__file__).resolve().parents[2] / "shared"
