@@ -36,6 +36,8 @@ def twin(core: ch.Transformer) -> minimal.Transformer:
     )  # fmt: skip
     weights = {}
     for name, tensor in core.state_dict().items():
+        if name.startswith("head.") and not name.startswith("head.out"):
+            continue  # what is between the hidden states and a task
         for theirs, ours in RENAMES.items():
             name = name.replace(theirs, ours)
         weights[name] = tensor
