@@ -26,6 +26,8 @@ def fault(kind: str, job: dict[str, Any]) -> Iterator[None]:
     def failing(run: loop.TrainingRun, batch: Any) -> torch.Tensor:
         if run.state.step < 2:
             return before(run, batch)
+        if kind == "step":
+            return before(run, batch) * (torch.nan if run.state.step == 2 else 1)
         if kind == "memory":
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 1 has more")
         if kind == "hang":
@@ -35,7 +37,7 @@ def fault(kind: str, job: dict[str, Any]) -> Iterator[None]:
             up.to_local().fill_(torch.nan)
         return before(run, batch)
 
-    if kind in ("memory", "hang", "nan"):
+    if kind in ("memory", "hang", "nan", "step"):
         with mock.patch.object(loop.TrainingRun, "loss", failing):
             yield
     elif kind in ("data", "code"):
@@ -54,7 +56,8 @@ def endings(jobs: list[dict[str, Any]], folder: Path) -> None:
         for job in jobs:
             try:
                 with fault(job["fault"] if rank == 1 else "", job):
-                    ch.train(job["data"], out=job["out"], settings=job["settings"])
+                    done = ch.train(job["data"], out=job["out"], settings=job["settings"])
+                    said.append(f"skipped {done.skipped}")
             except ch.ClearheadError as error:
                 said.append(str(error))
             (folder / f"said-{rank}.json").write_text(json.dumps(said))

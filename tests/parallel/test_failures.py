@@ -17,6 +17,7 @@ import pytest
 from clearhead import cli
 from clearhead.errors import ConfigError
 from clearhead.training.events import read_log
+from tests.parallel import failing as faults
 from tests.parallel import forking, meshes
 from tests.parallel.failing import endings
 
@@ -92,6 +93,22 @@ def test_what_fails_in_one_process_is_said_by_all(tmp_path: Path) -> None:
     assert all(line.startswith(lost) for line in first[3:6])
     assert second[6].startswith("step 3: process 1 of 2 has no memory left (CUDA out of memory. Tried to")
     assert first[6].startswith("process 0 waited for the gradients of step 3 in vain: process 1 came no")
+
+
+def test_a_step_that_is_not_finite_in_one_process_is_skipped_by_all(tmp_path: Path) -> None:
+    """The others have finite numbers; the weights are those of one process that skips the same step."""
+    data, settings = meshes.write_data("decoder", tmp_path), {"train.steps": 5, "train.validate_every": 5}
+    jobs = [failing("step", data, {axis: 2}) for axis in ("shard", "pipeline")]
+    for job in jobs:
+        job["settings"] |= settings
+    forking.perform(2, tmp_path / "log", endings, jobs, tmp_path)
+    first, second = (json.loads((tmp_path / f"said-{rank}.json").read_text()) for rank in (0, 1))
+    assert first == second == ["skipped 1"] * len(jobs)
+    alone = meshes.job("decoder", data, tmp_path / "alone", settings=settings)
+    with faults.fault("step", alone):
+        meshes.perform(alone)
+    for job in jobs:
+        assert max(meshes.differences(Path(job["out"]), tmp_path / "alone")) <= 1e-5
 
 
 def test_a_process_that_hangs_is_named(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import signal
 import sys
 import time
@@ -123,6 +124,10 @@ def train(
         print_notes([f"stopped at step {done.step}, saved; {resuming}"])
         sys.exit(stopped)
     body = {"folder": str(done.folder), "step": done.step, "reason": done.reason, "metrics": done.metrics}
+    body |= {"skipped": done.skipped}
+    if done.skipped:
+        many = f"{done.skipped:,} of {done.step:,} steps were skipped"
+        print_notes([f"{many}: their loss or gradient was not finite; log.jsonl has them"])
     best = f"best at step {done.metrics['step']}: {_figures(done.metrics)}" if done.metrics else ""
     tries = [f"try   clearhead {done.command}", f"      clearhead check {folder}"]
     show_result(body, json, [best, f"saved {folder}", *tries])
@@ -197,6 +202,9 @@ class Watcher:
                 self.say(f"{event.task}: {size} on {event.device} -> {event.folder}")
             case events.Stepped():
                 self.step(event)
+            case events.Skipped():
+                bad = "gradient" if math.isfinite(event.loss) else "loss"
+                self.say(f"step {event.step:,}  skipped: the {bad} is not finite  ({event.skipped:,} so far)")
             case events.Validated():
                 self.validated = _figures(event.metrics)
                 best = "  (best so far)" if event.best else ""
@@ -209,8 +217,8 @@ class Watcher:
         words = [
             f"step {event.step:,}/{event.steps:,}",
             f"loss {event.loss:.4f}",
-            f"rate {event.rate:.2e}",
-            f"norm {event.norm:.2f}",
+            f"lr {event.rate:.2e}",
+            f"grad norm {event.norm:.2f}",
             f"{event.tokens_per_second:,.0f} tok/s",
             *([f"MFU {event.mfu:.1%}"] if event.mfu is not None else []),
             f"{event.memory / 2**30:.1f} GiB",

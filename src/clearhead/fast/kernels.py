@@ -12,7 +12,7 @@ import contextlib
 import functools
 import importlib.util
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import ParamSpec, cast
 
 import torch
@@ -37,15 +37,9 @@ def available(x: Tensor) -> bool:
     )
 
 
-@contextlib.contextmanager
-def without_plans() -> Iterator[None]:
+def without_plans() -> contextlib.AbstractContextManager[None]:
     """Do without cuDNN's attention, which makes a plan for every new length: texts that grow have many."""
-    before = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    try:
-        yield
-    finally:
-        torch.backends.cuda.enable_cudnn_sdp(before)
+    return attend.without_cudnn()
 
 
 Given = ParamSpec("Given")

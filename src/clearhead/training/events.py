@@ -60,6 +60,16 @@ class Stepped:
 
 
 @dataclass(frozen=True)
+class Skipped:
+    """A step was not taken: its loss or its gradient was not finite. The weights are those before it."""
+
+    step: int
+    loss: float
+    norm: float  # of the gradient
+    skipped: int  # steps of the run so far, this one included
+
+
+@dataclass(frozen=True)
 class Validated:
     """The model was validated on the whole validation set."""
 
@@ -86,10 +96,11 @@ class Finished:
     seconds: float
     metrics: dict[str, float] = field(default_factory=dict)
     reason: Reason = "done"
+    skipped: int = 0  # steps that were not taken, because loss or gradient was not finite
 
 
 Said = Note  # the name of `Note` until version 0.1; it stays for one release
-Event: TypeAlias = Note | Started | Stepped | Validated | Saved | Finished
+Event: TypeAlias = Note | Started | Stepped | Skipped | Validated | Saved | Finished
 OnEvent = Callable[[Event], None]
 
 
@@ -98,7 +109,7 @@ OnEvent = Callable[[Event], None]
 
 @contextmanager
 def logged(folder: Path, step: int, on_event: OnEvent, tensorboard: bool = False) -> Iterator[OnEvent]:
-    """Yield a function that writes steps, validations and the end to the log, and calls `on_event` with all.
+    """Yield a function that writes all but notes and checkpoints to the log, and calls `on_event` with all.
 
     Lines after `step`, where a run is resumed, are removed first.
     """
@@ -109,11 +120,11 @@ def logged(folder: Path, step: int, on_event: OnEvent, tensorboard: bool = False
     drawn = time.monotonic()
 
     def tell(event: Event) -> None:
-        if isinstance(event, Stepped | Validated | Finished):
+        if isinstance(event, Stepped | Skipped | Validated | Finished):
             write(event)
         on_event(event)
 
-    def write(event: Stepped | Validated | Finished) -> None:
+    def write(event: Stepped | Skipped | Validated | Finished) -> None:
         nonlocal drawn
         text = json.dumps({"event": type(event).__name__.lower(), **asdict(event)}, default=str)
         # JSON has no numbers that are not finite: null stands for them.
@@ -122,6 +133,8 @@ def logged(folder: Path, step: int, on_event: OnEvent, tensorboard: bool = False
             file.write(line + "\n")
         if isinstance(event, Stepped):
             values = {"rate": event.rate, "norm": event.norm, "train": event.loss}
+        elif isinstance(event, Skipped):
+            values = {"skipped": event.skipped}
         else:
             values = event.metrics
             if isinstance(event, Finished) or time.monotonic() - drawn > DRAWN_EVERY:

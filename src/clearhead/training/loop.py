@@ -14,8 +14,9 @@ from clearhead.api import Model
 from clearhead.batches.batch import Batch
 from clearhead.errors import TrainingError
 from clearhead.evaluation.examples import WRITTEN, validate, written_scores
+from clearhead.parallel.shards import local
 from clearhead.training import faults, machine, optim
-from clearhead.training.events import OnEvent, Reason, Saved, Stepped, Validated
+from clearhead.training.events import OnEvent, Reason, Saved, Skipped, Stepped, Validated
 from clearhead.training.running import TrainingRun
 from clearhead.training.state import (
     BEST,
@@ -27,6 +28,13 @@ from clearhead.training.state import (
     saved_steps,
     snapshot,
 )
+
+# A step whose loss or gradient is not finite is skipped. So many in a row, or more than so many that are also
+# more than such a share of all steps, end the run.
+IN_A_ROW, FEW, SHARE = 3, 10, 0.01
+# In float16 the scale of the loss is halved after each infinite gradient, from 2^16 on: below 2^-24 a loss is
+# lost in it. Those gradients are how it is found, and have no share.
+HALVINGS = 40
 
 
 def learn(run: TrainingRun, on_event: OnEvent, stop: Callable[[], bool]) -> Reason:
@@ -151,18 +159,33 @@ class Meter:
         self.ticked = time.perf_counter()
 
     def settle(self) -> None:
-        """Read the pending step: raise if it was not finite, and report it if a report is due."""
+        """Read the pending step: report it if that is due, or that it was skipped; raise if many are."""
         if self.pending is None:
             return
         run, (step, batches, read) = self.run, self.pending
-        loss, norm, verdict = read()
-        if not math.isfinite(verdict):
-            run.seed(step)  # the optimizer did not step: the weights are still those before it
-            work = run.model, batches, step, run.precision, run.plan, run.task.objective, run.world
-            raise TrainingError(faults.diagnose(*work, split_loss=None if run.empty is None else run.loss))
+        loss, norm, _ = read()
+        self.pending = None
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            self.skip(step, batches, loss, norm)
+            return
+        run.state.skipped_last = 0
         if step % run.plan.log_every == 0 or step in (1, run.steps):
             self.on_event(self.report(loss, norm))
-        self.pending = None
+
+    def skip(self, step: int, batches: list[Batch], loss: float, norm: float) -> None:
+        """Count and report a step that was skipped; raise if that will not do. All processes agree on it."""
+        run, state = self.run, self.run.state
+        state.skipped, state.skipped_last = state.skipped + 1, state.skipped_last + 1
+        scaled = run.precision.scaled and math.isfinite(loss)
+        often = not scaled and state.skipped > max(FEW, SHARE * step)
+        again = state.skipped_last >= min(HALVINGS if scaled else IN_A_ROW, run.steps)
+        lost = not all(local(one).isfinite().all() for one in run.model.parameters())  # nothing cures that
+        if run.world.any(often or again or lost):
+            run.seed(step)  # the optimizer did not step: the weights are still those before it
+            work = run.model, batches, step, run.precision, run.plan, run.task.objective, run.world
+            why = faults.diagnose(*work, split_loss=None if run.empty is None else run.loss)
+            raise TrainingError(f"{why} ({state.skipped:,} of {step:,} steps were not finite)")
+        self.on_event(Skipped(step, loss, norm, state.skipped))
 
     def tick(self) -> None:
         """Add the time since the last tick to that of the run."""

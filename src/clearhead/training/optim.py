@@ -123,7 +123,7 @@ def step_if_finite(
         found: list[float] = numbers.tolist()
         if math.isfinite(found[-1]):
             scaler.step(optimizer)
-            scaler.update()
+        scaler.update()  # also where the step is skipped: the scaler would not unscale again before
         return lambda: found
     read = read_later(numbers)
     step_unless(optimizer, ~numbers[-1].isfinite())

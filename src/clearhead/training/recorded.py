@@ -52,11 +52,11 @@ def size_of(batch: Batch) -> Size:
 def recordable(run: TrainingRun) -> bool:
     """Return True if steps can be recorded, as far as that is known before the first one."""
     config = run.model.config
-    return (
+    return bool(
         run.precision.device.type == "cuda"
         and run.world.mesh is None
         and not (run.precision.scaled or run.plan.checkpointing)
-        and isinstance(run.optimizer, torch.optim.AdamW)
+        and run.optimizer.defaults.get("fused")  # which skips a step by itself; Muon and Adafactor cannot
         and not config.n_experts
         and config.depth_capacity == 1
         and run.task.objective in (None, CLASSES, TAGGED)

@@ -46,6 +46,7 @@ class Trained:
     metrics: dict[str, float]  # of the best validation, and its step
     reason: Reason
     command: str = ""  # `clearhead` and this uses the model on an example from the data
+    skipped: int = 0  # steps that were not taken, because loss or gradient was not finite
 
 
 def train(
@@ -218,11 +219,11 @@ def _finish(run: TrainingRun, on_event: OnEvent, stop: Callable[[], bool]) -> Tr
             run.saver.finish(tell, wait=True)
         run.world.meet()  # the links are moved
         chosen, metrics = _chosen(run, reason)
-        tell(Finished(run.folder, state.step, state.seconds, metrics, reason))
+        tell(Finished(run.folder, state.step, state.seconds, metrics, reason, state.skipped))
     use = command_to_try(run.task, run.example, chosen, run.folder) if reason != "stopped" else ""
     if first and reason != "stopped":
         leave_card(run, chosen, metrics, use)
-    return Trained(chosen, run.folder, state.step, metrics, reason, use)
+    return Trained(chosen, run.folder, state.step, metrics, reason, use, state.skipped)
 
 
 def _chosen(run: TrainingRun, reason: Reason) -> tuple[Model, dict[str, float]]:

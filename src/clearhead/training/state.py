@@ -50,6 +50,8 @@ class State:
     scale: float | None = None  # of the loss, in float16
     scale_age: int = 0  # steps since it was last changed
     stale: int = 0  # validations since the best one
+    skipped: int = 0  # steps that were not taken, because loss or gradient was not finite
+    skipped_last: int = 0  # how many of them are the last ones, in a row
     validations: list[dict[str, float]] = field(default_factory=list)
 
     def best(self, metric: str, larger: bool, count: int = 1) -> list[int]:
