@@ -23,7 +23,6 @@ from clearhead.fast.native import Pointers
 from clearhead.quant.grid import Grid, nearest_codes
 from clearhead.quant.layers import QuantizedLinear
 
-WAYS = {"this processor's": (), "AVX2": ("-mno-avx512f",), "plain loops": ("-DPLAIN",)}
 GRIDS = {"int8": Grid(8, 32), "int4": Grid(4, 32), "int4 with offsets": Grid(4, 32, symmetric=False)}
 
 
@@ -35,12 +34,11 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    compiler, on_x86 = shutil.which("cc"), "fma" in library._processor()
+    compiler = shutil.which("cc")
     assert compiler and library.library() is not None
     ways = {
-        name: library.opened(compiler, *flags)
-        for name, flags in WAYS.items()
-        if on_x86 or "-mno-avx512f" not in flags
+        name or "this processor's": library.opened(compiler, *library.allowed(name))
+        for name in ("", *library.limits())
     }
     layer = torch.nn.Linear(options.size[1], options.size[0], bias=False)
     layers = {"float32": layer}

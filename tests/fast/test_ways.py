@@ -1,10 +1,13 @@
 """Each way that `step.c` can be compiled, for one processor or another, gives the numbers of the others."""
 
+import os
 import shutil
+import subprocess
 
 import pytest
 import torch
 
+from clearhead.errors import InputError
 from clearhead.fast import library, native
 from clearhead.fast.native import NativeLinear, NativeQuantized
 from clearhead.fast.parts import like
@@ -16,20 +19,21 @@ pytestmark = pytest.mark.skipif(
 )
 
 GRIDS = [Grid(8, 32), Grid(4, 32), Grid(4, 64, False), Grid(8, 128, False)]
-X86 = "fma" in library._processor()
-# By name, the flags and whether products and sums are fused as in the processor's own way.
-WAYS = {"plain loops": (["-DPLAIN"], True)}
-if X86:
-    without = {"AVX-512 without VNNI": (["-mno-avx512vnni"], True)}
-    WAYS |= {"AVX2": (["-mno-avx512f"], True), "SSE": (["-mno-avx"], False), **without}
+FUSED = {"fma", "asimd"} & set(library._processor().split())  # products and sums are rounded once
+# By name, the flags and whether products and sums are fused.
+WAYS = {name: (library.allowed(name), name != "plain") for name in library.limits()}
+WAYS["plain loops"] = ("-march=native", "-DPLAIN"), True
+if "fma" in FUSED:
+    WAYS["AVX-512 without VNNI"] = ("-march=native", "-mno-avx512vnni"), True
 WIDTHS = [(5, 33), (64, 172), (9, 64), (36, 96), (67, 320)]
 
 
 @pytest.fixture(params=WAYS)
 def way(request):
     """Functions compiled in another way, and whether their bits are those of the library."""
-    flags, same = WAYS[request.param]
-    return library.opened(shutil.which("cc"), *flags), same
+    flags, fused = WAYS[request.param]
+    here = os.environ.get(library.LIMIT) != "plain" or "asimd" in FUSED
+    return library.opened(shutil.which("cc"), *flags), (fused or "asimd" in FUSED) == here
 
 
 def by(way, monkeypatch, layer, x):
@@ -74,3 +78,34 @@ def test_products_in_float32(way, width, monkeypatch):
         for rows in (*range(1, 10), 24, 37, 64):
             theirs = by(functions, monkeypatch, fast, x[:rows])
             assert (theirs - layer(x[:rows])).abs().max() <= 2e-6 * width[1] ** 0.5
+            exact = torch.nn.functional.linear(x[:rows].double(), layer.weight.double(), layer.bias.double())
+            assert (theirs - exact).abs().max() <= 2e-6 * width[1] ** 0.5
+
+
+@pytest.mark.parametrize("wrong", ["avx3", "AVX2", "sse", *({"neon", "avx2"} - set(library.limits()))])
+def test_a_limit_that_is_not_to_be_had_is_refused_by_name(wrong, monkeypatch):
+    monkeypatch.setenv(library.LIMIT, wrong)
+    for reading in (library.library, library.compiled_before):
+        reading.cache_clear()
+        with pytest.raises(InputError, match=f"CLEARHEAD_CPU='{wrong}' .* this machine has .*plain"):
+            reading()
+
+
+@pytest.mark.parametrize("limit", ["", *library.limits()])
+def test_under_a_limit_nothing_more_is_compiled(limit, monkeypatch, tmp_path):
+    """The compiler says what it may use, and each limit has a place of its own in the cache."""
+    monkeypatch.setenv(library.LIMIT, limit)
+    compiler, flags = shutil.which("cc"), library.allowed()
+    asked = subprocess.run([compiler, *flags, "-dM", "-E", "-"], input="", capture_output=True, text=True)
+    macros = {line.split()[1] for line in asked.stdout.splitlines()}
+    beyond = {
+        "avx512": {"__AVX512BF16__", "__AMX_TILE__", "__AVX512FP16__"},
+        "avx2": {"__AVX512F__", "__AVXVNNI__", "__AMX_TILE__"},
+        "plain": {"__AVX__", "__FMA__", "__ARM_FEATURE_DOTPROD", "__ARM_FEATURE_SVE"},
+        "neon": {"__ARM_FEATURE_DOTPROD", "__ARM_FEATURE_BF16", "__ARM_FEATURE_SVE"},
+    }
+    assert not macros & beyond.get(limit, set())
+    assert ("PLAIN" in macros) == (limit == "plain")
+    assert limit != "avx512" or {"__AVX512VNNI__", "__AVX512BW__", "__AVX512VL__"} <= macros
+    places = {library._place(compiler, library.allowed(each)) for each in ("", *library.limits())}
+    assert len(places) == 1 + len(library.limits())

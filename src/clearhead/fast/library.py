@@ -19,16 +19,35 @@ from typing import Any
 import torch
 from torch import nn
 
+from clearhead.errors import nearest, refuse
+
 SOURCE = Path(__file__).with_name("step.c")
 INCLUDED = [SOURCE.with_name(f"{name}.h") for name in ("turn", "panels", "quantized", "best")]
 # Comparisons set no flags that anyone reads: without them loops with a choice become vectors.
-FLAGS = ("-O3", "-march=native", "-fno-trapping-math", "-shared", "-fPIC")
+FLAGS = ("-O3", "-fno-trapping-math", "-shared", "-fPIC")
 OFF = "CLEARHEAD_NATIVE"  # in the environment: 0 leaves the library out
+LIMIT = "CLEARHEAD_CPU"  # in the environment: a name of LIMITS, the most that the library may use
+# By processor and name: the flags of the compiler, and what the processor must have.
+LIMITS: dict[str, dict[str, tuple[tuple[str, ...], set[str]]]] = {
+    "x86_64": {
+        "avx512": (
+            ("-march=x86-64-v4", "-mavx512vnni", "-mtune=native"),
+            {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512_vnni"},
+        ),
+        "avx2": (("-march=x86-64-v3", "-mtune=native"), {"avx2", "fma", "bmi1", "bmi2", "f16c", "movbe"}),
+        "plain": (("-march=x86-64", "-DPLAIN"), set()),
+    },
+    "aarch64": {
+        "neon": (("-march=armv8-a", "-mtune=native"), {"asimd"}),
+        "plain": (("-march=armv8-a", "-DPLAIN"), set()),
+    },
+}
 
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """Return the compiled functions; None where they cannot be had."""
+    flags = allowed()
     if os.environ.get(OFF) == "0" or torch.backends.mps.is_available() or os.name != "posix":
         return None
     threads, compiler = _openmp(), shutil.which(os.environ.get("CC", "cc"))
@@ -36,7 +55,7 @@ def library() -> ctypes.CDLL | None:
         return None
     try:
         ctypes.CDLL(threads, mode=ctypes.RTLD_GLOBAL)  # loaded already: its names become visible
-        found = opened(compiler)
+        found = opened(compiler, *flags)
     except (OSError, RuntimeError, subprocess.SubprocessError):
         return None
     return found if _agrees(found) else None
@@ -47,13 +66,31 @@ def compiled_before() -> ctypes.CDLL | None:
     """Return `library()` where it need not be compiled first: opening a file does not wait for that."""
     compiler = shutil.which(os.environ.get("CC", "cc"))
     try:
-        return library() if compiler and _place(compiler, FLAGS).exists() else None
+        return library() if compiler and _place(compiler, (*FLAGS, *allowed())).exists() else None
     except (OSError, RuntimeError):
         return None
 
 
+def limits() -> list[str]:
+    """Return the names of the limits that this processor can be put under, the widest first."""
+    has = set(_processor().split())
+    return [name for name, (_, needed) in LIMITS.get(platform.machine(), {}).items() if needed <= has]
+
+
+def allowed(limit: str | None = None) -> tuple[str, ...]:
+    """Return the compiler's flags under a limit, by default that of the environment: all the machine has."""
+    limit = os.environ.get(LIMIT, "") if limit is None else limit
+    if not limit:
+        return ("-march=native",)
+    known = {name for each in LIMITS.values() for name in each}
+    ways = f"this machine has {', '.join(limits()) or 'none'}; unset, all that it has is used"
+    refuse(limit not in known, f"{LIMIT}={limit!r} is no limit{nearest(limit, known)}: {ways}")
+    refuse(limit not in limits(), f"{LIMIT}={limit!r} is not to be had: {ways}")
+    return LIMITS[platform.machine()][limit][0]
+
+
 def opened(compiler: str, *flags: str) -> ctypes.CDLL:
-    """Return the functions as compiled with `flags` more, such as -DPLAIN for plain loops."""
+    """Return the functions as compiled with these flags, such as those of `allowed`."""
     found = ctypes.CDLL(str(_built(compiler, (*FLAGS, *flags))))
     found.clearhead_blocks.argtypes = (c_void_p, c_int64)
     found.clearhead_linear.argtypes = (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64)
@@ -114,7 +151,7 @@ def _sources() -> list[str]:
 
 
 def _processor() -> str:
-    """Describe the processor that `-march=native` means."""
+    """Describe the processor that `native` means."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
