@@ -153,7 +153,8 @@ def batch(
 ) -> None:
     """Answer a file of requests: OpenAI's batch lines, or bodies of completions and chats.
 
-    Broken off and started again, it goes on with the rows that have no answer yet.
+    Broken off and started again, it goes on with the rows that have no answer yet. A file that holds anything
+    but answers, or answers to other requests under the same names, is refused and left as it is.
 
     For example:
       clearhead batch my-model/ requests.jsonl answers.jsonl
@@ -163,19 +164,21 @@ def batch(
     refuse(not requests.is_file(), f"{requests} is not a file: name one with a request on each line")
     refuse(ray < 0, f"--ray {ray} is no number of engines: give 1 or more, or 0 for none")
     try:
-        from clearhead.serve.batch import run_batch
+        from clearhead.serve.batch import check_files, model_fingerprint, run_batch
         from clearhead.serve.shards import run_on_ray
     except ImportError:
         raise MissingExtraError("batch needs FastAPI: pip install 'clearhead[serve]'") from None
     from clearhead.serve.limits import Limits
 
     limits = Limits(step_tokens, max_running, sys.maxsize, sys.maxsize, cache_tokens=cache_tokens)
+    check_files(requests, answers)  # before a model is loaded
+    model = model_fingerprint(folder, dtype)
     if ray:
         options = {"device": device, **({} if dtype is None else {"dtype": dtype})}
-        written = run_on_ray(folder, limits, options, requests, answers, ray)
+        written = run_on_ray(folder, limits, options, requests, answers, ray, model)
     else:
         engine = _engine(folder, limits, device, dtype)
-        written = run_batch(engine, folder.resolve().name, requests, answers)
+        written = run_batch(engine, folder.resolve().name, requests, answers, model)
     count = sum(1 for _ in written)
     print_notes([f"{count} answers added to {answers}"])
 
