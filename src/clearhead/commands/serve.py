@@ -69,6 +69,10 @@ def serve(
     log_prompts: Annotated[
         bool, option("write what is asked to stderr, a line each; else nothing of it is written anywhere")
     ] = False,
+    share_prefix_cache: Annotated[
+        bool,
+        option("share cached prefixes between API keys too: cached_tokens then tells what others have asked"),
+    ] = False,
     device: Device = "cpu",
     dtype: Dtype = None,
 ) -> None:
@@ -125,7 +129,8 @@ def serve(
     if log_prompts:
         logging.basicConfig(level=logging.WARNING)
         logging.getLogger("clearhead.serve").setLevel(logging.INFO)
-    app = make_server(engines, host, keys, drain, found, page or is_loopback(host), log_prompts)
+    shown = page or is_loopback(host)
+    app = make_server(engines, host, keys, drain, found, shown, log_prompts, share_prefix_cache)
     Connection.most = connections_allowed()
     config = uvicorn.Config(
         app,
@@ -135,7 +140,7 @@ def serve(
         http=Connection,
     )
     sys.setswitchinterval(0.0005)  # seconds for which the engine's thread may keep the loop's from running
-    ServerBehind(config, host, listening, list(engines.values())).run()
+    ServerBehind(config, host, listening, list(engines.values()), keys).run()
 
 
 def batch(
