@@ -47,6 +47,8 @@ def run(m, given: Path, out: Path, torn_after: int | None) -> None:
     def dumps(line: dict, **named) -> str:
         nonlocal left
         text = json.dumps(line, **named)
+        if "response" not in line:  # no line of the file, but what a fingerprint is made of
+            return text
         left = None if left is None else left - 1
         if left is not None and left < 0:
             with out.open("a") as file:

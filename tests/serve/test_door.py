@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
 import threading
 import time
+from contextlib import contextmanager
 
 import pytest
 import uvicorn
@@ -25,14 +27,14 @@ pytestmark = pytest.mark.skipif(
 ASK = b'{"prompt": "Hi", "max_tokens": 3, "temperature": 0}'
 
 
-@pytest.fixture
-def server(byte_tokenizer):
+@contextmanager
+def behind(tokenizer, keys=()):
     """A server behind a door, of an engine that takes no steps by itself."""
-    engine = ServeEngine(mixes.model("learned", byte_tokenizer), Limits(running=1, waiting=1))
+    engine = ServeEngine(mixes.model("learned", tokenizer), Limits(running=1, waiting=1))
     engine.start = lambda: None
-    app = make_server({"m": engine}, drain=0.0)
+    app = make_server({"m": engine}, drain=0.0, keys=keys)
     config = uvicorn.Config(app, log_level="error", lifespan="on", http=Connection)
-    server = ServerBehind(config, "127.0.0.1", bind("127.0.0.1", 0), [engine])
+    server = ServerBehind(config, "127.0.0.1", bind("127.0.0.1", 0), [engine], keys)
     server.port, server.engine = server.listening.getsockname()[1], engine
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
@@ -46,9 +48,17 @@ def server(byte_tokenizer):
         socket.create_connection(("127.0.0.1", server.port), 5).close()
 
 
-def told(port: int, line: str, body: bytes = b"", host: str = "127.0.0.1", pieces: int = 1) -> bytes:
+@pytest.fixture
+def server(byte_tokenizer):
+    with behind(byte_tokenizer) as server:
+        yield server
+
+
+def told(
+    port: int, line: str, body: bytes = b"", host: str = "127.0.0.1", pieces: int = 1, more: str = ""
+) -> bytes:
     """Send a request, in one piece or several, and return all that comes back."""
-    head = f"{line} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    head = f"{line} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nConnection: close\r\n{more}"
     raw = f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
     with socket.create_connection(("127.0.0.1", port), 20) as one:
         for number in range(pieces):
@@ -112,3 +122,88 @@ def test_without_its_door_the_server_listens_itself(server):
             break
         time.sleep(0.05)
     assert told(server.port, "GET /health").startswith(b"HTTP/1.1 200 ")
+
+
+@contextmanager
+def stepping(engine: ServeEngine):
+    """Take the engine's steps in a thread."""
+    ended = threading.Event()
+    stepped = threading.Thread(target=lambda: [engine.step() for _ in iter(lambda: ended.wait(0.005), True)])
+    stepped.start()
+    yield
+    ended.set()
+    stepped.join()
+
+
+def flood(port: int, raw: bytes, count: int = 40) -> list[socket.socket]:
+    """Send the same bytes over so many connections, and leave them open."""
+    made = [socket.create_connection(("127.0.0.1", port), 20) for _ in range(count)]
+    for one in made:
+        one.sendall(raw)
+    return made
+
+
+def head_of(body: bytes, *more: str, length: int | None = None) -> bytes:
+    lines = ["POST /v1/completions HTTP/1.1", "Host: 127.0.0.1", "Content-Type: application/json", *more]
+    return "\r\n".join([*lines, f"Content-Length: {length or len(body)}", "", ""]).encode() + body
+
+
+KEY = "Authorization: Bearer right"
+WRONG = {
+    "no key": head_of(ASK),
+    "wrong key": head_of(ASK, "Authorization: Bearer wrong"),
+    "wrong scheme": head_of(ASK, "Authorization: Foo right"),
+    "two keys": head_of(ASK, KEY, "Authorization: Bearer wrong"),
+    "no key, half a body": head_of(ASK[:5], length=50),
+    "half a body": head_of(ASK[:5], KEY, length=50),
+    "half a long body": head_of(ASK[:5], KEY, length=1_000_000),
+    "no body": head_of(b"", KEY, length=50),
+    "half a head": head_of(ASK, KEY).partition(b"Content-Length")[0],
+    "no JSON": head_of(b"x" * 20, KEY),
+    "no model of this name": head_of(ASK[:-1] + b', "model": "other"}', KEY),
+    "no such field": head_of(ASK[:-1] + b', "other": 1}', KEY),
+    "too long": head_of(b'{"prompt": "%s"}' % (b"x" * 1000), KEY),
+}
+
+
+def test_only_work_that_can_be_done_takes_room_from_others(byte_tokenizer):
+    """40 of each at once, where 2 requests may be on their way; then one that is right is served."""
+    with behind(byte_tokenizer, ["right"]) as server:
+        for name, raw in WRONG.items():
+            opened = flood(server.port, raw)
+            # The door is patient with half a request; what it counts, it would count for two seconds.
+            time.sleep(0.3 if "half" in name or name == "no body" else 0.05)
+            with stepping(server.engine):
+                found = told(server.port, "POST /v1/completions", ASK, more=f"{KEY}\r\n")
+            for one in opened:
+                one.close()
+            assert found.startswith(b"HTTP/1.1 200 "), (name, found)
+        # While there is no room, a wrong key is told that it is wrong, and a right one to come again.
+        jobs = [server.engine.submit([20, 21], {"max_new_tokens": 2}) for _ in range(2)]
+        assert told(server.port, "POST /v1/completions", ASK).startswith(b"HTTP/1.1 401 ")
+        refused = told(server.port, "POST /v1/completions", ASK, more=f"{KEY}\r\n")
+        assert refused.startswith(b"HTTP/1.1 429 ")
+        while server.engine.busy:
+            server.engine.step()
+        assert all(job.done for job in jobs)
+
+
+def test_work_on_its_way_counts(byte_tokenizer):
+    """The server's loop is asleep: of a burst as many are handed over as there is room for."""
+    with behind(byte_tokenizer, ["right"]) as server:
+        awake = threading.Event()
+        server.loop.call_soon_threadsafe(awake.wait, 20)
+        opened = flood(server.port, head_of(ASK, KEY), 10)
+        time.sleep(0.3)
+        refused = 0
+        for one in opened:
+            one.settimeout(0.1)
+            with contextlib.suppress(TimeoutError):
+                refused += one.recv(100).startswith(b"HTTP/1.1 429 ")
+        awake.set()
+        assert refused == 8
+        time.sleep(0.2)
+        for one in opened:
+            one.close()
+        while server.engine.busy:
+            server.engine.step()

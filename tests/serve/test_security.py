@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import io
 import json
@@ -194,9 +195,53 @@ def test_every_key_is_compared_whatever_is_sent(address, monkeypatch):
     for given, status in (("one", 200), ("two", 200), ("o", 401), ("", 401), ("x" * 5000, 401), ("é", 401)):
         compared.clear()
         assert call(address, "/v1/models", Authorization=f"Bearer {given}")[0] == status
-        assert compared == [b"one", b"two", "schlüssel".encode()]
+        assert compared == [hashlib.sha256(key.encode()).digest() for key in ("one", "two", "schlüssel")]
     assert call(address, "/v1/models")[0] == 401
     assert call(address, "/metrics")[0] == 401
+
+
+@pytest.mark.parametrize(
+    ("given", "status"),
+    [
+        *((f"{scheme} one", 200) for scheme in ("Bearer", "bearer", "BEARER")),
+        ("Bearer  one", 200),
+        ("Basic OnR3bw==", 200),  # a browser's, of no name and the key two
+        ("basic YW55OnR3bw==", 200),
+        *(
+            (f"{scheme} one", 401)
+            for scheme in ("Foo", "Token", "Basic", "Digest", "Bearer:", "Bearerone", "")
+        ),
+        *(
+            (text, 401)
+            for text in ("one", "Bearer", "Bearer ", "Bearer one two", "Bearer one,", "Bearer\tone")
+        ),
+    ],
+)
+def test_a_key_comes_by_a_scheme_that_is_known(address, given, status):
+    assert call(address, "/v1/models", Authorization=given)[0] == status
+
+
+def cached(at: str, path: str, body: dict, key: str) -> int:
+    status, _, found = call(at, path, body, Authorization=f"Bearer {key}")
+    assert status == 200, found
+    return found["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def test_cached_prefixes_are_shared_within_a_key_alone(writer):
+    chat = {"messages": [{"role": "user", "content": "a secret of forty letters or somewhat more"}]}
+    bodies = {"/v1/completions": {"prompt": chat["messages"][0]["content"]}, "/v1/chat/completions": chat}
+    limits = Limits(block=8)
+    with serving({"m": ServeEngine(writer, limits)}, keys=["one", "two"]) as at:
+        for path, body in bodies.items():
+            body = body | {"max_tokens": 1}
+            assert cached(at, path, body, "one") == 0
+            assert cached(at, path, body, "one") >= 40
+            assert cached(at, path, body, "two") == 0  # it tells nothing of what the other one has asked
+            assert cached(at, path, body, "two") >= 40
+            assert cached(at, path, body | {"cache_salt": "x"}, "one") == 0
+    with serving({"m": ServeEngine(writer, limits)}, keys=["one", "two"], share_prefix_cache=True) as at:
+        body = bodies["/v1/completions"] | {"max_tokens": 1}
+        assert [cached(at, "/v1/completions", body, key) for key in ("one", "two")] == [0, 40]
 
 
 @pytest.mark.parametrize(

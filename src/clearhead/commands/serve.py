@@ -69,6 +69,10 @@ def serve(
     log_prompts: Annotated[
         bool, option("write what is asked to stderr, a line each; else nothing of it is written anywhere")
     ] = False,
+    share_prefix_cache: Annotated[
+        bool,
+        option("share cached prefixes between API keys too: cached_tokens then tells what others have asked"),
+    ] = False,
     device: Device = "cpu",
     dtype: Dtype = None,
 ) -> None:
@@ -125,7 +129,8 @@ def serve(
     if log_prompts:
         logging.basicConfig(level=logging.WARNING)
         logging.getLogger("clearhead.serve").setLevel(logging.INFO)
-    app = make_server(engines, host, keys, drain, found, page or is_loopback(host), log_prompts)
+    shown = page or is_loopback(host)
+    app = make_server(engines, host, keys, drain, found, shown, log_prompts, share_prefix_cache)
     Connection.most = connections_allowed()
     config = uvicorn.Config(
         app,
@@ -135,7 +140,7 @@ def serve(
         http=Connection,
     )
     sys.setswitchinterval(0.0005)  # seconds for which the engine's thread may keep the loop's from running
-    ServerBehind(config, host, listening, list(engines.values())).run()
+    ServerBehind(config, host, listening, list(engines.values()), keys).run()
 
 
 def batch(
@@ -153,7 +158,8 @@ def batch(
 ) -> None:
     """Answer a file of requests: OpenAI's batch lines, or bodies of completions and chats.
 
-    Broken off and started again, it goes on with the rows that have no answer yet.
+    Broken off and started again, it goes on with the rows that have no answer yet. A file that holds anything
+    but answers, or answers to other requests under the same names, is refused and left as it is.
 
     For example:
       clearhead batch my-model/ requests.jsonl answers.jsonl
@@ -163,19 +169,21 @@ def batch(
     refuse(not requests.is_file(), f"{requests} is not a file: name one with a request on each line")
     refuse(ray < 0, f"--ray {ray} is no number of engines: give 1 or more, or 0 for none")
     try:
-        from clearhead.serve.batch import run_batch
+        from clearhead.serve.batch import check_files, model_fingerprint, run_batch
         from clearhead.serve.shards import run_on_ray
     except ImportError:
         raise MissingExtraError("batch needs FastAPI: pip install 'clearhead[serve]'") from None
     from clearhead.serve.limits import Limits
 
     limits = Limits(step_tokens, max_running, sys.maxsize, sys.maxsize, cache_tokens=cache_tokens)
+    check_files(requests, answers)  # before a model is loaded
+    model = model_fingerprint(folder, dtype)
     if ray:
         options = {"device": device, **({} if dtype is None else {"dtype": dtype})}
-        written = run_on_ray(folder, limits, options, requests, answers, ray)
+        written = run_on_ray(folder, limits, options, requests, answers, ray, model)
     else:
         engine = _engine(folder, limits, device, dtype)
-        written = run_batch(engine, folder.resolve().name, requests, answers)
+        written = run_batch(engine, folder.resolve().name, requests, answers, model)
     count = sum(1 for _ in written)
     print_notes([f"{count} answers added to {answers}"])
 

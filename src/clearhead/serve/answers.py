@@ -29,12 +29,13 @@ DEFAULT_TOKENS = 16  # of a completion, as OpenAI's
 LOOK = 0.2  # seconds between two looks at whether the client is still there
 
 
-def completion(engine: ServeEngine, name: str, body: CompletionBody) -> "ServedTexts":
-    """Return what a body of `/v1/completions` asks for."""
+def completion(engine: ServeEngine, name: str, body: CompletionBody, owner: str = "") -> "ServedTexts":
+    """Return what a body of `/v1/completions` asks for; one `owner` shares its cached prefixes."""
     most = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
     refuse(most == 0 and not body.echo, "max_tokens 0 writes nothing: ask for 1 or more, or for echo")
     refuse(engine.m.tokenizer is None, "this model has no tokenizer: it cannot be served as text")
-    asked = Asked(body.cache_salt or "", body.logprobs if body.echo else None, most == 0, body.seconds)
+    salt = f"{owner}:{body.cache_salt or ''}"
+    asked = Asked(salt, body.logprobs if body.echo else None, most == 0, body.seconds)
     asked = replace(asked, inside=tuple(body.inside or ()), adapter=name if name in engine.adapters else "")
     options, seeds = body.options(max(1, most)), body.seeds(body.n or 1)
     return ServedTexts(
@@ -42,8 +43,8 @@ def completion(engine: ServeEngine, name: str, body: CompletionBody) -> "ServedT
     )
 
 
-def conversation(engine: ServeEngine, name: str, body: ChatBody) -> "ServedTexts":
-    """Return what a body of `/v1/chat/completions` asks for."""
+def conversation(engine: ServeEngine, name: str, body: ChatBody, owner: str = "") -> "ServedTexts":
+    """Return what a body of `/v1/chat/completions` asks for; one `owner` shares its cached prefixes."""
     refuse(
         body.max_tokens is not None and body.max_completion_tokens is not None,
         "max_tokens and max_completion_tokens are the same: give one of them",
@@ -52,7 +53,8 @@ def conversation(engine: ServeEngine, name: str, body: ChatBody) -> "ServedTexts
     ids, options = turn_of(engine.m, body.messages, body.chat_template_kwargs or {}, body.options(most))
     options["max_new_tokens"] = most or max(1, engine.longest - len(ids))
     adapter = name if name in engine.adapters else ""
-    asked = Asked(body.cache_salt or "", None, False, body.seconds, adapter, tuple(body.inside or ()))
+    salt = f"{owner}:{body.cache_salt or ''}"
+    asked = Asked(salt, None, False, body.seconds, adapter, tuple(body.inside or ()))
     return ServedTexts(engine, name, True, [ids], options, body.seeds(body.n or 1), asked, body.best)
 
 

@@ -19,7 +19,7 @@ from clearhead.errors import BusyError, ClearheadError, InputError, nearest, ref
 from clearhead.serve import protocol, vectors
 from clearhead.serve.answers import LOOK, ServedTexts, completion, conversation, error_body, token_text
 from clearhead.serve.engine import ServeEngine
-from clearhead.serve.guard import Guard
+from clearhead.serve.guard import OWNER, Guard
 from clearhead.serve.metrics import Metrics
 from clearhead.serve.page import add_page
 from clearhead.serve.passages import ServedPassages
@@ -38,11 +38,14 @@ def make_server(
     passages: ServedPassages | None = None,
     page: bool = False,
     log_prompts: bool = False,
+    share_prefix_cache: bool = False,
 ) -> FastAPI:
     """Return the routes for models by name; the first is the one a request without a name gets.
 
     `page`: show what is done at /, and what was asked and answered in the explorer. `log_prompts`: write what
     is asked to the log `clearhead.serve`, a line of JSON for each request; else nothing of it is written.
+    `share_prefix_cache`: requests with different keys share cached prefixes too; else a request finds those
+    of its own key alone, since how many of its tokens were cached tells what others have asked.
     """
     metrics = Metrics()
     named = {**engines, **{name: engine for engine in engines.values() for name in engine.adapters}}
@@ -60,7 +63,7 @@ def make_server(
     app = FastAPI(
         title="clearhead", version=version("clearhead"), lifespan=life, docs_url=None, redoc_url=None
     )
-    app.add_middleware(Guard, host=host, keys=keys)
+    app.add_middleware(Guard, host=host, keys=keys, settle=next(iter(engines.values())).settle)
 
     @app.exception_handler(RequestValidationError)
     async def wrong_body(request: Request, error: RequestValidationError) -> Response:
@@ -94,6 +97,9 @@ def make_server(
             texts = [engine.m.decode(one) if coded else one for one, coded in zip(inputs, ids)]
             LOG.info("%s", json.dumps({"prompts": texts}))  # escaped: a prompt is never a line of its own
 
+    def owner_of(request: Request) -> str:
+        return "" if share_prefix_cache else str(request.scope.get(OWNER, ""))
+
     async def cite(engine: ServeEngine, body: Any) -> dict[str, Any]:
         return {} if passages is None else {"passages": await run_in_threadpool(passages.put, engine, body)}
 
@@ -113,14 +119,14 @@ def make_server(
         name, engine = engine_of(body.model)
         engine.check_room()  # before anything is encoded
         cited = await cite(engine, body)
-        return await answered(completion(engine, name, body), body, request, cited)
+        return await answered(completion(engine, name, body, owner_of(request)), body, request, cited)
 
     @app.post("/v1/chat/completions")
     async def chat(body: protocol.ChatBody, request: Request) -> Response:
         name, engine = engine_of(body.model)
         engine.check_room()
         cited = await cite(engine, body)
-        choices = await run_in_threadpool(conversation, engine, name, body)
+        choices = await run_in_threadpool(conversation, engine, name, body, owner_of(request))
         return await answered(choices, body, request, cited)
 
     async def read(engine: ServeEngine, inputs: Sequence[Any], run: Any, request: Request) -> Sequence[Any]:

@@ -9,14 +9,14 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import uvicorn
 
 from clearhead.explorer.app import allowed_names
-from clearhead.serve.door import ENGINE
+from clearhead.serve.door import ENGINE, key_digest
 from clearhead.serve.engine import STALLED, ServeEngine
 
 DOOR = Path(__file__).with_name("door.py")
@@ -26,9 +26,15 @@ class ServerBehind(uvicorn.Server):
     """uvicorn's server, whose connections are accepted by a process of its own where the system allows it."""
 
     def __init__(
-        self, config: uvicorn.Config, host: str, listening: socket.socket, engines: Sequence[ServeEngine]
+        self,
+        config: uvicorn.Config,
+        host: str,
+        listening: socket.socket,
+        engines: Sequence[ServeEngine],
+        keys: Collection[str] = (),
     ) -> None:
         super().__init__(config)
+        self.keys = keys
         self.host, self.listening, self.engines = host, listening, engines
         self.control: socket.socket | None = None
         self.door: subprocess.Popen[bytes] | None = None
@@ -52,9 +58,15 @@ class ServerBehind(uvicorn.Server):
                 engine.sign = Sign(memory, number, engine)
             given = (self.listening.fileno(), theirs.fileno(), file.fileno())
             names = allowed_names(self.host)
+            keys = [key_digest(key.encode()).hex() for key in self.keys]
+            settings = {"names": None if names is None else sorted(names), "keys": keys}
             command = [sys.executable, "-I", "-S", str(DOOR), *map(str, given)]
-            command.append(json.dumps(None if names is None else sorted(names)))
-            self.door = subprocess.Popen(command, pass_fds=given, start_new_session=True)
+            self.door = subprocess.Popen(
+                command, stdin=subprocess.PIPE, pass_fds=given, start_new_session=True
+            )
+            assert self.door.stdin is not None
+            with self.door.stdin as pipe:
+                pipe.write(json.dumps(settings).encode())
         theirs.close()
         self.loop.add_reader(self.control, self._take)
 

@@ -1,18 +1,23 @@
 """The door: a small process in front of the server, which answers at once however busy that is.
 
 It listens, looks at the first bytes of each connection, and answers two kinds of requests by itself: /health,
-and work that there is no room for. Every other connection is handed to the server as it came, unread. What it
-must know of the engines stands in memory that both processes see. The server's own threads share one lock of
-the interpreter with the engines, and a thread that holds it may be off the processor; this process has no
-such thread.
+and work that there is no room for. Every other connection is handed to the server as it came, unread. Only a
+request with a valid key whose body is all here counts as work on its way: nobody else can fill the server.
+What it must know of the engines stands in memory that both processes see. The server's own threads share one
+lock of the interpreter with the engines, and a thread that holds it may be off the processor; this process
+has no such thread.
 
-    python door.py LISTENING CONTROL STATE NAMES
+    python door.py LISTENING CONTROL STATE < SETTINGS
 
-The first three are file descriptors. NAMES are the names that the server answers to, as JSON; null: any. This
-file needs nothing but the standard library, and ends when the server does.
+The three are file descriptors. SETTINGS are JSON, and not arguments, which others on this machine can list:
+`names`, those that the server answers to, or null for any; `keys`, the SHA-256 of each API key. This file
+needs nothing but the standard library, and ends when the server does.
 """
 
+import base64
 import contextlib
+import hashlib
+import hmac
 import json
 import math
 import mmap
@@ -21,14 +26,14 @@ import socket
 import struct
 import sys
 import time
-from collections import deque
-from collections.abc import Collection
+from collections import defaultdict, deque
+from collections.abc import Collection, Mapping, Sequence
 
 # Of an engine: when it counts as ill, by `time.monotonic()`; how many requests there is room for; how many it
 # has let in or refused so far.
 ENGINE = struct.Struct("ddd")
-HEAD = 8192  # bytes of a request that are looked at
-PATIENCE = 0.25  # seconds for the first bytes; a connection that says nothing is the server's
+SEEN = 32_768  # bytes of a request that are looked at; the server counts larger ones itself
+PATIENCE = 0.25  # seconds for a request to be all here; what is slower is the server's, and does not count
 FAREWELL = 1.0  # seconds in which a client that was refused may still send
 DECIDED = (
     2.0  # seconds after which a request that was handed over counts as decided, whatever the engine says
@@ -47,14 +52,51 @@ def answer(status: bytes, body: bytes, more: bytes = b"") -> bytes:
     return head % (status, len(body)) + more + b"\r\n" + body
 
 
-def host_of(head: bytes) -> str | None:
-    """Return the one name in the Host header; None where there is none, or a page of another server asks."""
-    lines = [line.partition(b":") for line in head.split(b"\r\n")[1:]]
-    found = [value.strip() for name, _, value in lines if name.lower() == b"host"]
-    if len(found) != 1 or any(name.lower() == b"origin" for name, _, _ in lines):
+def key_digest(key: bytes) -> bytes:
+    """Return what is kept of an API key: enough to recognise it."""
+    return hashlib.sha256(key).digest()
+
+
+def digest_given(authorization: str, digests: Collection[bytes]) -> bytes | None:
+    """Return the digest of the key in an Authorization header; None where it is not one of `digests`."""
+    scheme, _, text = authorization.partition(" ")
+    key = text.strip(" ").encode("utf-8", "replace")
+    if scheme.lower() == "basic":  # what a browser sends, after asking for a name and a password: the key
+        try:
+            key = base64.b64decode(key, validate=True).partition(b":")[2]
+        except ValueError:
+            return None
+    elif scheme.lower() != "bearer":
         return None
-    host = found[0].decode("latin-1").lower()
+    # Every digest is compared, so that the time tells nothing.
+    found = [one for one in digests if hmac.compare_digest(key_digest(key), one)]
+    return found[0] if found else None
+
+
+def headers_of(head: bytes) -> dict[str, list[str]]:
+    """Return the values of each header of a request, by its name in small letters."""
+    found = defaultdict(list)
+    for line in head.decode("latin-1").split("\r\n")[1:]:
+        name, _, value = line.partition(":")
+        found[name.lower()].append(value.strip())
+    return found
+
+
+def host_of(headers: Mapping[str, Sequence[str]]) -> str | None:
+    """Return the one name in the Host header; None where there is none, or a page of another server asks."""
+    found = headers.get("host", ())
+    if len(found) != 1 or "origin" in headers:
+        return None
+    host = found[0].lower()
     return host.rpartition("]")[0].lstrip("[") if host.startswith("[") else host.partition(":")[0]
+
+
+def body_length(headers: Mapping[str, Sequence[str]]) -> int | None:
+    """Return how long a body is; None where that is not said, or the client waits before it sends it."""
+    lengths = headers.get("content-length", ())
+    if len(lengths) != 1 or "transfer-encoding" in headers or "expect" in headers:
+        return None
+    return int(lengths[0]) if lengths[0].isascii() and lengths[0].isdecimal() else None
 
 
 class Door:
@@ -66,8 +108,10 @@ class Door:
         control: socket.socket,
         state: mmap.mmap,
         names: Collection[str] | None,
+        keys: Collection[bytes],
     ) -> None:
-        self.listening, self.control, self.state, self.names = listening, control, state, names
+        self.listening, self.control, self.state = listening, control, state
+        self.names, self.keys = names, keys
         self.selector = selectors.DefaultSelector()
         self.new: dict[socket.socket, float] = {}  # until when
         self.leaving: dict[socket.socket, float] = {}
@@ -119,23 +163,39 @@ class Door:
     def look(self, one: socket.socket) -> None:
         """Answer a request that needs no engine or finds no room; leave all else to the server."""
         try:
-            seen = one.recv(HEAD, socket.MSG_PEEK)
+            seen = one.recv(SEEN, socket.MSG_PEEK)
         except BlockingIOError:
             return
         except OSError:
             seen = b""
         head, whole, _ = seen.partition(b"\r\n\r\n")
-        known = bool(whole) and (self.names is None or host_of(head) in self.names)
+        headers = headers_of(head) if whole else {}
+        known = bool(whole) and (self.names is None or host_of(headers) in self.names)
         ill, room = self.engines()
         if known and head.startswith(b"GET /health "):
             status = b"503 Service Unavailable" if ill else b"200 OK"
             self.leave(one, answer(status, ILL if ill else b""))
-        elif known and head.startswith(WORK) and room <= 0 and len(self.leaving) < MOST:
-            self.leave(one, answer(b"429 Too Many Requests", BUSY, b"Retry-After: 1\r\n"))
-        else:
-            if head.startswith(WORK):
-                self.asked.append(time.monotonic())
+            return
+        if not known or not head.startswith(WORK) or not self.has_key(headers):
             self.hand_over(one)
+            return
+        if room <= 0 and len(self.leaving) < MOST:
+            self.leave(one, answer(b"429 Too Many Requests", BUSY, b"Retry-After: 1\r\n"))
+            return
+        length = body_length(headers)
+        size = None if length is None else len(head) + len(whole) + length
+        if size is not None and len(seen) < size <= SEEN:
+            # Look again when that much is here: what is peeked at would else be ready to read at once.
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, size)
+            return
+        if size is not None and size <= SEEN:
+            self.asked.append(time.monotonic())
+        self.hand_over(one)
+
+    def has_key(self, headers: Mapping[str, Sequence[str]]) -> bool:
+        """Return whether a request may do work: it has one key, and a valid one, where keys are asked for."""
+        given = headers.get("authorization", ())
+        return not self.keys or (len(given) == 1 and digest_given(given[0], self.keys) is not None)
 
     def engines(self) -> tuple[bool, float]:
         """Return whether an engine is ill, and the room for requests beyond those on the way."""
@@ -191,16 +251,20 @@ class Door:
     def forget(self, where: dict[socket.socket, float], one: socket.socket, closes: bool = True) -> None:
         """Watch a connection no longer; `closes` False: it goes on in another list."""
         del where[one]
+        with contextlib.suppress(OSError):
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
         if closes:
             self.selector.unregister(one)
 
 
-def main(listening: str, control: str, state: str, names: str) -> None:
+def main(listening: str, control: str, state: str) -> None:
     """Keep the door of the server that has started this process."""
     door, server = (socket.socket(fileno=int(number)) for number in (listening, control))
     memory = mmap.mmap(int(state), 0, access=mmap.ACCESS_READ)
     with contextlib.suppress(BrokenPipeError, ConnectionResetError, KeyboardInterrupt):
-        Door(door, server, memory, json.loads(names)).run()
+        settings = json.load(sys.stdin)
+        keys = [bytes.fromhex(key) for key in settings["keys"]]
+        Door(door, server, memory, settings["names"], keys).run()
 
 
 if __name__ == "__main__":

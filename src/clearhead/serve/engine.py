@@ -95,12 +95,16 @@ class ServeEngine:
         if self.closed:
             raise BusyError("the server is ending and takes no more requests: try another one")
         if (self.room < 1 and not joined) or (waiting and waiting + tokens > limits.waiting_tokens):
-            self.decided += 1
-            self.sign()
             raise BusyError(
                 f"{requests} requests with {waiting} tokens of prompts are waiting, and at most "
                 f"{limits.waiting} and {limits.waiting_tokens} may: try again later"
             )
+
+    def settle(self) -> None:
+        """Count a request that was refused."""
+        with self._wake:
+            self.decided += 1
+        self.sign()
 
     def submit(
         self,

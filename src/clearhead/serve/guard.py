@@ -5,11 +5,9 @@ that has waited longest.
 """
 
 import asyncio
-import base64
 import contextlib
-import hmac
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import ClassVar
 
 from fastapi.responses import JSONResponse
@@ -20,6 +18,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from clearhead.errors import InputError
 from clearhead.explorer.app import allowed_names, host_name
 from clearhead.serve.answers import error_body
+from clearhead.serve.door import WORK, digest_given, key_digest
 
 LARGEST_BODY = 8_000_000  # bytes
 BODY_SECONDS = 30.0  # for a body to arrive
@@ -27,6 +26,7 @@ FAREWELL = 1.0  # for a client that is refused to end what it sends
 HEADER_SECONDS = 10.0  # for the line and the headers of a request to arrive
 MOST_CONNECTIONS = 4096
 FILES_LEFT = 256  # that the process needs beside its connections
+OWNER = "clearhead.owner"  # in the scope of a request: the digest of its key, or nothing
 OPEN = ("/health", "/ready")  # routes without a key
 ONCE = ("content-length", "host", "transfer-encoding", "authorization")  # headers that must not come twice
 
@@ -92,15 +92,19 @@ def connections_allowed() -> int:
 class Guard:
     """The layer in front of the routes. It leaves the connection to them, so that they see it close."""
 
-    def __init__(self, app: ASGIApp, host: str, keys: Collection[str]) -> None:
-        self.app, self.allowed, self.keys = app, allowed_names(host), keys
+    def __init__(self, app: ASGIApp, host: str, keys: Collection[str], settle: Callable[[], None]) -> None:
+        """`settle` is called for each request for work that is refused: it is on its way no longer."""
+        self.app, self.allowed, self.settle = app, allowed_names(host), settle
+        self.keys = [key_digest(key.encode()) for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, or refuse it."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        refusal = self._refusal(scope["path"], Headers(scope=scope))
+        headers = Headers(scope=scope)
+        key = digest_given(headers.get("authorization", ""), self.keys)
+        refusal = self._refusal(scope["path"], headers, key)
         body: list[Message] = []
         if refusal is None:
             try:
@@ -123,9 +127,16 @@ class Guard:
         async def again() -> Message:
             return body.pop() if body else await receive()
 
-        await self.app(scope, again, send)
+        async def answered(message: Message) -> None:
+            if message["type"] == "http.response.start" and message["status"] >= 400 and is_work:
+                self.settle()
+            await send(message)
 
-    def _refusal(self, path: str, headers: Headers) -> tuple[int, str] | None:
+        is_work = f"{scope['method']} {scope['path']} ".encode() in WORK
+        scope[OWNER] = "" if key is None else key.hex()
+        await self.app(scope, again, answered)
+
+    def _refusal(self, path: str, headers: Headers, key: bytes | None) -> tuple[int, str] | None:
         twice = [name for name in ONCE if len(headers.getlist(name)) > 1]
         if ("content-length" in headers and "transfer-encoding" in headers) or twice:
             both = ", ".join(twice) or "content-length and transfer-encoding"
@@ -135,7 +146,7 @@ class Guard:
             names.append(host_name(headers["origin"].partition("://")[2]))
         if self.allowed is not None and not self.allowed.issuperset(names):
             return 403, "this server answers to its own address only: start it with another --host"
-        if self.keys and path not in OPEN and not _has_key(headers, self.keys):
+        if self.keys and path not in OPEN and key is None:
             return 401, "this server asks for a key: send it as Authorization: Bearer KEY"
         length = headers.get("content-length", "0")
         if not length.isdecimal() or int(length) > LARGEST_BODY:
@@ -162,13 +173,3 @@ async def _dropped(receive: Receive) -> None:
     message: Message = {"type": "http.request", "more_body": True}
     while message["type"] == "http.request" and message.get("more_body", False):
         message = await receive()
-
-
-def _has_key(headers: Headers, keys: Collection[str]) -> bool:
-    scheme, _, text = headers.get("authorization", "").partition(" ")
-    given = text.encode("utf-8", "replace")
-    if scheme == "Basic":  # what a browser sends, after asking for a name and a password: the key
-        with contextlib.suppress(ValueError):
-            given = base64.b64decode(given).partition(b":")[2]
-    # Every key is compared, so that the time tells nothing.
-    return sum(hmac.compare_digest(given, key.encode()) for key in keys) > 0

@@ -22,19 +22,25 @@ ROWS = 64  # of a shard
 class RayAnswers:
     """An engine that answers shards of rows."""
 
-    def __init__(self, folder: str, limits: Limits, options: Mapping[str, Any]) -> None:
-        self.name = Path(folder).name
+    def __init__(self, folder: str, limits: Limits, options: Mapping[str, Any], model: str) -> None:
+        self.name, self.model = Path(folder).name, model
         self.engine = ServeEngine(load(folder, **options), limits)
 
     def __call__(self, shard: dict[str, Any]) -> dict[str, list[str]]:
         """Answer rows, given by name and JSON; return names and lines of answers."""
         rows = {str(name): json.loads(str(row)) for name, row in zip(shard["name"], shard["row"])}
-        found = list(answers_to(self.engine, self.name, rows))
+        found = list(answers_to(self.engine, self.name, rows, self.model))
         return {"name": [name for name, _ in found], "line": [line for _, line in found]}
 
 
 def run_on_ray(
-    folder: Path, limits: Limits, options: Mapping[str, Any], given: Path, out: Path, workers: int
+    folder: Path,
+    limits: Limits,
+    options: Mapping[str, Any],
+    given: Path,
+    out: Path,
+    workers: int,
+    model: str = "",
 ) -> Iterator[str]:
     """Answer each line of a file that has no answer yet, by so many actors; yield names as they are written.
 
@@ -51,7 +57,7 @@ def run_on_ray(
         items = [{"name": name, "row": json.dumps(row)} for name, row in rows.items()]
         shards = ray.data.from_items(items, override_num_blocks=math.ceil(len(items) / ROWS)).map_batches(
             RayAnswers,
-            fn_constructor_args=(str(folder.resolve()), limits, dict(options)),
+            fn_constructor_args=(str(folder.resolve()), limits, dict(options), model),
             batch_size=ROWS,
             concurrency=workers,
             num_gpus=1 if str(options.get("device", "cpu")).startswith("cuda") else 0,
@@ -59,4 +65,4 @@ def run_on_ray(
         for row in shards.iter_rows():
             yield str(row["name"]), str(row["line"])
 
-    yield from write_answers(given, out, answers)
+    yield from write_answers(given, out, model, answers)
