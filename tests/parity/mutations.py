@@ -268,6 +268,12 @@ EXTRA: dict[str, list[Any]] = {
     "dtype": ["float16"],
 }
 ABSENT = object()  # the field is left out
+# Fields from which others follow: each is left out together with every other change of a field like these.
+SOURCES = {
+    "rope_parameters": ("rope", "rotary", "original_max"),
+    "attention_types": ("attention_layers",),
+    "layer_types": ("sliding_window", "window_layers", "every_n", "no_rope_layer"),
+}
 ACTIVATIONS = ["relu", "gelu", "gelu_new", "silu", "tanh", "no_such_activation"]
 
 
@@ -282,7 +288,7 @@ def values_for(name: str, value: Any) -> list[Any]:
     elif isinstance(value, str):
         found = [*ACTIVATIONS, None] if "act" in name else ["no_such_value", None]
     elif isinstance(value, list):
-        found = [value[::-1], value[:-1], None]
+        found = [value[::-1], [*value[1:], *value[:1]], value[:-1], None]
     elif isinstance(value, dict):
         found = [None, {}] + [
             {**value, key: other}
@@ -320,6 +326,15 @@ def mutations(written: dict[str, Any], config: Any) -> Iterator[tuple[str, Any]]
                 ):
                     seen.append(text)
                     yield name, value
+
+
+def derived(single: Sequence[tuple[str, Any]]) -> Iterator[tuple[tuple[str, Any], tuple[str, Any]]]:
+    """Yield pairs of mutations: a field is left out, and one that may decide in its place is changed."""
+    for source, words in SOURCES.items():
+        if (source, ABSENT) in single:
+            for name, value in single:
+                if name != source and any(word in name for word in words):
+                    yield (source, ABSENT), (name, value)
 
 
 def inputs_of(model: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -405,7 +420,8 @@ def run(
     draw = random.Random(f"{seed} {name}")
     single = [one for one in mutations(written, model.config) if one[0] != "clearhead"]
     chosen = [(one,) for one in single if draw.random() < share or one[0] in fields]
-    for changes in [*chosen, *(draw.sample(single, 2) for _ in range(pairs))]:
+    follow = [pair for pair in derived(single) if draw.random() < share or pair[1][0] in fields]
+    for changes in [*chosen, *follow, *(draw.sample(single, 2) for _ in range(pairs))]:
         changed = {key: value for key, value in {**written, **dict(changes)}.items() if value is not ABSENT}
         path.write_text(json.dumps(changed))
         verdict, why = judge(folder, subject, inputs)
@@ -428,6 +444,7 @@ def main() -> None:
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity(50)
+    transformers.logging.disable_progress_bar()
     rows = []
     for name in options.only or SUBJECTS:
         with tempfile.TemporaryDirectory() as folder:

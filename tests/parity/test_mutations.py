@@ -18,6 +18,8 @@ FIELDS = {
     "gpt-oss": ("swiglu_limit", "swiglu_alpha", "layer_types"),
     "Qwen3-Next": ("mlp_only_layers",),
     "Gemma3": ("attn_logit_softcapping", "rope_local_base_freq"),
+    "GPT-Neo": ("attention_layers", "attention_types"),
+    "OLMo3": ("rope_local_base_freq", "rope_theta"),
     "Phi3 longrope": ("original_max_position_embeddings",),
     "SmolLM3 windows": ("layer_types", "use_sliding_window", "sliding_window"),
     "DistilBERT": ("num_hidden_layers",),

@@ -185,7 +185,7 @@ OLMO3 = llama_like(
     *ATTENTION_BIAS,
     fixed({"norm_position": "output", "qk_norm": "full"}),
     fixed(written={"pad_token_id": None}),
-    two_ropes(base=500_000.0, local=500_000.0),
+    two_ropes(base=500_000.0, local=500_000.0, local_key=None),
     sliding_windows(pattern=4, default=4096),
     rules=(*EDGES, *ATTENTION, *QK_NORMS, *FEEDFORWARD, *NORMS_AFTER),
 )

@@ -102,9 +102,10 @@ OPT = Architecture(
 
 def _read_kinds(theirs: Json) -> Json:
     types = theirs.get("attention_types") or [[["global", "local"], 12]]
-    kinds = [kind for listed, times in types for _ in range(times) for kind in listed]
+    expanded = [kind for listed, times in types for _ in range(times) for kind in listed]
+    kinds = theirs.get("attention_layers") or expanded  # transformers, too, reads the list where there is one
     unknown = sorted({*kinds} - {"global", "local"})
-    refuse(unknown, f"config.json has attention_types {unknown[:1]}: only global and local are supported")
+    refuse(unknown, f"config.json has attention of kind {unknown[:1]}: only global and local are supported")
     width = theirs.get("window_size", 256)
     refuse(width < 1, f"config.json has window_size {width}: it must be 1 at least")
     windows = tuple(width if kind == "local" else None for kind in kinds)

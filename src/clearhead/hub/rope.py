@@ -90,13 +90,13 @@ def two_ropes(
     base: float,
     local: float,
     theta_key: str = "rope_theta",
-    local_key: str = "rope_local_base_freq",
+    local_key: str | None = "rope_local_base_freq",
     scales_both: bool = False,
 ) -> ConfigPart:
     """Return the part for layers with a window that rotate by a base of their own, without scaling.
 
-    `theta_key` and `local_key` are the keys of both bases outside rope_parameters. With `scales_both`,
-    rope_scaling is for layers with a window too.
+    `theta_key` and `local_key` are the keys of both bases outside rope_parameters; None: there is no such
+    key. With `scales_both`, rope_scaling is for layers with a window too.
     """
 
     def read(theirs: Json) -> Json:
@@ -126,7 +126,7 @@ def two_ropes(
             near = write_scaling(config, config.rope_local_base, None)
         return {
             theta_key: config.rope_base,
-            local_key: near["rope_theta"],
+            **({} if local_key is None else {local_key: near["rope_theta"]}),
             "rope_parameters": {"full_attention": full, "sliding_attention": dict(near)},
         }
 
@@ -186,6 +186,7 @@ def write_scaling(config: ModelConfig, base: float, scaling: RopeScaling | None)
     return values
 
 
-def _base(stated: Json, theirs: Json, key: str, default: float) -> float:
-    found = (value for value in (stated.get("rope_theta"), theirs.get(key)) if value is not None)
+def _base(stated: Json, theirs: Json, key: str | None, default: float) -> float:
+    outside = None if key is None else theirs.get(key)
+    found = (value for value in (stated.get("rope_theta"), outside) if value is not None)
     return float(next(found, default))
