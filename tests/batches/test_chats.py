@@ -11,11 +11,13 @@ from transformers import PreTrainedTokenizerFast
 import clearhead as ch
 from clearhead.batches.batch import IGNORE
 from clearhead.batches.batching import make_batches
+from clearhead.batches.chats import ChatEncoder
 from clearhead.batches.encoded import encode_corpus
 from clearhead.batches.encoding import Encoder
 from clearhead.data.corpus import open_corpus
 from clearhead.data.plan import DataPlan
 from clearhead.errors import InputError
+from clearhead.tasks.chat import chat_template, turn_end
 from clearhead.tasks.table import TASKS
 from clearhead.tokens.chat import KNOWN, ChatTemplate
 from tests import harness
@@ -77,11 +79,19 @@ def test_answers_alone_are_targets_token_by_token(name, tokenizer, tmp_path):
     template = ChatTemplate((TEMPLATES | KNOWN)[name], NAMES)
     batches = batches_of([TALK], tokenizer, template, tmp_path)
     (batch,) = batches.all()
-    pieces = split_pieces(PIECES[name])
-    whole = "".join(text for text, _ in pieces)
-    ids = tokenizer.encode(whole, add_special_tokens=False).ids
+    ids, wanted = walked(tokenizer, PIECES[name])
     assert [*batch.ids[0].tolist(), ids[-1]] == ids  # once <s>, if the template writes it, and no more
-    # The reference walks over the bytes: a token is learned if any byte of it is in a learned piece.
+    expected = [token if flag else IGNORE for token, flag in zip(ids, wanted)][1:]
+    assert batch.targets[0].tolist() == expected
+    ends = [tokenizer.token_to_id(token) for token in SPECIAL]
+    last = [token for token in expected if token != IGNORE][-1]
+    assert last in ends  # the end is learned
+
+
+def walked(tokenizer: Tokenizer, written: str) -> tuple[list[int], list[bool]]:
+    """Walk over the bytes: a token is learned if any byte of it is in a learned piece."""
+    pieces = split_pieces(written)
+    ids = tokenizer.encode("".join(text for text, _ in pieces), add_special_tokens=False).ids
     learned_bytes = [flag for text, flag in pieces for _ in text.encode()]
     wanted, at = [], 0
     for token in ids:
@@ -89,11 +99,7 @@ def test_answers_alone_are_targets_token_by_token(name, tokenizer, tmp_path):
         wanted.append(any(learned_bytes[at : at + size]))
         at += size
     assert at == len(learned_bytes)
-    expected = [token if flag else IGNORE for token, flag in zip(ids, wanted)][1:]
-    assert batch.targets[0].tolist() == expected
-    ends = [tokenizer.token_to_id(token) for token in SPECIAL]
-    last = [token for token in expected if token != IGNORE][-1]
-    assert last in ends  # the end is learned
+    return ids, wanted
 
 
 def bytes_of(tokenizer: Tokenizer, token: int) -> bytes:
@@ -225,6 +231,81 @@ def test_what_a_template_refuses_is_named_by_its_place(tokenizer, tmp_path):
         batches_of([TALK, system], tokenizer, ChatTemplate(TEMPLATES["gemma"], NAMES), tmp_path)
     with pytest.raises(InputError, match="conversations need a chat template"):
         list(CHAT.encode([], Encoder(tokenizer, {}, None)))
+
+
+CALLS = [
+    {"role": U, "content": "rain?"},
+    {"role": A, "content": None, "tool_calls": [
+        {"id": "c1", "type": "function", "function": {"name": "sky", "arguments": '{"day": 1}'}},
+        {"id": "c2", "type": "function", "function": {"name": "sky", "arguments": {"day": 2}}},
+    ]},
+    {"role": "tool", "tool_call_id": "c1", "name": "sky", "content": "wet"},
+    {"role": A, "content": "yes"},
+]  # fmt: skip
+TOOLS = [{"type": "function", "function": {"name": "sky", "parameters": {}}}]
+# In the manner of Mistral: a special token stands before the calls.
+TOOL_FIRST = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %}{% for c in m.tool_calls or [] %}"
+    "{{ '<tool>' + (c.function | tojson) }}{% endfor %}{{ (m.content or '') + eos_token }}"
+    "{% else %}{{ '[' + m.role + ']' + m.content }}{% endif %}{% endfor %}{{ '' if tools else '' }}"
+)
+WRITTEN_CALLS = {
+    "chatml": '<|im_start|>tools\n[{"type": "function", "function": {"name": "sky", "parameters": {}}}]'
+    "<|im_end|>\n"
+    "<|im_start|>user\nrain?<|im_end|>\n<|im_start|>assistant\n|*\n<tool_call>\n"
+    '{"name": "sky", "arguments": {"day": 1}}\n</tool_call>\n<tool_call>\n'
+    '{"name": "sky", "arguments": {"day": 2}}\n</tool_call>'
+    "<|im_end|>|\n<|im_start|>tool\nwet<|im_end|>\n<|im_start|>assistant\n|*yes<|im_end|>|\n",
+    "special": '<s>[user]rain?|*<tool>{"name": "sky", "arguments": {"day": 1}}'
+    '<tool>{"name": "sky", "arguments": {"day": 2}}</s>|[tool]wet|*yes</s>',
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN_CALLS)
+def test_tool_calls_are_written_and_learned_whole(name, tokenizer, tmp_path):
+    """Arguments are objects in both forms, and a special token before a call does not end the turn."""
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": CALLS, "tools": TOOLS}) + "\n")
+    (row,) = open_corpus(DataPlan(paths=(str(tmp_path / "chats.jsonl"),)), split=False).validation
+    template = ChatTemplate({**KNOWN, "special": TOOL_FIRST}[name], NAMES)
+    encoder = ChatEncoder(Encoder(tokenizer, {}, None, template))
+    ((ids, learned),) = encoder(row.messages, row.tools)
+    assert (ids, learned) == walked(tokenizer, WRITTEN_CALLS[name])
+
+
+SMALL = {
+    "train.steps": 1, "train.threads": 1, "train.samples": 0,
+    "model.max_positions": 256, "model.d_model": 16, "model.n_layers": 1, "model.n_heads": 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("template", ["plain", "chatml"])
+def test_a_new_tokenizer_knows_all_that_its_template_writes(template, tmp_path):
+    """No token of the training rows is unknown, and every turn ends with one special token."""
+    rows = [{"messages": talk(f"was {n}?", f"es {n}", "ja?", "so"), "tools": TOOLS} for n in range(40)]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    notes: list[object] = []
+    found = ch.train(
+        tmp_path / "chats.jsonl",
+        out=tmp_path / "run",
+        settings={
+            "train.steps": 1,
+            "train.threads": 1,
+            "tokens.template": template,
+            "model.max_positions": 256,
+        },
+        on_event=notes.append,
+    )
+    assert not any("unknown" in str(note) for note in notes)
+    text = chat_template(found.model).render(rows[0]["messages"], False, tools=TOOLS)
+    tokens = found.model.tokenizer.encode(text, add_special_tokens=False).tokens
+    assert "<|unk|>" not in tokens and "".join(tokens) == text
+    end = {"plain": "<|endoftext|>", "chatml": "<|im_end|>"}[template]
+    assert tokens.count(end) == (2 if template == "plain" else 5)
+    assert turn_end(found.model) == found.model.tokenizer.token_to_id(end)
+    again = ch.train(  # a template beside the weights is the run's own file
+        tmp_path / "chats.jsonl", out=tmp_path / "run", overwrite=True, settings=SMALL
+    )
+    assert again.step == 1
 
 
 def test_a_chat_model_is_trained_saved_and_talks(tmp_path):

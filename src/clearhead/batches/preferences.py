@@ -28,7 +28,7 @@ def encode_preferences(rows: Iterable[Preference], encoder: Encoder) -> Iterator
     for group in groups(rows, characters):
         columns: Columns = {}
         for side in SIDES:
-            found = [_answer(made, row.prompt, getattr(row, side), row.place) for row in group]
+            found = [_answer(made, row, getattr(row, side)) for row in group]
             columns[side] = flat([ids for ids, _ in found])
             columns[f"{side}_learned"] = np.array(
                 [one for _, flags in found for one in flags], dtype=np.bool_
@@ -36,12 +36,10 @@ def encode_preferences(rows: Iterable[Preference], encoder: Encoder) -> Iterator
         yield columns
 
 
-def _answer(
-    made: ChatEncoder, prompt: Sequence[dict[str, Any]], answer: Sequence[dict[str, Any]], place: str
-) -> Learned:
+def _answer(made: ChatEncoder, row: Preference, answer: Sequence[dict[str, Any]]) -> Learned:
     """Return the ids of a prompt and its answer; what the prompt itself holds of answers is not learned."""
-    told = [{**one, "weight": 0} for one in prompt]
-    return made([*told, *answer], place=place)[-1]
+    told = [{**one, "weight": 0} for one in row.prompt]
+    return made([*told, *answer], row.tools, row.place)[-1]
 
 
 class PreferenceBatches(Bucketed):

@@ -12,7 +12,7 @@ from typing import Any, Self
 from clearhead.data.examples import Example, Lowercase, Shape
 from clearhead.data.tables import Record, shorten
 from clearhead.errors import InputError, refuse
-from clearhead.tokens.chat import ASSISTANT, answers
+from clearhead.tokens.chat import ASSISTANT, ChatTemplate, answers
 
 Messages = tuple[dict[str, Any], ...]
 # Names of roles in ShareGPT's form -> ours.
@@ -40,12 +40,15 @@ class Conversation(Example):
             messages += _messages(record, roles["messages"])
         else:
             messages += _messages(record, roles["completion"], ASSISTANT)
-        tools = _parsed(record.cells.get(roles["tools"])) if "tools" in roles else None
-        return cls(messages, tools or None, record.place) if answers(messages) else None
+        return cls(messages, _tools(record, roles), record.place) if answers(messages) else None
 
     def texts(self) -> tuple[str, ...]:
         """See `Example.texts`."""
         return _texts(self.messages)
+
+    def rendered(self, template: ChatTemplate) -> list[str]:
+        """Return the texts that the conversation is learned from."""
+        return [text for text, _ in template.learned(self.messages, self.tools)]
 
     def key(self) -> tuple[str, ...]:
         """Return what is said before the first answer, see `Example.key`."""
@@ -71,6 +74,7 @@ class Preference(Example):
     prompt: Messages
     chosen: Messages
     rejected: Messages
+    tools: Any = None
     place: str = field(default="", compare=False)
 
     @classmethod
@@ -84,11 +88,17 @@ class Preference(Example):
         refuse(not prompt, f"{record.place} has two answers and nothing that they answer: add a prompt")
         whole = [answers((*prompt, *given)) for given in (chosen, rejected)]
         both = all(found and found[-1] >= len(prompt) for found in whole)
-        return cls(prompt, chosen, rejected, record.place) if both and chosen != rejected else None
+        different = both and chosen != rejected
+        return cls(prompt, chosen, rejected, _tools(record, roles), record.place) if different else None
 
     def texts(self) -> tuple[str, ...]:
         """See `Example.texts`."""
         return _texts((*self.prompt, *self.chosen, *self.rejected))
+
+    def rendered(self, template: ChatTemplate) -> list[str]:
+        """Return the texts of both conversations."""
+        whole = ((*self.prompt, *answer) for answer in (self.chosen, self.rejected))
+        return [text for messages in whole for text, _ in template.learned(messages, self.tools)]
 
     def key(self) -> tuple[str, ...]:
         """Return the prompt, see `Example.key`."""
@@ -101,11 +111,16 @@ class Preference(Example):
     def lowered(self, which: Lowercase) -> Self:
         """See `Example.lowered`."""
         prompt, chosen, rejected = map(_lowered, (self.prompt, self.chosen, self.rejected))
-        return type(self)(prompt, chosen, rejected, self.place)
+        return type(self)(prompt, chosen, rejected, self.tools, self.place)
 
     def size(self) -> int:
         """See `Example.size`."""
         return sum(len(text.encode()) for text in self.texts())
+
+
+def _tools(record: Record, roles: Mapping[str, str]) -> Any:
+    """Return the tools that may be called, as far as there are any."""
+    return _parsed(record.cells.get(roles["tools"])) or None if "tools" in roles else None
 
 
 def _asked(record: Record, roles: Mapping[str, str]) -> Messages:
@@ -185,6 +200,6 @@ PREFERENCES = Shape(
     "preferences",
     Preference,
     ("chosen", "rejected"),
-    ("prompt", "input", "system"),
+    ("prompt", "input", "system", "tools"),
     lacking="without two different answers",
 )

@@ -13,7 +13,9 @@ from clearhead.hub.tokenizer import TEMPLATE, clean, templates_of
 from clearhead.tasks.generation import NO_HOOKS, Hooks, generate
 from clearhead.tasks.results import Generation
 from clearhead.tokens.chat import ASSISTANT, KNOWN, ChatTemplate, Message
+from clearhead.tokens.training import SpecialTokens
 
+PLAIN = "plain"  # the template of a model that has none
 # To see how a turn ends; no template writes these words itself.
 PROBE = ({"role": "user", "content": "xyzzy"}, {"role": ASSISTANT, "content": "plugh"})
 
@@ -51,6 +53,12 @@ def named_template(name: str) -> str:
         return path.read_text(encoding="utf-8")
 
 
+def template_for(name: str | None, specials: SpecialTokens) -> ChatTemplate:
+    """Return the template of a new model, with the special tokens that its tokenizer will have."""
+    tokens = {f"{role}_token": token for role, token in specials.tokens.items()}
+    return ChatTemplate(named_template(name or PLAIN), tokens)
+
+
 def set_template(m: Bundle, name: str | None) -> str:
     """Give a model the template of this name or file, or keep its own, or take the plain one; return a note.
 
@@ -58,12 +66,12 @@ def set_template(m: Bundle, name: str | None) -> str:
     """
     own = "default" in templates_of(m.settings)
     if name is not None or not own:
-        m.settings["chat_template"] = named_template(name or "plain")
+        m.settings["chat_template"] = named_template(name or PLAIN)
     end = turn_end(m)
     if end is not None and end not in m.stops:
         m.generation["eos_token_id"] = [*m.stops, end]
     token = "nothing" if end is None else m.text_tokenizer.id_to_token(end)
-    which = "the model's own" if own and name is None else name or "plain"
+    which = "the model's own" if own and name is None else name or PLAIN
     return f"chat template: {which}, which ends an answer with {token}"
 
 

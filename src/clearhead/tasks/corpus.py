@@ -1,7 +1,8 @@
 """Open data for a task: the edge at which the name of a task in a recipe becomes the shape of its rows."""
 
 import dataclasses
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ from clearhead.data.examples import Chunk, Corpus, Images, Rows
 from clearhead.data.plan import DataPlan
 from clearhead.errors import refuse
 from clearhead.tasks.table import shape_of, task_for_shape, task_named
+from clearhead.tokens.chat import ChatTemplate
 
 
 def open_data(plan: DataPlan, split: bool = True) -> Corpus:
@@ -34,6 +36,22 @@ class Texts:
     def __iter__(self) -> Iterator[str]:
         rows: Any = self.rows
         return (text for row in rows for text in row.texts())
+
+
+@dataclass(frozen=True)
+class RenderedChats:
+    """Conversations as their template writes them, without the special tokens in them."""
+
+    rows: Rows
+    template: ChatTemplate
+    special: Sequence[str]
+
+    def __iter__(self) -> Iterator[str]:
+        rows: Any = self.rows
+        between = re.compile("|".join(map(re.escape, self.special)))
+        return (
+            piece for row in rows for text in row.rendered(self.template) for piece in between.split(text)
+        )
 
 
 def open_examples(plan: DataPlan, split: bool = True) -> tuple[Corpus, str]:

@@ -12,6 +12,7 @@ import json
 import re
 import secrets
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -28,25 +29,36 @@ from clearhead.errors import InputError, refuse, refusing
 Message = Mapping[str, Any]
 ASSISTANT = "assistant"
 LEADING = ("system", "developer")  # roles that may stand before anything is asked
-UNWRITTEN = ("role", "content", "weight")  # fields that a template need not read
+UNWRITTEN = ("role", "content", "weight", "tool_call_id")  # fields that a template need not read
 REASONING = ("reasoning_content", "thinking", "reasoning")  # names that one field goes by
 MARKS = "clearhead_marks"  # in the context of a template: what is put around the blocks of the assistant
 LARGEST = 10**7  # characters or items that a template may make by multiplying
+# What the assistant calls, after what it says: one block of JSON for each call.
+_CALLS = (
+    "{% for call in message['tool_calls'] or [] %}{% set called = call['function'] or call %}"
+    "{{ '\n<tool_call>\n' + ({'name': called['name'], 'arguments': called['arguments']} | tojson) + "
+    "'\n</tool_call>' }}{% endfor %}"
+)
 # Templates by name, for models that have none. They need no token that a vocabulary may lack.
 KNOWN = {
     "plain": (
+        "{% if tools %}{{ 'Tools: ' + (tools | tojson) + '\n\n' }}{% endif %}"
         "{% for message in messages %}{% if message['role'] == 'assistant' %}"
-        "{{ 'Assistant: ' + message['content'] + (eos_token | default('')) + '\n\n' }}"
+        "{{ 'Assistant: ' + (message['content'] or '') }}"
+        + _CALLS
+        + "{{ (eos_token | default('')) + '\n\n' }}"
         "{% elif message['role'] == 'system' %}{{ message['content'] + '\n\n' }}"
         "{% else %}{{ (message['role'] | capitalize) + ': ' + message['content'] + '\n\n' }}{% endif %}"
         "{% endfor %}{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
     ),
     "chatml": (
-        "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + "
-        "'<|im_end|>' + '\n' }}{% endfor %}"
+        "{% if tools %}{{ '<|im_start|>tools\n' + (tools | tojson) + '<|im_end|>\n' }}{% endif %}"
+        "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
+        "{{ message['content'] or '' }}" + _CALLS + "{{ '<|im_end|>' + '\n' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
     ),
 }
+MARKER = re.compile(r"<\|\w+\|>")  # how templates write the special tokens around a turn
 
 
 class Turn(NamedTuple):
@@ -107,13 +119,21 @@ class ChatTemplate:
                 "the chat template does not write an answer where the generation prompt asks for it: "
                 "mark what the assistant writes by {% generation %} and {% endgeneration %}",
             )
-            found = text.find(_text(checked[place]).strip() or text[start:], start)
-            said = found + len(_text(checked[place]).strip()) if found >= 0 else start
+            content = _text(checked[place]).strip()
+            found = text.find(content or text[start:], start)
+            said = found + len(content) if found >= 0 else start
+            if checked[place].get("tool_calls"):  # special tokens may stand before and between the calls
+                said = len(text)
             texts[place] = text, Turn(start, len(text), said)
         whole = self._rendered(checked, False, tools)
         if all(whole.startswith(text) for text, _ in texts.values()):
             return [(whole, [span for _, span in texts.values()])] if texts else []
         return [(text, [span]) for text, span in texts.values()]
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """The special tokens that the template writes by their names, such as <|im_end|>."""
+        return tuple(dict.fromkeys(MARKER.findall(self.source)))
 
     @property
     def marks(self) -> bool:
@@ -184,7 +204,10 @@ def _plain(number: int, message: Message, source: str) -> dict[str, Any]:
     unread = [
         name
         for name, value in message.items()
-        if name not in (*UNWRITTEN, *REASONING) and value is not None and not _reads(source, name)
+        if name not in (*UNWRITTEN, *REASONING)
+        and value is not None
+        and not _reads(source, name)
+        and not (name == "name" and message.get("role") == "tool")  # the call that it answers names it too
     ]
     if reasons is not None and not any(_reads(source, name) for name in REASONING):
         unread.append(next(name for name in REASONING if message.get(name) is not None))
@@ -204,9 +227,34 @@ def _plain(number: int, message: Message, source: str) -> dict[str, Any]:
         f"{place}.content must be a text, or a list of parts of type text",
     )
     named = {} if reasons is None else {"thinking": reasons, **message, "reasoning_content": reasons}
-    given = named or message
+    given = {**(named or message)}
+    if message.get("tool_calls"):
+        given["tool_calls"] = _calls(message["tool_calls"], place)
     same = "content" not in message or content is message["content"]
-    return {**given} if same else {**given, "content": content}
+    return given if same else {**given, "content": content}
+
+
+def _calls(calls: Any, place: str) -> list[dict[str, Any]]:
+    """Return tool calls with arguments as objects, which templates expect: OpenAI's form has JSON text."""
+    refuse(
+        not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls),
+        f"{place}.tool_calls must be a list of objects, each with a function, its name and its arguments",
+    )
+    return [
+        {**call, "function": _parsed(call["function"])}
+        if isinstance(call.get("function"), Mapping)
+        else _parsed(call)
+        for call in calls
+    ]
+
+
+def _parsed(function: Message) -> dict[str, Any]:
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        with suppress(ValueError, RecursionError):
+            found = json.loads(arguments)
+            arguments = found if isinstance(found, dict) else arguments
+    return {**function, "arguments": arguments} if "arguments" in function else {**function}
 
 
 # The sandbox ------------------------------------------------------------------------------------------------

@@ -38,7 +38,15 @@ OWN = (  # what a run writes
         "tensorboard",
         ".*",
     ),
-    *("*.safetensors", "*.index.json", "*config.json", "tokenizer.json", "modules.json", "1_Pooling"),
+    *(
+        "*.safetensors",
+        "*.index.json",
+        "*config.json",
+        "tokenizer.json",
+        "chat_template.jinja",
+        "modules.json",
+        "1_Pooling",
+    ),
 )
 CACHED = ("fingerprint", "*-train-*", "*-validation-*", ".*")  # what it writes into its cache
 

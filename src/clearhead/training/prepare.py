@@ -33,8 +33,8 @@ from clearhead.parallel.world import ALONE, World
 from clearhead.presets import PRESETS
 from clearhead.recipe import BASE, Recipe, TrainPlan
 from clearhead.tasks import spec, table
-from clearhead.tasks.chat import chat_template
-from clearhead.tasks.corpus import Texts, open_examples
+from clearhead.tasks.chat import chat_template, template_for
+from clearhead.tasks.corpus import RenderedChats, Texts, open_examples
 from clearhead.tokens.training import choose, train_tokenizer
 from clearhead.training import build, machine, optim, weights
 from clearhead.training.events import Note, OnEvent
@@ -231,7 +231,12 @@ def find_tokenizer(
     chosen, sentence = choose(plan, task.tokens, corpus.size)
     on_event(Note(sentence))
     assert chosen.kind is not None
-    tokenizer = train_tokenizer(Texts(corpus.train), plan, task.tokens, corpus.size, clamp=True)
+    texts, specials = Texts(corpus.train), task.tokens
+    if task.chats:  # the model reads what the template writes, and a turn ends with one token
+        template = template_for(plan.template, specials)
+        specials = replace(specials, sentinels=template.markers)
+        texts = RenderedChats(corpus.train, template, specials.all(chosen.kind))
+    tokenizer = train_tokenizer(texts, plan, specials, corpus.size, clamp=True)
     reached = tokenizer.get_vocab_size()
     if plan.vocab_size is not None and reached < plan.vocab_size:
         on_event(Note(f"{reached:,} tokens: tokens.vocab_size {plan.vocab_size:,} is more than the text has"))

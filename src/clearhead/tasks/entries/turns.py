@@ -37,7 +37,7 @@ def _answered(loaded: Model, row: Conversation, plan: GeneratePlan, seed: int) -
 
 def _preferred(loaded: Model, row: Preference, plan: GeneratePlan, seed: int) -> str:
     wanted = row.chosen[-1]["content"]
-    return sampled(" ".join(row.asked()), _said(loaded, row.prompt, None, plan, seed), wanted)
+    return sampled(" ".join(row.asked()), _said(loaded, row.prompt, row.tools, plan, seed), wanted)
 
 
 def _said(loaded: Model, asked: Sequence[Any], tools: Any, plan: GeneratePlan, seed: int) -> str | None:
