@@ -23,6 +23,7 @@ from tokenizers import (
 )
 
 import clearhead as ch
+from clearhead.data.tagging import by_labels
 from clearhead.tasks.reading import spans_of, tag
 from clearhead.tasks.results import Word
 
@@ -293,7 +294,7 @@ def test_spans_from_tags():
     text = "a b c d e f"
     tags = ["B-X", "I-X", "B-X", "O", "I-Y", "I-X"]
     words = [Word(text[2 * i], tag, 2 * i, 2 * i + 1, 0.5) for i, tag in enumerate(tags)]
-    assert [(span.label, span.text) for span in spans_of(words, text)] == [
+    assert [(span.label, span.text) for span in spans_of(words, text, by_labels(tags))] == [
         ("X", "a b"),
         ("X", "c"),
         ("Y", "e"),

@@ -206,7 +206,9 @@ class Model(Bundle):
     def tag(self, text: list[list[str]], batch_size: int = ...) -> list[Tags]: ...
 
     def tag(self, text: str | list[str] | list[list[str]], batch_size: int = 32) -> Tags | list[Tags]:
-        """Tag each word of a text, or of a list of words, and join B- and I- tags into spans.
+        """Tag each word of a text, or of a list of words, and join the tags into spans.
+
+        Labels of spans are types, such as PER for B-PER I-PER, in every scheme: IO, IOB, IOE, IOBES, BILOU.
 
         A word is what the tokenizer splits a text into before it looks for pieces; its tag is that of its
         first piece. Long texts are read in overlapping windows.

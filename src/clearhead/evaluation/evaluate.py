@@ -102,7 +102,7 @@ def evaluate(
         batch_tokens=None if batch_size else BATCH_TOKENS,
     )
     corpus, _ = open_examples(plan, split=False)
-    figures = Figures(seed, notes=list(corpus.notes))
+    figures = Figures(seed, notes=[*corpus.notes, *task.remarks(corpus)])
     if task.classes:
         corpus = renamed(corpus, loaded, plan, figures.notes)
     options = (tokenize, lowercase, generation, on_progress)

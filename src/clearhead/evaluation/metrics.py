@@ -10,6 +10,7 @@ in `METRICS`, by whose name a task can ask for it.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import operator
@@ -22,6 +23,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from clearhead.data.tagging import Tagging, recognise
 from clearhead.errors import MissingExtraError, refuse
 
 Counts: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"  # a row for each example, or their sum
@@ -141,33 +143,22 @@ def macro_f1_of(totals: Counts) -> float:
 # Tags and spans ---------------------------------------------------------------------------------------------
 
 
-def spans(tags: Sequence[str]) -> set[tuple[str, int, int]]:
-    """Return type, first and last place of each span of one sentence tagged with B-, I- and O.
+def span_counts(predicted: Sequence[Sequence[str]], wanted: Sequence[Sequence[str]]) -> Counts:
+    """Return of each sentence how many spans are hit (type and both ends), predicted and wanted.
 
-    Strictly: a span begins with B- and continues with I- of its own type. An I- that follows neither belongs
-    to none. A tag without prefix is a span of one word.
+    The scheme is that of the wanted tags. Spans count strictly by it, as in seqeval's strict mode.
     """
-    found: list[tuple[str, int, int]] = []
-    inside = ""  # the type of the span that an I- may continue
-    for place, tag in enumerate(tags):
-        prefix, _, kind = tag.partition("-")
-        continues = prefix == "I" and kind != ""
-        if continues and kind == inside:
-            found[-1] = (kind, found[-1][1], place)
-        else:
-            inside = kind if prefix == "B" else ""
-            if not continues and tag != "O":
-                found.append((inside or tag, place, place))
-    return set(found)
+    tagging = recognise(wanted)
+    return each(functools.partial(hit_spans, tagging))(predicted, wanted)
 
 
-def hit_spans(guess: Sequence[str], truth: Sequence[str]) -> tuple[int, int, int]:
-    """Return of a sentence how many spans are hit (type and both ends), predicted and wanted."""
+def hit_spans(tagging: Tagging, guess: Sequence[str], truth: Sequence[str]) -> tuple[int, int, int]:
+    """Return of a sentence how many spans are hit, predicted and wanted."""
     refuse(
         len(guess) != len(truth),
         f"a sentence has {len(guess)} tags and {len(truth)} are wanted: give one per word on both sides",
     )
-    predicted, wanted = spans(guess), spans(truth)
+    predicted, wanted = tagging.spans(guess), tagging.spans(truth)
     return len(predicted & wanted), len(predicted), len(wanted)
 
 
@@ -271,7 +262,6 @@ def discounted_gain(ranked: Sequence[Hashable], relevant: Mapping[Hashable, floa
 
 # By name ----------------------------------------------------------------------------------------------------
 
-span_counts = each(hit_spans)
 answer_counts = each(answer_match)
 METRICS: dict[str, Metric] = {
     "loss": Metric(lambda losses, targets: np.stack([losses, targets], axis=1)),  # sums, numbers of targets

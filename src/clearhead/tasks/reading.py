@@ -13,6 +13,7 @@ from torch import Tensor
 
 from clearhead.batches.padding import Rows, for_device, padded, real_tokens
 from clearhead.bundle import Bundle
+from clearhead.data.tagging import Tagging, by_labels
 from clearhead.errors import InputError, refuse
 from clearhead.hub import encodings, pixels, sentences
 from clearhead.model.transformer import Output, evaluating
@@ -209,28 +210,20 @@ def _tags(
             best = int(scores[first][1].argmax())
             label, score = (*m.class_names, "O")[best], float(scores[first][1][best])
         words.append(Word(text[start:end], label, start, end, score))
-    return Tags(words, spans_of(words, text))
+    return Tags(words, spans_of(words, text, by_labels(m.class_names)))
 
 
-def spans_of(words: Sequence[Word], text: str) -> list[Span]:
-    """Join neighbours of one kind, from a B- tag or a change of kind on; O is no kind."""
-    groups: list[tuple[str, list[Word]]] = []
-    for word in words:
-        kind = word.label[2:] if word.label[:2] in ("B-", "I-") else word.label
-        if groups and groups[-1][0] == kind and not word.label.startswith("B-"):
-            groups[-1][1].append(word)
-        else:
-            groups.append((kind, [word]))
+def spans_of(words: Sequence[Word], text: str, tagging: Tagging) -> list[Span]:
+    """Join words into the spans that their tags spell; labels are types, without prefixes."""
     return [
         Span(
             label=kind,
-            text=text[group[0].start : group[-1].end],
-            start=group[0].start,
-            end=group[-1].end,
-            score=sum(word.score for word in group) / len(group),
+            text=text[words[first].start : words[last].end],
+            start=words[first].start,
+            end=words[last].end,
+            score=sum(word.score for word in words[first : last + 1]) / (last + 1 - first),
         )
-        for kind, group in groups
-        if kind != "O"
+        for kind, first, last in tagging.joined([word.label for word in words])
     ]
 
 

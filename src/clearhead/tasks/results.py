@@ -28,7 +28,7 @@ class Word:
 class Span:
     """Words that belong together: B-PER I-PER is one PER."""
 
-    label: str
+    label: str  # the type, without a prefix
     text: str
     start: int
     end: int

@@ -12,7 +12,7 @@ from clearhead.batches.batching import Batching
 from clearhead.bundle import Bundle
 from clearhead.config import ModelConfig
 from clearhead.config.fields import HeadName
-from clearhead.data.examples import Shape
+from clearhead.data.examples import Corpus, Shape
 from clearhead.errors import ConfigError, InputError, refuse
 from clearhead.losses import Objective
 from clearhead.presets import preset
@@ -90,6 +90,7 @@ class TaskSpec:
     batching: Batching  # row shape, encoding, batches
     tokens: SpecialTokens | None  # None: the task reads no text
     guessed: bool = True  # whether data of this shape, without a named task, is taken for it
+    remarks: Callable[[Corpus], Sequence[str]] = lambda corpus: ()  # sentences on the data, shown to the user
     # Model
     head: HeadName
     usual: UsualModel

@@ -54,7 +54,7 @@ def prepare(recipe: Recipe, folder: Path, on_event: OnEvent, world: World = ALON
     corpus, name = open_examples(recipe.data)
     task = table.task_named(name)
     task.check_metric(recipe.train.metric)
-    for line in corpus.notes:
+    for line in (*corpus.notes, *task.remarks(corpus)):
         on_event(Note(line))
     base = build.base_of(recipe)
     world.agree(facts(corpus))

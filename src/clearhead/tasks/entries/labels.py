@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from clearhead.api import Model
 from clearhead.batches import bucketed, encoding, pictures
 from clearhead.batches.batching import Batching
-from clearhead.data.examples import IMAGES, LABELS, QUESTIONS, TAGS, Labelled, Question, Tagged
+from clearhead.data.examples import IMAGES, LABELS, QUESTIONS, TAGS, Corpus, Labelled, Question, Tagged
+from clearhead.data.tagging import by_labels, recognise
 from clearhead.evaluation.judgement import Judgement, count_classes
 from clearhead.evaluation.metrics import METRICS
 from clearhead.losses import CLASSES, SPANS, TAGGED
@@ -49,7 +50,15 @@ def _tagged(loaded: Model, row: Tagged, plan: GeneratePlan, seed: int) -> str:
 
 
 def _tag_metric(labels: Sequence[str]) -> str:
-    return "span_f1" if all(tag == "O" or tag[:2] in ("B-", "I-") for tag in labels) else "accuracy"
+    tagging = by_labels(labels)
+    return "span_f1" if all(tagging.split(tag)[0] for tag in labels) else "accuracy"
+
+
+def _scheme(corpus: Corpus) -> list[str]:
+    """Return a sentence on how the tags of the validation data spell spans, if they do."""
+    rows = cast(Sequence[Tagged], corpus.validation)
+    scheme = recognise([row.tags for row in rows]).scheme
+    return [f"the tags follow {scheme}: span_f1 counts spans strictly by it"] if scheme else []
 
 
 def _tag_scores(predicted: Answers, wanted: Answers, labels: Sequence[str]) -> dict[str, float]:
@@ -59,12 +68,12 @@ def _tag_scores(predicted: Answers, wanted: Answers, labels: Sequence[str]) -> d
 
 
 def _tag_figures(judgement: Judgement) -> list[str]:
-    """Add accuracy and, for B- and I- tags, F1 of whole spans; words that were cut off count too."""
+    """Add accuracy and, for tags with prefixes, F1 of whole spans; words that were cut off count too."""
     found = tag(judgement.loaded, [row.words for row in judgement.rows])
     tags = [[word.label for word in one.words] for one in found]
     wanted = [row.tags for row in judgement.rows]
     judgement.figures.add("accuracy", tags, wanted, "word_accuracy")
-    if any(tag[:2] in ("B-", "I-") for row in wanted for tag in row):
+    if recognise(wanted).scheme:
         for name in ("span_f1", "span_precision", "span_recall"):
             judgement.figures.add(name, tags, wanted)
     return [" ".join(row) for row in tags]
@@ -135,6 +144,7 @@ TASKS = (
         objective=TAGGED,
         metrics=("loss", "accuracy", "span_f1"),
         metric=_tag_metric,
+        remarks=_scheme,
         scores=_tag_scores,
         pretrain=True,
         command="tag {folder} TEXT",
