@@ -1,4 +1,4 @@
-"""What users of other libraries type first: names at the top, all activations at once, errors with our names."""
+"""What users of other libraries type first: names at the top, all activations, errors with our names."""
 
 from __future__ import annotations
 

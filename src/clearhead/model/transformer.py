@@ -4,7 +4,7 @@ Shapes: B batch, T query length, S source length, D model, V vocabulary.
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from inspect import signature
@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from clearhead.config import ModelConfig, StackSpec
-from clearhead.errors import InputError, nearest, refuse
+from clearhead.config.elsewhere import refuse_names
+from clearhead.errors import InputError, refuse
 from clearhead.model import attend, checks, fronts, heads, masks
 from clearhead.model.attention import Attention
 from clearhead.model.cache import Cache
@@ -45,41 +46,6 @@ class Output:
 torch.utils._pytree.register_dataclass(Output)
 
 
-# What other libraries call an argument of `forward`, or what to do in its place.
-OTHER_NAMES = {
-    **dict.fromkeys(("input_ids", "tokens", "x", "idx", "pixel_values", "inputs"), "ids"),
-    **dict.fromkeys(("attention_mask", "padding_mask", "key_padding_mask"), "mask"),
-    **dict.fromkeys(("decoder_input_ids", "tgt"), "ids"),
-    "decoder_attention_mask": "mask",
-    "src": "source",
-    "encoder_attention_mask": "source_mask",
-    "token_type_ids": "types",
-    "position_ids": "positions",
-    **dict.fromkeys(("past_key_values", "use_cache", "past_kv_cache"), "cache"),
-    "global_attention_mask": "global_mask",
-}
-OTHER_WAYS = {
-    **dict.fromkeys(
-        ("labels", "targets", "target"), "a call gives logits, and the loss is cross_entropy of them"
-    ),
-    **dict.fromkeys(("output_attentions", "output_hidden_states"), "use ch.record, or ch.run_with_cache"),
-    "inputs_embeds": "vectors are for a config of input vectors; ch.edit replaces the activation embedding",
-    "return_dict": "a call gives a ch.Output in any case",
-    "return_type": "a call gives a ch.Output in any case",
-}
-READ_BY_ENCODER = {"ids": "source", "mask": "source_mask"}
-
-
-def refuse_names(named: Iterable[str], config: ModelConfig) -> None:
-    """Raise for the first argument that `forward` does not have, with the name or the way that it has."""
-    name = next(name for name in named if name not in ARGUMENTS)
-    ours = OTHER_NAMES.get(name, "")
-    if config.family == "encoder-decoder" and not name.startswith(("decoder", "tgt")):
-        ours = READ_BY_ENCODER.get(ours, ours)  # elsewhere the bare names are the encoder's
-    way = OTHER_WAYS.get(name) or f"the model takes {', '.join(ARGUMENTS)}"
-    raise InputError(f'no argument is called "{name}"{nearest(ours or name, ARGUMENTS)}: {way}')
-
-
 class Transformer(nn.Module):
     """Any model the config can describe. See `forward` for what goes in and `Output` for what comes out."""
 
@@ -108,7 +74,7 @@ class Transformer(nn.Module):
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         """Run `forward`; an argument that goes by another name elsewhere is an error that says ours."""
         if not torch.compiler.is_compiling() and not named.keys() <= ARGUMENTS.keys():
-            refuse_names(named, self.config)
+            refuse_names(named, ARGUMENTS, both=len(self.config.stacks) == 2)
         return super().__call__(*inputs, **named)
 
     def forward(
