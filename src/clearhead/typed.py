@@ -14,6 +14,38 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 from clearhead.errors import ConfigError, nearest, refuse
 
 Table = TypeVar("Table")
+# What other libraries call a field, by theirs: those that no likeness of spelling would find.
+OTHER_NAMES = {
+    **dict.fromkeys(("hidden_size", "n_embd", "embed_dim", "emb_dim", "dim", "embedding_size"), "d_model"),
+    **dict.fromkeys(("num_hidden_layers", "num_layers", "decoder_layers", "depth", "n_layer"), "n_layers"),
+    **dict.fromkeys(("num_attention_heads", "num_heads", "nhead", "heads", "n_head"), "n_heads"),
+    **dict.fromkeys(("num_encoder_layers", "encoder_layers"), "n_encoder_layers"),
+    **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "n_key_value_heads"), "n_kv_heads"),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "dim_feedforward", "n_inner", "d_mlp"), "d_ff"),
+    **dict.fromkeys(
+        ("max_position_embeddings", "block_size", "n_positions", "n_ctx", "max_seq_len"), "max_positions"
+    ),
+    **dict.fromkeys(("num_tokens", "d_vocab", "n_vocab", "padded_vocab_size"), "vocab_size"),
+    **dict.fromkeys(("hidden_act", "activation_function", "act_fn"), "activation"),
+    **dict.fromkeys(("layer_norm_eps", "layer_norm_epsilon", "rms_norm_eps"), "norm_eps"),
+    **dict.fromkeys(("num_labels", "num_classes"), "n_classes"),
+    **dict.fromkeys(("num_experts", "num_local_experts"), "n_experts"),
+    **dict.fromkeys(("tie_word_embeddings", "weight_tying"), "tie_embeddings"),
+    **dict.fromkeys(("hidden_dropout_prob", "hidden_dropout", "resid_pdrop", "resid_dropout"), "dropout"),
+    **dict.fromkeys(("attention_probs_dropout_prob", "attn_pdrop"), "attention_dropout"),
+    **dict.fromkeys(("learning_rate", "max_lr"), "lr"),
+    **dict.fromkeys(("max_steps", "max_iters", "total_steps"), "steps"),
+    **dict.fromkeys(("gradient_accumulation_steps", "accumulate_grad_batches", "grad_accum"), "accumulate"),
+    "head_dim": "d_head",
+    "model_type": "family",
+    "num_experts_per_tok": "n_active_experts",
+    "type_vocab_size": "n_types",
+    "rope_theta": "rope_base",
+    "sliding_window": "window",
+    "attention_bias": "qkv_bias",
+    "initializer_range": "init_std",
+    "warmup_steps": "warmup",
+}
 NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "unset"}
 
 
@@ -45,9 +77,10 @@ def from_plain(cls: type[Table], values: Mapping[str, Any], table: str = "config
 def check_names(cls: type, values: Iterable[str], table: str = "config") -> None:
     """Raise if a name is no field of the dataclass."""
     known = hints_of(cls)
-    for name in values:
+    for name in map(str, values):
         if name not in known:
-            near = nearest(str(name), known)
+            other = OTHER_NAMES.get(name)
+            near = nearest(other if other in known else name, known)
             raise ConfigError(f'unknown {table} key "{name}"{near}: {table} has {", ".join(known)}')
 
 

@@ -11,8 +11,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 import clearhead as ch
 from clearhead.cli import main
 from clearhead.inside import patch as module
-from clearhead.inside.inputs import prepare
-from clearhead.inside.patch import PARTS, Site, patch, patched_scores
+from clearhead.inside.inputs import InputTokens, prepare
+from clearhead.inside.patch import PARTS, Site, aligned, patch, patched_scores
 from clearhead.plot.lens import draw_patching
 from tests.harness import build, some_ids
 
@@ -253,3 +253,137 @@ def test_the_command_and_its_picture(shared, capsys, tmp_path):
     with pytest.raises(SystemExit) as stop:
         main([*asked[:3], "Tim and Lily", *asked[4:]])
     assert stop.value.code == 2 and "tokens" in capsys.readouterr().err
+
+
+# Prompts of unequal length ----------------------------------------------------------------------------------
+
+
+def tokens_of(text: str, *words: str) -> InputTokens:
+    """Return a text cut into tokens that may begin with a space, as byte-level tokenizers do."""
+    spans, end = [], 0
+    for word in words:
+        spans.append((end, end + len(word)))
+        end += len(word)
+    assert "".join(words) == text
+    return InputTokens(words, tuple(range(len(words))), tuple(spans), text, (False,) * len(words))
+
+
+PARIS = tokens_of("the town Paris is in", "the", " town", " Par", "is", " is", " in")
+YORK = tokens_of("the town New York is in", "the", " town", " New", " York", " is", " in")
+VADUZ = tokens_of(
+    "the small town Va duz City lies in", "the", " small", " town", " Va", " duz", " City", " lies", " in"
+)
+
+
+def test_words_that_both_have_belong_together_and_gaps_are_aligned_from_their_ends():
+    assert aligned(PARIS, YORK, "words") == ((0, 0), (1, 1), (2, 2), (3, 3), (4, 4), (5, 5))
+    assert aligned(PARIS, VADUZ, "words") == ((0, 0), (1, 2), (2, 4), (3, 5), (4, 6), (5, 7))
+    assert aligned(VADUZ, PARIS, "words") == ((0, 0), (2, 1), (4, 2), (5, 3), (6, 4), (7, 5))
+    ids = [InputTokens(labels, tuple(map(int, labels))) for labels in (("5", "1", "2"), ("5", "9", "1", "2"))]
+    assert aligned(*ids, "words") == ((0, 0), (1, 2), (2, 3))  # without a text, a token is a word
+
+
+def test_a_subject_is_found_in_each_prompt_and_aligned_from_its_end():
+    long = tokens_of("the town San Marino is in", "the", " town", " San", " Mar", "ino", " is", " in")
+    assert aligned(PARIS, long, subject=("Paris", "San Marino")) == (
+        (0, 0), (1, 1), (2, 3), (3, 4), (4, 5), (5, 6),
+    )  # fmt: skip
+    assert aligned(long, PARIS, subject=("San Marino", "Paris")) == (
+        (0, 0), (1, 1), (3, 2), (4, 3), (5, 4), (6, 5),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ({}, "6 and 8 tokens, and differ from token 1 on .* by words \\(align\\), or name what differs"),
+        ({"align": "letters"}, 'align "letters" is not known'),
+        ({"align": "words", "subject": ("a", "b")}, "both align"),
+        ({"align": [(0, 8)]}, "corrupt \\(0 to 7\\)"),
+        ({"align": [(0, 0), (1, 0)]}, "token 0 of the corrupt prompt twice"),
+        ({"align": []}, "no pairs"),
+        ({"subject": ("Rome", "Va")}, 'the subject "Rome" is not in'),
+        ({"subject": ("Paris", "Va duz City")}, "2 and 3 tokens stand before the subject"),
+    ],
+)
+def test_prompts_that_cannot_be_aligned_are_refused(how, words):
+    with pytest.raises(ch.InputError, match=words):
+        aligned(PARIS, VADUZ, **how)
+
+
+@pytest.mark.parametrize("name", ["pre", "parallel", "masked", "classifier", "experts", "both"])
+def test_a_patch_of_unequal_prompts_equals_an_edit_written_out(name):
+    """Every cell against a run of its own, in which the clean token stands where the pairs say."""
+    model = build(**MODELS[name])
+    clean, corrupt = CLEAN[:5], CORRUPT
+    pairs = [(0, 0), (2, 1), (3, 4), (4, 5)]
+    more = {"target": TARGET} if name == "both" else {}
+    found = patch(model, clean, corrupt, 1, 2, PARTS, align=pairs, **more)
+    assert found.pairs == tuple(pairs)
+
+    def run(ids):
+        given = {"source": torch.tensor([ids])} if more else {}
+        logits = model(torch.tensor([TARGET if more else ids]), **given).logits[0]
+        last = logits if logits.ndim == 1 else logits[-1]
+        return float(last[1] - last[2])
+
+    def scaled(tap, into, out_of, head=None):
+        def put(x):
+            x = x.clone()
+            for mine, other in zip(into, out_of):
+                if head is None:
+                    x[0, mine] = seen[tap][0, other]
+                else:
+                    x[0, head, mine] = seen[tap][0, head, other]
+            return x
+
+        with torch.no_grad():
+            with ch.record(model, tap) as seen:
+                top = run(clean)
+            bottom = run(corrupt)
+            with ch.edit(model, {tap: put}):
+                return (run(corrupt) - bottom) / (top - bottom)
+
+    taps = {"residual": "resid_pre", "attention": "attention.out", "cross": "cross.out"}
+    taps |= {"feedforward": "feedforward.out", "heads": "attention.z", "cross heads": "cross.z"}
+    for table in found.maps:
+        prefix = "encoder." if table.stack == "encoder" else ""
+        same = [(token, token) for token in range(len(TARGET))]
+        own = same if table.stack == "decoder" else pairs
+        sources, positions = zip(*own)
+        for layer in range(2 if not prefix else 1):
+            tap = f"{prefix}blocks.{layer}.{taps[table.part]}"
+            for column in range(table.values.shape[1]):
+                if torch.isnan(table.values[layer, column]):
+                    continue
+                if "heads" in table.part:
+                    wanted = scaled(tap, positions, sources, column)
+                else:
+                    wanted = scaled(tap, positions[column : column + 1], sources[column : column + 1])
+                assert abs(float(table.values[layer, column]) - wanted) < 1e-4
+
+
+def test_the_answer_is_read_at_tokens_that_belong_together():
+    model, pairs = build(), [(0, 0), (2, 1), (4, 5)]
+    found = patch(model, CLEAN[:5], CORRUPT, 1, 2, align=pairs, position=1)
+    with torch.no_grad():
+        clean, corrupt = (model(torch.tensor([ids])).logits[0] for ids in (CLEAN[:5], CORRUPT))
+    assert found.clean_difference == pytest.approx(float(clean[2, 1] - clean[2, 2]), abs=1e-5)
+    assert found.corrupt_difference == pytest.approx(float(corrupt[1, 1] - corrupt[1, 2]), abs=1e-5)
+    with pytest.raises(ch.InputError, match=r"position 2, .* belongs to no token of the clean prompt"):
+        patch(model, CLEAN[:5], CORRUPT, 1, 2, align=pairs, position=2)
+
+
+def test_the_command_aligns_by_words_and_by_the_subject(tmp_path, capsys):
+    m = planted()
+    m.save(tmp_path)
+    asked = ["patch", str(tmp_path), "the cat says", "the the dog says", "--part", "residual"]
+    with pytest.raises(SystemExit):
+        main(asked)
+    assert "by words (align)" in capsys.readouterr().err
+    for how in (["--align", "words"], ["--subject", "cat", "the dog"]):
+        main([*asked, *how, "--json"])
+        body = json.loads(capsys.readouterr().out)
+        assert body["maps"][0]["columns"] == ["the", "cat/dog", "says"] and body["answer"] == "meow"
+        assert body["pairs"] == [[0, 0], [1, 2], [2, 3]]
+        assert [round(value) for value in body["maps"][0]["values"][0]] == [0, 1, 0]

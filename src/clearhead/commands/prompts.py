@@ -254,7 +254,7 @@ def patch(
     ],
     corrupt: Annotated[
         Positional[str],
-        option("the prompt that is run; as many tokens as the clean one", metavar="CORRUPT"),
+        option("the prompt that is run", metavar="CORRUPT"),
     ],
     answer: Annotated[
         str | None, option("what the clean run should say (· is a space); default: what it says")
@@ -270,6 +270,14 @@ def patch(
         str | None,
         option("what the decoder of an encoder-decoder has written; default: what it writes for both alike"),
     ] = None,
+    align: Annotated[
+        Literal["tokens", "words"],
+        option("compare prompts token by token, or, of unequal length, by the words that both have"),
+    ] = "tokens",
+    subject: Annotated[
+        tuple[str, str] | None,
+        option("prompts of unequal length: the text that differs, in CLEAN and in CORRUPT", metavar="TEXT"),
+    ] = None,
     plot: Plot = None,
     tokenizer: Tokenizer = None,
     json: Json = False,
@@ -282,13 +290,15 @@ def patch(
     For example:
       clearhead patch my-model/ "Ann met Tom. Ann" "Ann met Tom. Tom" --plot map.png
       clearhead patch my-model/ "Paris is in" "Rome is in" --answer " France"
-      clearhead patch my-model/ "Paris is in" "Rome is in" --json
+      clearhead patch my-model/ "Paris is in" "New York is in" --align words
+      clearhead patch my-model/ "Paris is in" "New York is in" --subject Paris "New York"
     """
     model = load_model(folder, tokenizer=tokenizer, plot=plot)
     from clearhead.inside.patch import patch as run
     from clearhead.plot.lens import draw_patching
 
-    found = run(model, clean, corrupt, answer, wrong, part, position, target)
+    by = "words" if align == "words" else None
+    found = run(model, clean, corrupt, answer, wrong, part, position, target, align=by, subject=subject)
     show_result(found.to_dict(), json, _patches(found), plot, lambda: draw_patching(found))
 
 

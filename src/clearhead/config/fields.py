@@ -9,10 +9,11 @@ import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Self
 
 from clearhead.config.kinds import GatedDeltaKind, Kind, LinearKind, LowRank, Windowed
 from clearhead.config.scaling import RopeScaling
+from clearhead.typed import check_names
 
 Family = Literal["decoder", "encoder", "encoder-decoder"]
 Input = Literal["tokens", "patches", "vectors", "frames"]
@@ -192,6 +193,11 @@ class Fields(StackFields):
     # Initialisation
     init: Initialisation = "gpt2"  # the distribution of fresh weights
     init_std: float = 0.02  # spread of fresh weights; xavier has its own
+
+    def __new__(cls, *values: object, **named: object) -> Self:
+        """Refuse an unknown name, with the nearest one, before Python does without it."""
+        check_names(cls, named)
+        return super().__new__(cls)
 
 
 @dataclass(frozen=True)

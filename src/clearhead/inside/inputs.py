@@ -125,6 +125,39 @@ def as_model(m: AnyModel) -> Model:
     return m if isinstance(m, Model) else Model(m)
 
 
+def run_with_cache(
+    m: AnyModel,
+    given: Given | Sequence[str] | Sequence[Sequence[int]],
+    names: str | Sequence[str] = "*",
+    target: Target = None,
+    pair: str | None = None,
+) -> tuple[Output, Recording]:
+    """Run one forward pass, and return its output and the activations whose names match, by name.
+
+    Neither dropout nor gradients; `record` leaves both as they are.
+
+    Args:
+        m: what `load` gave, a bare model, which takes ids or pixels, or a compiled wrapper.
+        given: a text or its token ids, as one row; several texts or rows of ids, which are padded at the
+            right; ids [B, T]; or what else the model reads, such as an image.
+        names: of activations, `*` for anything; see `tap_names`.
+        target: what the decoder of an encoder-decoder has written; None: what it writes greedily by itself.
+        pair: the second text of a pair, for an encoder.
+    """
+    m, patterns = as_model(m), (names,) if isinstance(names, str) else tuple(names)
+    several = isinstance(given, Tensor) and given.ndim == 2 and len(given) != 1
+    several |= isinstance(given, list | tuple) and len(given) > 0 and not isinstance(given[0], int)
+    if not several or m.config.input != "tokens":
+        return prepare_any(m, given, target, pair).record(*patterns)
+    refuse(
+        len(m.config.stacks) == 2 or pair is not None,
+        "several rows are for a model of one stack, without a pair: call the model itself within ch.record",
+    )
+    ids, mask = (given.to(device_of(m.model)), None) if isinstance(given, Tensor) else m.batch(given)
+    with torch.no_grad(), evaluating(m.model), record(m.model, *patterns) as seen:
+        return m.model(ids, mask), seen
+
+
 def device_of(model: Transformer) -> torch.device:
     """Return the device of a model's weights."""
     return next(model.parameters()).device

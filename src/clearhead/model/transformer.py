@@ -7,12 +7,14 @@ import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Literal, cast
+from inspect import signature
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
 from clearhead.config import ModelConfig, StackSpec
+from clearhead.config.elsewhere import refuse_names
 from clearhead.errors import InputError, refuse
 from clearhead.model import attend, checks, fronts, heads, masks
 from clearhead.model.attention import Attention
@@ -68,6 +70,12 @@ class Transformer(nn.Module):
     def main(self) -> Stack:
         """The stack that feeds the head."""
         return cast(Stack, self.decoder if self.decoder is not None else self.encoder)
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        """Run `forward`; an argument that goes by another name elsewhere is an error that says ours."""
+        if not torch.compiler.is_compiling() and not named.keys() <= ARGUMENTS.keys():
+            refuse_names(named, ARGUMENTS, both=len(self.config.stacks) == 2)
+        return super().__call__(*inputs, **named)
 
     def forward(
         self,
@@ -198,6 +206,9 @@ def model_steps(config: ModelConfig, run: Pass, length: int, source_length: int)
         yield from stack_steps(stack, run, inputs, memory, stack is config.decoder and shares_front(config))
         memory = stack.n_tokens(inputs)
     yield from heads.HEADS[config.readout.head].steps(config.readout, run, memory)
+
+
+ARGUMENTS = dict.fromkeys(name for name in signature(Transformer.forward).parameters if name != "self")
 
 
 @contextmanager

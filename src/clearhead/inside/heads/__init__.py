@@ -161,3 +161,6 @@ def head_roles(m: inputs.AnyModel, texts: Sequence[Any] | None = None, seed: int
         texts=len(given),
         tokens=sum(len(row.tokens) for row in given),
     )
+
+
+heads = head_roles  # as the command is called

@@ -1,0 +1,176 @@
+"""What users of other libraries type first: names at the top, all activations, errors with our names."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+import json
+import pickle
+
+import pytest
+import torch
+
+import clearhead as ch
+from clearhead.batches.padding import padded, real_tokens
+from clearhead.inside.parts.examples import examples_from
+from clearhead.typed import OTHER_NAMES
+from tests.harness import build, some_ids, worst
+
+ROWS = [some_ids(1, 6, seed=seed)[0].tolist() for seed in range(1, 13)]
+
+# Names at the top -------------------------------------------------------------------------------------------
+
+CALLS = {
+    "attention": lambda m: [one.to_dict() for one in ch.attention(m, ROWS[0]).heads()],
+    "heads": lambda m: ch.heads(m, ROWS[:2]).to_dict(),
+    "lens": lambda m: ch.lens(m, ROWS[0]).to_dict(),
+    "patch": lambda m: ch.patch(m, ROWS[0], ROWS[1]).to_dict(),
+    "ablate": lambda m: ch.ablate(m, examples_from(m, ROWS, texts=True), heads=["0.1"]).to_dict(),
+    "prune": lambda m: {name: x.tolist() for name, x in ch.prune(m, ["0.1"]).model.state_dict().items()},
+    "fold_norms": lambda m: {name: x.tolist() for name, x in ch.fold_norms(m).model.state_dict().items()},
+    "run_with_cache": lambda m: {name: x.tolist() for name, x in ch.run_with_cache(m, ROWS[0])[1].items()},
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_looking_inside_takes_a_model_in_any_wrapper(name):
+    model = build()
+    wanted = json.dumps(CALLS[name](ch.Model(model)))
+    for given in (model, torch.compile(model), torch.nn.DataParallel(model)):
+        assert json.dumps(CALLS[name](given)) == wanted
+
+
+def test_probe_is_at_the_top_too():
+    assert ch.probe is ch.inside.probe.probe
+
+
+def test_inside_lists_modules_and_functions_that_all_exist():
+    listed = dir(ch.inside)
+    assert {"lens", "patch", "heads", "attention", "probe", "ablate", "prune", "contributions"} <= {*listed}
+    for name in listed:
+        found = getattr(ch.inside, name)
+        assert inspect.ismodule(found) or callable(found)
+    with pytest.raises(AttributeError, match="nonsense"):
+        _ = ch.inside.nonsense
+
+
+# One call for all activations -------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_run_with_cache_equals_a_recording():
+    model, ids = build(), torch.tensor(ROWS[:2])
+    with ch.record(model, "*") as seen:
+        wanted = model(ids).logits
+    output, cache = ch.run_with_cache(model, ids)
+    assert torch.equal(output.logits, wanted) and list(cache) == ch.tap_names(model)
+    assert all(torch.equal(cache[name], seen[name]) for name in seen)
+    assert list(ch.run_with_cache(model, ids, "*.z")[1]) == ["blocks.0.attention.z", "blocks.1.attention.z"]
+    assert list(ch.run_with_cache(model, ids, ["embedding", "logits"])[1]) == ["embedding", "logits"]
+
+
+@torch.no_grad()
+def test_run_with_cache_pads_rows_of_unequal_length():
+    model, rows = build(dropout=0.5), [ROWS[0], ROWS[1][:4]]
+    device = torch.device("cpu")
+    wanted = model.eval()(padded(rows, 0, device), real_tokens(rows, device)).logits
+    model.train()  # neither dropout nor a change of mode
+    output, _ = ch.run_with_cache(model, rows, "logits")
+    assert torch.equal(output.logits, wanted) and model.training
+
+
+def test_run_with_cache_of_an_encoder_decoder_and_of_images():
+    both = build(family="encoder-decoder")
+    output, cache = ch.run_with_cache(both, ROWS[0], "*.cross.pattern", target=ROWS[1][:3])
+    assert output.logits.shape[1] == 3 and cache["blocks.1.cross.pattern"].shape == (1, 4, 3, 6)
+    with pytest.raises(ch.InputError, match="several rows"):
+        ch.run_with_cache(both, ROWS[:2])
+    image = {"input": "patches", "image_size": (8, 8), "patch_size": 4, "n_channels": 1, "vocab_size": 0}
+    output, _ = ch.run_with_cache(build(family="encoder", n_classes=3, **image), torch.rand(1, 8, 8))
+    assert output.logits.shape == (1, 3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "options"),
+    [
+        ({}, {}),
+        ({"positions": "rope", "n_kv_heads": 2}, {"temperature": 1.0, "seed": 3}),
+        ({}, {"lookup": 2}),
+    ],
+)
+@torch.no_grad()
+def test_a_recording_around_generate_keeps_every_step(changes, options):
+    model = build(**changes)
+    with ch.record(model, "*.resid_post", "*.z", "*.pattern") as seen:
+        made = ch.Model(model).generate(ROWS[0], 6, stop_tokens=(), **options)
+    text = torch.tensor([[*ROWS[0], *made.ids]])
+    with ch.record(model, "*.resid_post", "*.z", "*.pattern") as whole:
+        model(text)
+    for name in whole:
+        axis = 1 if name.endswith("resid_post") else 2
+        steps = seen.calls(name)
+        if name.endswith("pattern"):
+            steps = [torch.nn.functional.pad(step, (0, text.shape[1] - step.shape[3])) for step in steps]
+        if not options.get("lookup"):  # a guess that is wrong is read, too
+            assert len(steps) == len(made.ids)
+            joined = torch.cat(steps, dim=axis)
+            assert worst(joined, whole[name].narrow(axis, 0, joined.shape[axis])) <= 1e-5
+        else:
+            assert sum(step.shape[axis] for step in steps) >= text.shape[1] - 1
+
+
+# Errors with the right name ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", OTHER_NAMES)
+def test_a_field_by_the_name_of_another_library_is_refused_with_ours(name):
+    wanted = OTHER_NAMES[name]
+    fields = {field.name for field in dataclasses.fields(ch.ModelConfig)}
+    if wanted in fields:
+        build_config = [
+            lambda: ch.ModelConfig(**{name: 1}),
+            lambda: ch.ModelConfig.from_dict({name: 1}),
+            lambda: ch.preset("gpt2").replace(**{name: 1}),
+            lambda: ch.read_recipe("char-gpt", [f"model.{name}=1"]),
+        ]
+        for build_one in build_config:
+            with pytest.raises(ch.ConfigError, match=f'"{name}" \\(did you mean "{wanted}"\\?\\)'):
+                build_one()
+    else:
+        with pytest.raises(ch.ConfigError, match=f'"{name}" \\(did you mean "{wanted}"\\?\\)'):
+            ch.read_recipe("char-gpt", [f"train.{name}=1"])
+
+
+def test_a_misspelt_field_is_one_line_and_a_config_stays_a_value():
+    with pytest.raises(ch.ConfigError, match=r'unknown config key "n_layer" \(did you mean "n_layers"\?\)'):
+        ch.ModelConfig(vocab_size=5, n_layer=12)
+    config = ch.ModelConfig(vocab_size=5, d_model=16, n_heads=2)
+    assert pickle.loads(pickle.dumps(config)) == copy.deepcopy(config) == config
+    assert [*inspect.signature(ch.ModelConfig).parameters] == [
+        field.name for field in dataclasses.fields(ch.ModelConfig)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("family", "given", "words"),
+    [
+        ("decoder", "input_ids", 'no argument is called "input_ids" \\(did you mean "ids"\\?\\)'),
+        ("decoder", "attention_mask", '"attention_mask" \\(did you mean "mask"\\?\\)'),
+        ("decoder", "labels", '"labels": a call gives logits, and the loss is cross_entropy'),
+        ("decoder", "token_type_ids", 'did you mean "types"'),
+        ("decoder", "past_key_values", 'did you mean "cache"'),
+        ("decoder", "output_hidden_states", "use ch.record, or ch.run_with_cache"),
+        ("decoder", "maks", 'did you mean "mask"'),
+        ("encoder-decoder", "input_ids", 'did you mean "source"'),
+        ("encoder-decoder", "attention_mask", 'did you mean "source_mask"'),
+        ("encoder-decoder", "decoder_input_ids", 'did you mean "ids"'),
+        ("encoder-decoder", "decoder_attention_mask", 'did you mean "mask"'),
+    ],
+)
+def test_an_argument_by_the_name_of_another_library_is_refused_with_ours(family, given, words):
+    model, ids = build(family=family), some_ids()
+    for others in ({}, {"ids": ids}):
+        with pytest.raises(ch.InputError, match=words) as refused:
+            model(**others, **{given: ids})
+        assert "\n" not in str(refused.value)
