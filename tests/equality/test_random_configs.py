@@ -121,7 +121,16 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "conv_stride": (1, 3),
 }
 # Sizes that every model has, and how fresh weights are drawn, which `build` draws anew.
-OF_SIZE = {"vocab_size", "d_model", "n_layers", "n_heads", "max_positions", "family", "attention", "n_classes"}
+OF_SIZE = {
+    "vocab_size",
+    "d_model",
+    "n_layers",
+    "n_heads",
+    "max_positions",
+    "family",
+    "attention",
+    "n_classes",
+}
 OF_SIZE |= {"input", "patch_size", "image_size", "d_input", "init", "init_std"}
 
 
@@ -171,5 +180,7 @@ def test_every_field_of_a_config_is_drawn():
 @pytest.mark.usefixtures("short_pieces")
 def test_a_right_model_of_any_config_passes(seed):
     chosen = some_config(random.Random(seed))
-    failed = [(row.name, row.difference, row.note) for row in ch.check(build(seed, **chosen)) if not row.passed]
+    failed = [
+        (row.name, row.difference, row.note) for row in ch.check(build(seed, **chosen)) if not row.passed
+    ]
     assert failed == [], chosen

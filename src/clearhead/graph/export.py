@@ -47,7 +47,8 @@ def export(m: Bundle, path: str | Path, cache: bool = False) -> Exported:
     """Write a model as a graph that other programs run, for any batch and length: ONNX or `torch.export`.
 
     The file is run on inputs of other sizes than it was traced with, with padding among them, and at every
-    real token held against the model before it is put in place. It computes in float32. A mixture runs every expert on every token.
+    real token held against the model before it is put in place. It computes in float32. A mixture runs every
+    expert on every token.
 
     Args:
         m: a model, as `ch.load` gives it.
