@@ -102,6 +102,9 @@ def check_answer(job: SpeedJob, answer: Any) -> None:
     if job.kind == "train":
         refuse(not math.isfinite(answer), f"its loss is {answer}")
         return
+    refuse(
+        job.kind != "read" and not isinstance(answer, list), f"its answer is no list of rows: {answer!s:.80}"
+    )
     wanted = len(job.texts) or len(job.ids)
     things = "rows" if job.kind != "read" else "texts" if job.texts else "pictures"
     refuse(len(answer) != wanted, f"it answered {len(answer)} of {wanted} {things}")
