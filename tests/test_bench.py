@@ -12,8 +12,9 @@ from clearhead.errors import InputError
 from clearhead.speed import machine
 from clearhead.speed.compare import compare
 from clearhead.speed.jobs import SpeedSizes, jobs_of
-from clearhead.speed.llama import Llama
+from clearhead.speed.llama import Llama, written
 from clearhead.speed.machine import Machine
+from clearhead.speed.peers import PEERS, Rival, check_answer, ours
 from tests.test_plain_faults import refused
 from tests.test_tasks import saved
 
@@ -96,11 +97,123 @@ def test_few_bits_are_those_of_llama_cpp(shared, monkeypatch):
     assert [one.program for one in found.jobs[0].timings] == ["clearhead", "llama.cpp"]
 
 
+def test_a_reply_of_llama_cpp_that_is_an_error_is_no_speed(shared, tmp_path):
+    """Real replies: a prompt beyond its context, and fewer tokens than were asked for."""
+    pytest.importorskip("xllamacpp")
+    folder = shared / "weights/stories260K"
+    ch.load(folder / "hf", tokenizer=folder / "tok512.bin").save(tmp_path / "m.gguf", "float32")
+    there = Llama(tmp_path / "m.gguf", 256, 1)
+    try:
+        assert there.write([1, 5, 9], 4) == 4
+        with pytest.raises(InputError, match=r"request \(600 tokens\) exceeds the available context"):
+            there.write([5] * 600, 4)
+        assert there.write([5] * 254, 8) < 8
+    finally:
+        there.close()
+    assert written({"usage": {"prompt_tokens": 3, "completion_tokens": 4}}, 3) == 4
+    for reply, said in (
+        ({"error": {"code": 500, "message": "no slot"}}, "no slot"),
+        ({"error": "loading"}, "loading"),
+        (None, "does not say how many tokens"),
+        ({"usage": {"prompt_tokens": 2, "completion_tokens": 4}}, "has read 2 of the 3 tokens"),
+    ):
+        with pytest.raises(InputError, match=said):
+            written(reply, 3)
+
+
+class Peer:
+    """A program that answers with what clearhead answers, changed by `change`; an error is raised."""
+
+    def __init__(self, m, change, quick=False):
+        self.m, self.change, self.quick, self.answers = m, change, quick, {}
+
+    def __call__(self, job):
+        real = ours(self.m).runs(job)
+
+        def run():
+            if not self.quick or job.name not in self.answers:
+                self.answers[job.name] = real()
+            changed = self.change(self.answers[job.name])
+            if isinstance(changed, Exception):
+                raise changed
+            return changed
+
+        return run
+
+
+def with_peer(monkeypatch, m, change, **more):
+    peer = Rival("peer", Peer(m, change, **more))
+    monkeypatch.setitem(PEERS, "transformers", ("transformers", lambda *given: peer))
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "said"),
+    [
+        ("decode", lambda rows: InputError("no memory\nand more"), "no memory"),
+        ("decode", lambda rows: [row[:-1] for row in rows], "it wrote 3 tokens where 4 were asked for"),
+        ("decode", lambda rows: [*rows[:-1], []], "it wrote 0 tokens where 4 were asked for"),
+        ("decode", lambda rows: rows[:-1], "it answered 0 of 1 rows"),
+        ("decode", lambda rows: [row + [1] for row in rows], "it wrote 5 tokens where 4 were asked for"),
+        ("decode", lambda rows: {"error": {"code": 400}}, "no list of rows: {'error': {'code': 400}}"),
+        ("decode", lambda rows: None, "its answer is no list of rows: None"),
+        ("first", lambda rows: [3 for _ in rows], "it wrote 3 tokens where 1 were asked for"),
+        ("train", lambda loss: float("nan"), "its loss is nan"),
+    ],
+)
+def test_an_answer_that_is_less_than_the_job_is_no_speed(decoder, monkeypatch, kind, change, said):
+    m = ch.load(decoder)
+    with_peer(monkeypatch, m, change)
+    sizes = SpeedSizes(prompt=8, new=4, batches=(1,))
+    (job,) = compare(m, (kind,), sizes, peers=["transformers"], rounds=1).jobs
+    mine, theirs = job.timings
+    assert mine.per_second > 0 and mine.fault == ""
+    assert (theirs.seconds, theirs.per_second, theirs.ours_over_this, theirs.same_tokens) == (None,) * 4
+    assert said in theirs.fault and "\n" not in theirs.fault
+
+
+def test_an_answer_that_fails_in_a_later_round_is_no_speed_either(decoder, monkeypatch):
+    m, calls = ch.load(decoder), []
+    with_peer(monkeypatch, m, lambda rows: calls.append(1) or (rows if len(calls) < 3 else [[]]))
+    (job,) = compare(m, ("decode",), SpeedSizes(new=4, batches=(1,)), ["transformers"], rounds=5).jobs
+    assert len(calls) == 3 and "it wrote 0 tokens" in job.timings[1].fault
+
+
+def test_nothing_is_quicker_than_the_machine(decoder, monkeypatch, capsys, tmp_path):
+    """A program that has kept its answer: all its tokens are there, and no weight was read."""
+    m = ch.load(decoder)
+    with_peer(monkeypatch, m, lambda rows: rows, quick=True)
+    # A machine of which clearhead gets a tenth at most.
+    slow = Machine("", 1, "float32", bandwidth=1e7, arithmetic=1e9)
+    monkeypatch.setattr("clearhead.speed.compare.measure_machine", lambda *given: slow)
+    (job,) = compare(m, ("decode",), SpeedSizes(new=4, batches=(1,)), ["transformers"], rounds=1).jobs
+    mine, theirs = job.timings
+    assert theirs.above_limit and theirs.per_second is None and theirs.seconds is None
+    assert job.limit == pytest.approx(4 / job.least_seconds)
+    assert mine.fault or mine.per_second <= 1.1 * job.limit
+    given = ["bench", str(decoder), "--parts", "decode", "--new", "4", "--batches", "1", "--rounds", "1"]
+    main([*given, "--against", "transformers", "--plot", str(tmp_path / "a.png")])
+    shown = capsys.readouterr().out
+    assert "above the limit" in shown and "peer has no speed of decode 4, batch 1" in shown
+
+
 def test_encoders_read_texts(tmp_path):
     saved(tmp_path, "BertForSequenceClassification", num_labels=2)
     (job,) = compare(ch.load(tmp_path), ("read",), peers=["transformers"], rounds=1).jobs
     assert [one.program for one in job.timings] == ["clearhead", "transformers"]
     assert job.name.startswith("48 texts") and job.timings[0].per_second > 0
+    assert all(one.fault == "" for one in job.timings)
+    with pytest.raises(InputError, match="it answered 47 of 48 texts"):
+        check_answer(jobs_of(ch.load(tmp_path), ("read",), SpeedSizes())[0], [0.0] * 47)
+
+
+def test_an_encoder_decoder_in_transformers_writes_as_many_tokens(tmp_path):
+    """Its answer begins with the token that the decoder starts from, which is not written."""
+    torch.manual_seed(0)
+    sizes = {"d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 1, "num_heads": 4, "vocab_size": 64}
+    config = transformers.T5Config(**sizes, decoder_start_token_id=0, eos_token_id=63, pad_token_id=0)
+    transformers.T5ForConditionalGeneration(config).save_pretrained(tmp_path)
+    (job,) = compare(ch.load(tmp_path), ("decode",), SpeedSizes(new=4, batches=(2,)), ["transformers"]).jobs
+    assert [one.fault for one in job.timings] == ["", ""] and job.timings[1].same_tokens == 1.0
 
 
 def test_a_program_that_ends_its_process_is_named(tmp_path):

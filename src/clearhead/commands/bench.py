@@ -86,10 +86,10 @@ def _shown(found: SpeedReport, name: str) -> Iterator[Table | str]:
     machine = found.machine
     rows: list[tuple[str, ...]] = []
     for job in found.jobs:
-        limit = job.timings[0].per_second / job.share_of_limit
         rows += [()] if rows else []
         rows += [_row(job.name if not place else "", one) for place, one in enumerate(job.timings)]
-        rows.append(("", f"limit, by {job.bound_by}", _rate(limit), f"{job.share_of_limit:.0%} of it"))
+        share = "" if job.share_of_limit is None else f"{job.share_of_limit:.0%} of it"
+        rows.append(("", f"limit, by {job.bound_by}", _rate(job.limit), share))
     threads = f", {machine.threads} threads" if machine.threads else ""
     yield table(
         f"{name}: tokens or pictures a second, {machine.dtype} on {machine.name}{threads}",
@@ -101,6 +101,12 @@ def _shown(found: SpeedReport, name: str) -> Iterator[Table | str]:
         f"The limit follows from what was measured here: {read} read and {computed} operations computed in a "
         "second."
     )
+    yield from (
+        f"{one.program} has no speed of {job.name}: {one.fault}"
+        for job in found.jobs
+        for one in job.timings
+        if one.fault
+    )
     differ = [
         f"{one.program}: {one.same_tokens:.0%} of its tokens are clearhead's ({job.name})"
         for job in found.jobs
@@ -111,8 +117,10 @@ def _shown(found: SpeedReport, name: str) -> Iterator[Table | str]:
 
 
 def _row(job: str, one: Timing) -> tuple[str, ...]:
-    ours = "" if one.program == "clearhead" else f"{one.ours_over_this:.2f} x"
-    return job, one.program, _rate(one.per_second), ours
+    if one.per_second is None:
+        return job, one.program, "none", "above the limit" if one.above_limit else "failed"
+    ours = one.program == "clearhead" or one.ours_over_this is None
+    return job, one.program, _rate(one.per_second), "" if ours else f"{one.ours_over_this:.2f} x"
 
 
 def _rate(per_second: float) -> str:

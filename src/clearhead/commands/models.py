@@ -218,7 +218,7 @@ def _convert_to_graph(model: ch.Model, target: Path, cache: bool, json: bool) ->
     lines += [f"  {name} [{', '.join(map(str, each))}]" for name, each in axes.items()]
     lines += ["out:", *(f"  {name}" for name in made.outputs)]
     tried = ", ".join(f"{sizes.batch} x {sizes.length}" for sizes in made.tried)
-    lines.append(f"equal to the model to {made.difference:.1e} on rows x tokens {tried}, padding included")
+    lines.append(f"equal to the model to {made.difference:.1e} on rows x tokens {tried}, at every real token")
     body = {"saved": str(target), "inputs": axes, "outputs": made.outputs, "difference": made.difference}
     show_result(body, json, lines)
 

@@ -21,7 +21,7 @@ from clearhead.config.kinds import FULL
 from clearhead.errors import CheckpointError, InputError, MissingExtraError, first_line, refuse
 from clearhead.fast.lora import merged
 from clearhead.graph.function import Function, Port, traceable
-from clearhead.graph.inputs import InputSizes, example, expected, sizes_of
+from clearhead.graph.inputs import InputSizes, example, expected, real_part, sizes_of
 from clearhead.model.transformer import Transformer, attending, evaluating
 from clearhead.quant.apply import dequantized
 from clearhead.quant.layers import quantized_parts
@@ -46,8 +46,9 @@ class Exported:
 def export(m: Bundle, path: str | Path, cache: bool = False) -> Exported:
     """Write a model as a graph that other programs run, for any batch and length: ONNX or `torch.export`.
 
-    The file is run on inputs of other sizes than it was traced with, padding included, and held against the
-    model before it is put in place. It computes in float32. A mixture runs every expert on every token.
+    The file is run on inputs of other sizes than it was traced with, with padding among them, and at every
+    real token held against the model before it is put in place. It computes in float32. A mixture runs every
+    expert on every token.
 
     Args:
         m: a model, as `ch.load` gives it.
@@ -113,7 +114,8 @@ def _check(model: Transformer, cache: bool) -> None:
     plain = weight.dtype == torch.float32 and weight.device.type == "cpu"
     refuse(
         not plain,
-        f"a graph is written in float32 from the CPU, and the model is {weight.dtype} on {weight.device}: "
+        f"a graph is written in float32 from the CPU, and the model is "
+        f"{str(weight.dtype).removeprefix('torch.')} on {weight.device}: "
         'first m.to("cpu", "float32")',
     )
 
@@ -153,8 +155,9 @@ def _traced(function: Function, sizes: InputSizes) -> tuple[ExportedProgram, tup
             raise InputError(
                 f"torch.export cannot follow this model for any length: {first_line(error)}"
             ) from None
-        bounds = [str(found) for found in program.range_constraints.values() if found.upper < MOST]
-        refuse(bounds, f"torch.export follows this model for some lengths only, {', '.join(bounds)}")
+        ranges = [found for found in program.range_constraints.values() if found.upper < MOST]
+        bounds = " and ".join(f"{found.lower} to {found.upper}" for found in ranges)
+        refuse(bounds, f"torch.export follows this model for sizes of {bounds} only: run it with clearhead")
         return program, tuple(function(given))
 
 
@@ -212,13 +215,19 @@ def _verify(function: Function, run: Runner, sizes: list[InputSizes]) -> float:
         except Exception as error:  # the runtime's own classes
             raise InputError(f"the graph does not run with {size}: {first_line(error)}") from None
         for name, value in wanted.items():
-            scale = max(1.0, float(value.abs().max())) if value.numel() else 1.0
-            same = found[name].shape == value.shape
-            difference = float((found[name] - value).abs().max()) / scale if same and value.numel() else 0.0
             refuse(
-                not same or not difference <= TOLERANCE,
-                f"the graph's {name} differs from the model's by {difference:.1e} with {size}: "
-                "nothing was written. Please report this model",
+                found[name].shape != value.shape,
+                f"the graph's {name} has shape {list(found[name].shape)} where the model's has "
+                f"{list(value.shape)}, with {size}: nothing was written. Please report this model",
+            )
+            theirs, ours = (real_part(name, one, function, given) for one in (found[name], value))
+            scale = max(1.0, float(ours.abs().max())) if ours.numel() else 1.0
+            difference = float((theirs - ours).abs().max()) / scale if ours.numel() else 0.0
+            refuse(
+                not difference <= TOLERANCE,
+                f"the graph's {name} differs from the model's by {difference:.1e} of the largest value with "
+                f"{size}, padding left out, and {TOLERANCE:.0e} is allowed: nothing was written. "
+                "Please report this model",
             )
             worst = max(worst, difference)
     return worst

@@ -22,6 +22,10 @@ class InputSizes:
     source: int
     past: int
 
+    def __str__(self) -> str:
+        """Return the sizes in words."""
+        return f"batch {self.batch}, length {self.length}, source {self.source}, past {self.past}"
+
     def of(self, axis: str | int) -> int:
         """Return the size of an axis, which is known or has a name."""
         if isinstance(axis, int):
@@ -76,3 +80,20 @@ def expected(function: Function, given: dict[str, Tensor], sizes: InputSizes) ->
             given[k], given[v] = (part[:, :, :P].clone() for part in keys.read())
     found = function.named(model(given[name], mask[:, P:], cache=cache), None)
     return found | {name: keys[:, :, : cache.length] for name, keys in present(cache).items()}
+
+
+def real_part(name: str, value: Tensor, function: Function, given: dict[str, Tensor]) -> Tensor:
+    """Return what an output says of real tokens, one after another: at padding anything may stand.
+
+    Keys and values [B, K, P + T, E] have the tokens of the whole mask, states and logits [B, T, ...] the last
+    ones of it; pooled outputs [B, ...] have none.
+    """
+    mask = given.get(("decoder_" if len(function.model.config.stacks) == 2 else "") + MASK)
+    if name.startswith("present."):
+        value = value.transpose(1, 2)
+    if mask is None or value.ndim < 3:
+        return value
+    spec = function.model.main.spec
+    if spec.input == "frames":
+        mask = mask[:, :: spec.conv_stride]
+    return value[mask[:, -value.shape[1] :].bool()] if value.shape[1] else value

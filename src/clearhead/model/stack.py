@@ -205,7 +205,7 @@ class Stack(nn.Module):
         cross_view = self.cross_view(tokens, memory.tokens, x.shape[0]) if memory is not None else None
         for layer, (block, kind) in enumerate(zip(self.layers(), self.spec.kinds)):
             if block.router is not None:
-                view, keys = block.router.part(layer, tokens, cache, views_of)
+                view, keys = block.router.part(layer, kind, tokens, cache, views_of)
             else:
                 view, keys = views[kind], cache.layer(layer, kind) if cache is not None else None
             x = block(

@@ -2,7 +2,7 @@
 
 from clearhead.plot import canvas
 from clearhead.plot.canvas import BLUE, RED, Figure, new, plain
-from clearhead.speed.compare import SpeedReport
+from clearhead.speed.compare import ABOVE_LIMIT, SpeedReport
 
 OTHERS = "#9aa5b1"  # bars of other programs
 
@@ -16,15 +16,17 @@ def draw_speed(found: SpeedReport, title: str) -> Figure:
     grid = figure.subplots(len(found.jobs), 1, squeeze=False, height_ratios=heights)
     for axes, job in zip(grid[:, 0], found.jobs):
         names = [one.program for one in job.timings]
-        rates = [one.per_second for one in job.timings]
+        rates = [one.per_second or 0.0 for one in job.timings]
         bars = axes.barh(names, rates, color=[BLUE, *[OTHERS] * (len(names) - 1)])
-        said = [f"{one.per_second:,.{2 if one.per_second < 10 else 0}f}" for one in job.timings]
-        for place, one in enumerate(job.timings[1:], start=1):
-            said[place] += f"  (clearhead: {one.ours_over_this:.2f} x)"
+        said = [f"{rate:,.{2 if rate < 10 else 0}f}" for rate in rates]
+        for place, one in enumerate(job.timings):
+            if one.fault:
+                said[place] = ABOVE_LIMIT if one.above_limit else "failed"
+            elif place and one.ours_over_this is not None:
+                said[place] += f"  (clearhead: {one.ours_over_this:.2f} x)"
         axes.bar_label(bars, said, padding=4, fontsize=8)
-        limit = rates[0] / job.share_of_limit
-        axes.axvline(limit, color=RED, linestyle="--", linewidth=1)
-        axes.set_xlim(0, 1.3 * max(limit, *rates))
+        axes.axvline(job.limit, color=RED, linestyle="--", linewidth=1)
+        axes.set_xlim(0, 1.3 * max(job.limit, *rates))
         canvas.name(axes, f"{job.name}; dashed: the limit, by {job.bound_by}", "", size=9)
         axes.invert_yaxis()
         axes.tick_params(labelsize=8)

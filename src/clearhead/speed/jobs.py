@@ -1,10 +1,11 @@
 """What is timed: the first token of a prompt, decoding, reading inputs, a training step.
 
 The least that a job can take follows from what it must do: to read the weights, and while decoding the keys
-and values of a row, once for each step; and to compute the FLOPs that `ch.cost` counts.
+and values of a row, once for each step; and to compute the FLOPs that `ch.cost` counts. Quantized weights are
+multiplied as whole numbers, whose limit is not measured: there, reading alone counts.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -66,6 +67,8 @@ def jobs_of(m: Model, kinds: tuple[Kind, ...], sizes: SpeedSizes) -> list[SpeedJ
         made.append(_reading(m))
     if "train" in kinds and config.input == "tokens" and _learns(m):
         made.append(_training(m))
+    if quantized_parts(m.model):
+        made = [replace(job, flops=0.0) for job in made]
     refuse(not made, f"none of {', '.join(kinds)} suits this model: a model that writes has first and decode")
     return made
 
@@ -81,7 +84,7 @@ def _stored(m: Model) -> list[Tensor]:
     return [*m.model.parameters(), *codes.values()]
 
 
-def _weights(m: Model) -> float:
+def weight_bytes(m: Model) -> float:
     """Return the bytes of weights that one pass reads; a table of tokens is read where it is the head too."""
     counted, config = cost(m.config, length=1).parameters, m.config
     whole = config.head == "lm" and config.tie_embeddings
@@ -108,7 +111,7 @@ def _writing(m: Model, name: str, kind: Kind, rows: int, prompt: int, new: int) 
         name,
         kind,
         rows * new,
-        new * _weights(m) + (new - 1) * cached,
+        new * weight_bytes(m) + (new - 1) * cached,
         _least_flops(whole, rows * new),
         _drawn(m, rows, prompt),
         new,
@@ -133,7 +136,7 @@ def _reading(m: Model) -> SpeedJob:
         random = torch.Generator().manual_seed(0)
         pictures = torch.rand(16, config.n_channels, *config.stacks[0].image_size, generator=random)
         figures = cost(config, batch=16)
-        return SpeedJob("16 pictures", "read", 16, _weights(m), figures.flops.forward.total, pictures)
+        return SpeedJob("16 pictures", "read", 16, weight_bytes(m), figures.flops.forward.total, pictures)
     refuse(m.tokenizer is None, "the model has no tokenizer: reading is timed on texts; add --tokenizer FILE")
     longest = min(longest, config.max_positions - 2) if config.bounded else longest
     ratio = (longest / shortest) ** (1 / (count - 1))
@@ -144,7 +147,7 @@ def _reading(m: Model) -> SpeedJob:
     texts = tuple(m.tokenizer.decode(row[:n].tolist()) or "a" for row, n in zip(drawn, lengths))
     flops = sum(_priced(m, 1, n).flops.forward.total for n in lengths)
     title = f"{count} texts of {shortest} to {longest} tokens"
-    return SpeedJob(title, "read", sum(lengths), _weights(m), flops, drawn, texts=texts)
+    return SpeedJob(title, "read", sum(lengths), weight_bytes(m), flops, drawn, texts=texts)
 
 
 def _training(m: Model) -> SpeedJob:

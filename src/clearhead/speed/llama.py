@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from clearhead.errors import InputError
+from clearhead.errors import InputError, refuse
 
 
 class Llama:
@@ -24,22 +24,34 @@ class Llama:
         there.close()
         self._received()
 
-    def write(self, ids: list[int], new: int) -> None:
-        """Write so many tokens after a prompt, greedily."""
+    def write(self, ids: list[int], new: int) -> int:
+        """Write so many tokens after a prompt, greedily; return how many it has written."""
         self._pipe.send({"prompt": ids, "max_tokens": new})
-        self._received()
+        return written(self._received(), len(ids))
 
     def close(self) -> None:
         """End the process."""
         self._process.kill()
         self._process.join()
 
-    def _received(self) -> None:
+    def _received(self) -> Any:
         try:
-            self._pipe.recv()
+            return self._pipe.recv()
         except EOFError:
             self._process.join()
             raise InputError(f"its process ended with code {self._process.exitcode}") from None
+
+
+def written(reply: Any, prompt: int) -> int:
+    """Return how many tokens a reply says were written, after a prompt of so many that was read."""
+    reply = reply if isinstance(reply, dict) else {}
+    if (error := reply.get("error")) is not None:
+        raise InputError(str(error.get("message", error) if isinstance(error, dict) else error))
+    usage = reply.get("usage")
+    refuse(not isinstance(usage, dict), "its reply does not say how many tokens it has written")
+    read = usage.get("prompt_tokens")
+    refuse(read != prompt, f"it has read {read} of the {prompt} tokens of the prompt")
+    return int(usage.get("completion_tokens", 0))
 
 
 def _answer(pipe: Connection, path: str, length: int, threads: int) -> None:
@@ -60,5 +72,4 @@ def _answer(pipe: Connection, path: str, length: int, threads: int) -> None:
         except EOFError:
             return
         fixed = {"temperature": 0.0, "top_k": 1, "cache_prompt": False, "ignore_eos": True}
-        server.handle_completions(asked | fixed)
-        pipe.send(None)
+        pipe.send(server.handle_completions(asked | fixed))

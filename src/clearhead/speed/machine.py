@@ -1,15 +1,17 @@
 """What a machine can do at best, measured: bytes read and floating-point operations computed in a second."""
 
+import math
 import platform
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from clearhead.inside.results import Result
 
-# Bytes of the matrix that is read, larger than any cache, and the width of the matrices that are multiplied.
+# Bytes that are read, more than any cache holds, and the width of the matrices that are multiplied. For a
+# smaller model, a matrix of its size is read as often: caches hold of it what they hold of the model.
 READ = {"cpu": 2**28, "cuda": 2**31}
 WIDTH = {"cpu": 1536, "cuda": 8192}
 REPEATS = 5  # the quickest counts: a busy machine only ever adds
@@ -29,15 +31,26 @@ class Machine(Result):
         """Return the seconds that reading so many bytes and computing so much take at least."""
         return max(read / self.bandwidth, flops / self.arithmetic)
 
+    def best(self, other: "Machine") -> "Machine":
+        """Return the better figures of two measurements: a busy machine only ever takes away."""
+        bandwidth, arithmetic = max(self.bandwidth, other.bandwidth), max(self.arithmetic, other.arithmetic)
+        return replace(self, bandwidth=bandwidth, arithmetic=arithmetic)
+
 
 @torch.no_grad()
-def measure_machine(device: torch.device, dtype: torch.dtype) -> Machine:
-    """Time a matrix times a vector and a product of two matrices."""
+def measure_machine(device: torch.device, dtype: torch.dtype, weights: float = math.inf) -> Machine:
+    """Time a matrix times a vector, as large as so many bytes of weights, and a product of two matrices."""
     kind = device.type if device.type in READ else "cpu"
-    rows = READ[kind] // (8192 * dtype.itemsize)
+    rows = max(1, int(min(READ[kind], weights)) // (8192 * dtype.itemsize))
     matrix = torch.ones(rows, 8192, dtype=dtype, device=device)
     vector = torch.ones(8192, dtype=dtype, device=device)
-    read = quickest(lambda: matrix @ vector, device)
+    times = max(1, READ[kind] // matrix.nbytes)
+
+    def read_all() -> None:
+        for _ in range(times):
+            torch.mv(matrix, vector)
+
+    read = quickest(read_all, device)
     left, right = torch.ones(2, WIDTH[kind], WIDTH[kind], dtype=dtype, device=device)
     product = quickest(lambda: left @ right, device)
     on_gpu = device.type == "cuda"
@@ -45,7 +58,7 @@ def measure_machine(device: torch.device, dtype: torch.dtype) -> Machine:
         torch.cuda.get_device_name(device) if on_gpu else f"CPU {platform.machine()}",
         0 if on_gpu else torch.get_num_threads(),
         str(dtype).removeprefix("torch."),
-        matrix.nbytes / read,
+        times * matrix.nbytes / read,
         2 * WIDTH[kind] ** 3 / product,
     )
 

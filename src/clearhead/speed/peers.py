@@ -1,7 +1,9 @@
 """The jobs in each program that is installed and opens the same directory.
 
-A program is a function from a job to what runs it once, or None where it has no such job. One that cannot
-open the model says why in one line.
+A program is a function from a job to what runs it once, or None where it has no such job. What a run returns
+shows that it did the job (`check_answer`): rows of the tokens that were written, or how many where a program
+does not say which; one entry for each text or picture that was read; the loss of a training step. A program
+that cannot open the model says why in one line.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import contextlib
 import importlib
 import importlib.util
 import io
+import math
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,6 +31,7 @@ from clearhead.speed.llama import Llama
 
 Run = Callable[[], Any]
 Program = Callable[[SpeedJob], Run | None]
+OURS = "clearhead"
 BATCH = 32  # texts at a time, where a program is left to its usual way of reading
 
 
@@ -50,13 +54,14 @@ def ours(m: Model) -> Rival:
             rows = job.ids.tolist()
             return lambda: [one.ids for one in m.generate(rows, job.new, stop_tokens=[])]
         if not job.texts:
+            pictures = list(job.ids.numpy())
             return lambda: (
-                m.classify(list(job.ids.numpy())) if m.config.head == "classifier" else m.model(job.ids)
+                m.classify(pictures) if m.config.head == "classifier" else answer_of(m.model(job.ids))
             )
         read = m.classify if m.config.head == "classifier" else m.embed
         return lambda: read(list(job.texts))
 
-    return Rival("clearhead", runs)
+    return Rival(OURS, runs)
 
 
 def asked(m: Model, ids: Tensor) -> dict[str, Tensor]:
@@ -75,7 +80,7 @@ def training(model: nn.Module, ids: Tensor, answer: Callable[[Tensor], Tensor]) 
     learned = [one for one in model.parameters() if one.requires_grad]
     optimizer = torch.optim.AdamW(learned, lr=0.0, weight_decay=0.0)
 
-    def step() -> None:
+    def step() -> float:
         before = model.training
         model.train()
         found = answer(ids)
@@ -87,11 +92,29 @@ def training(model: nn.Module, ids: Tensor, answer: Callable[[Tensor], Tensor]) 
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         model.train(before)
+        return float(loss.detach())
 
     return step
 
 
-def transformers(m: Model, folder: Path) -> Rival:
+def check_answer(job: SpeedJob, answer: Any) -> None:
+    """Refuse the answer of a run that did less than the job: its seconds are no speed."""
+    if job.kind == "train":
+        refuse(not math.isfinite(answer), f"its loss is {answer}")
+        return
+    refuse(
+        job.kind != "read" and not isinstance(answer, list), f"its answer is no list of rows: {answer!s:.80}"
+    )
+    wanted = len(job.texts) or len(job.ids)
+    things = "rows" if job.kind != "read" else "texts" if job.texts else "pictures"
+    refuse(len(answer) != wanted, f"it answered {len(answer)} of {wanted} {things}")
+    if job.kind != "read":
+        lengths = [row if isinstance(row, int) else len(row) for row in answer]
+        wrong = next((length for length in lengths if length != job.new), None)
+        refuse(wrong is not None, f"it wrote {wrong} tokens where {job.new} were asked for")
+
+
+def transformers(m: Model, folder: Path, longest: int) -> Rival:
     """Open the directory in transformers, in the same dtype, with its usual attention."""
     import transformers as there
 
@@ -111,7 +134,7 @@ def transformers(m: Model, folder: Path) -> Rival:
         if job.kind == "read":
             return _read_there(m, model, job, ids)
         options = {"max_new_tokens": job.new, "min_new_tokens": job.new, "do_sample": False, "num_beams": 1}
-        mask, before = torch.ones_like(ids), 0 if twice else ids.shape[1]
+        mask, before = torch.ones_like(ids), 1 if twice else ids.shape[1]  # a decoder has its start there
         return lambda: model.generate(ids, attention_mask=mask, pad_token_id=0, **options)[
             :, before:
         ].tolist()
@@ -122,22 +145,26 @@ def transformers(m: Model, folder: Path) -> Rival:
 def _read_there(m: Model, model: Any, job: SpeedJob, pictures: Tensor) -> Run:
     """Return reading as its documents show it: texts in batches of 32, padded, and the mean of the states."""
     if not job.texts:
-        return torch.no_grad()(lambda: model(pixel_values=pictures))
+        return torch.no_grad()(lambda: answer_of(model(pixel_values=pictures)))
 
     @torch.no_grad()
-    def read() -> None:
+    def read() -> list[Tensor]:
+        found: list[Tensor] = []
         for start in range(0, len(job.texts), BATCH):
             rows = m.encode(list(job.texts[start : start + BATCH]), m.max_length)
             ids, mask = m.batch(rows)
             out = model(input_ids=ids, attention_mask=mask.long())
             if "last_hidden_state" in out:
                 weights = mask[..., None].to(out.last_hidden_state.dtype)
-                (out.last_hidden_state * weights).sum(1) / weights.sum(1)
+                found += (out.last_hidden_state * weights).sum(1) / weights.sum(1)
+            else:
+                found += answer_of(out)
+        return found
 
     return read
 
 
-def sentence_transformers(m: Model, folder: Path) -> Rival:
+def sentence_transformers(m: Model, folder: Path, longest: int) -> Rival:
     """Open a sentence encoder in sentence-transformers."""
     from sentence_transformers import SentenceTransformer
 
@@ -151,7 +178,7 @@ def sentence_transformers(m: Model, folder: Path) -> Rival:
     return Rival("sentence-transformers", runs)
 
 
-def ctranslate2(m: Model, folder: Path) -> Rival:
+def ctranslate2(m: Model, folder: Path, longest: int) -> Rival:
     """Convert the directory for CTranslate2, in float32."""
     there = importlib.import_module("ctranslate2")
 
@@ -178,7 +205,7 @@ def ctranslate2(m: Model, folder: Path) -> Rival:
     return Rival("CTranslate2", runs, converted.cleanup)
 
 
-def llama_cpp(m: Model, folder: Path) -> Rival:
+def llama_cpp(m: Model, folder: Path, longest: int) -> Rival:
     """Write a GGUF file, of as many bits as the model has, and open it in llama.cpp, one row at a time."""
     weight = next(m.model.parameters())
     bits = {part.grid.bits for part in quantized_parts(m.model).values()}
@@ -190,19 +217,19 @@ def llama_cpp(m: Model, folder: Path) -> Rival:
         whole = load(folder) if bits else m
         whole.tokenizer = m.tokenizer
         whole.save(path, "Q4_0" if 4 in bits else "Q8_0" if bits else exact)
-        there = Llama(path, min(4096, m.config.max_positions), torch.get_num_threads())
+        there = Llama(path, longest, torch.get_num_threads())
 
     def runs(job: SpeedJob) -> Run | None:
         if job.kind not in ("first", "decode") or len(job.ids) > 1:
             return None
         ids = job.ids[0].tolist()
-        return lambda: there.write(ids, job.new)
+        return lambda: [there.write(ids, job.new)]
 
     return Rival("llama.cpp", runs, there.close)
 
 
-# By the name that people type: the package it needs, and how it opens a directory.
-PEERS: dict[str, tuple[str, Callable[[Model, Path], Rival]]] = {
+# By the name that people type: the package it needs, and how it opens a directory for rows of so many tokens.
+PEERS: dict[str, tuple[str, Callable[[Model, Path, int], Rival]]] = {
     "transformers": ("transformers", transformers),
     "sentence-transformers": ("sentence_transformers", sentence_transformers),
     "ctranslate2": ("ctranslate2", ctranslate2),
@@ -210,8 +237,11 @@ PEERS: dict[str, tuple[str, Callable[[Model, Path], Rival]]] = {
 }
 
 
-def opened(m: Model, names: tuple[str, ...] | None) -> Iterator[Rival | str]:
-    """Open the model in each program that is installed, or in those named; else say why not."""
+def opened(m: Model, names: tuple[str, ...] | None, longest: int) -> Iterator[Rival | str]:
+    """Open the model in each program that is installed, or in those named; else say why not.
+
+    `longest`: the most tokens of a row, the prompt and what is written after it.
+    """
     for name in PEERS if names is None else names:
         package, open_there = PEERS[name]
         if importlib.util.find_spec(package) is None:
@@ -225,7 +255,7 @@ def opened(m: Model, names: tuple[str, ...] | None) -> Iterator[Rival | str]:
         try:
             said = io.StringIO()  # bars and greetings of other programs
             with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-                rival = open_there(m, m.folder)
+                rival = open_there(m, m.folder, longest)
             yield rival
         except ClearheadError as error:
             yield f"{name} is left out: {error}"

@@ -77,7 +77,8 @@ def some_batch(model: Transformer, seed: int) -> Batch:
         return torch.randint(high, shape, generator=generator).to(inputs.device)
 
     if inputs.kind == "patches":
-        return Batch(inputs.main, draw(config.n_classes, rows))
+        each = () if config.head == "classifier" else (config.main.n_tokens(length),)
+        return Batch(inputs.main, draw(config.n_classes, rows, *each))
     lengths = torch.tensor([length, length - 5, length - 1, length // 2], device=inputs.device).clamp(min=1)
     mask = torch.arange(length, device=inputs.device) < lengths[:, None]
     if config.head == "classifier":

@@ -48,6 +48,7 @@ class PartView(masks.View):
     """What a layer with a router sees: all tokens, and what makes the view of those that go through."""
 
     tokens: Tokens
+    kind: Kind
     views: Views
     rotated: bool = True
 
@@ -55,9 +56,9 @@ class PartView(masks.View):
         """Return the same without rotation."""
         return replace(self, rotated=False)
 
-    def of(self, kind: Kind, tokens: Tokens, cache: Cache | None, tap: Tap) -> masks.View:
+    def of(self, tokens: Tokens, cache: Cache | None, tap: Tap) -> masks.View:
         """Return the view of those that go through."""
-        view = self.views([kind], tokens, cache, tap=tap)[kind]
+        view = self.views([self.kind], tokens, cache, tap=tap)[self.kind]
         return view if self.rotated else view.unrotated()
 
 
@@ -100,7 +101,7 @@ class Router(nn.Module):
 
     def __init__(self, spec: StackSpec, layer: int) -> None:
         super().__init__()
-        self.share, self.kind, self.causal = spec.capacities[layer], spec.kinds[layer], spec.causal
+        self.share, self.causal = spec.capacities[layer], spec.causal
         self.score = nn.Linear(spec.d_model, 1, bias=False)
         # Scores, who went through and who is real, of the latest pass in training, for `router_loss`.
         self.routed: tuple[Tensor, Tensor, Tensor | None] | None = None
@@ -110,14 +111,14 @@ class Router(nn.Module):
         return {**self.__dict__, "routed": None}
 
     def part(
-        self, layer: int, tokens: Tokens, cache: Cache | None, views: Views
+        self, layer: int, kind: Kind, tokens: Tokens, cache: Cache | None, views: Views
     ) -> tuple[masks.View, LayerKeys | None]:
         """Return what the layer sees, and the keys that it keeps."""
         refuse(
             views.keywords["bias"] is not None,
             "bias is over all tokens, and some pass a layer by (depth_capacity): leave it out",
         )
-        view = PartView(tokens=tokens, views=views)
+        view = PartView(tokens=tokens, kind=kind, views=views)
         if cache is None:
             return view, None
         kept = cache.layers.get(layer)
@@ -140,7 +141,7 @@ class Router(nn.Module):
         tap: Tap = SILENT,
     ) -> Tensor:
         """Send some tokens of x [B, T, D] through `compute`, the layer -> [B, T, D]."""
-        (B, T, D), tokens = x.shape, view.tokens
+        (B, T, D), tokens, kind = x.shape, view.tokens, view.kind
         cache, x = keys.cache if isinstance(keys, PartKeys) else None, tap("resid_pre", x)
         scores = tap("router", wide(self.score(x))[..., 0])  # B T
         passed = tap("passed", self.choose(scores.detach(), tokens))  # B T
@@ -156,19 +157,19 @@ class Router(nn.Module):
         some = tokens.map(lambda part: part.expand(B, T).gather(1, index))
         real = passed.gather(1, index)
         if fixed and N < T and tokens.real is None:  # every place is taken
-            some = replace(some, plain=tokens.plain and self.kind == FULL and cache is None)
+            some = replace(some, plain=tokens.plain and kind == FULL and cache is None)
         else:
             some = replace(some, real=real, plain=False)
         if cache is not None:
             cache.begin(some)
-        inner = view.of(self.kind, some, cache, tap)
-        if tap is not SILENT and cache is None and self.kind.chooses:  # who passes by looks at nothing
+        inner = view.of(some, cache, tap)
+        if tap is not SILENT and cache is None and kind.chooses:  # who passes by looks at nothing
             inner = inner.spelled_out()
             allowed = masks.spelled_out(inner.mask, inner.causal, some, some)
             inner = replace(inner, mask=allowed & real[:, None, :, None], causal=False)
         rows = (index + T * torch.arange(B, device=x.device)[:, None]).flatten()  # B·N
         read = x.reshape(B * T, D).index_select(0, rows).view(B, N, D)
-        kept = None if cache is None else cache.layer(0, self.kind)
+        kept = None if cache is None else cache.layer(0, kind)
         within = WithinRouter(tap.listeners, tap.prefix) if isinstance(tap, LiveTap) else tap
         answer = compute(read, inner, keys=kept, tap=within)
         if cache is not None:
