@@ -67,13 +67,12 @@ def test_runs_under_load_have_one_precision_and_one_set_of_bits(text, tmp_path, 
 def test_a_run_goes_on_with_the_threads_it_began_with(text, tmp_path, threads):
     wide = ("train.device=cpu", "model.d_model=128", "model.d_ff=512", "data.batch_size=16", "train.steps=6")
     torch.set_num_threads(3)
-    run(text, tmp_path / "whole", *wide)
+    whole = run(text, tmp_path / "whole", *wide)
     run(text, tmp_path / "part", *wide, stop=StopAt(3))
     assert choices(tmp_path / "part") == {
-        "device": "cpu",
-        "threads": 3,
-        "compiled": False,
-        "recorded": False,
+        **machine.place(torch.device("cpu")),
+        **{"threads": 3, "loss_chunk": 2**24 // whole.model.config.vocab_size},
+        **{"compiled": False, "recorded": False},
     }
     torch.set_num_threads(1)  # another machine
     said = []
@@ -114,15 +113,29 @@ def test_a_run_that_was_begun_compiled_goes_on_compiled_or_not_at_all(text, tmp_
     assert choices(tmp_path / "run")["compiled"] is False
 
 
+def test_the_loss_is_taken_in_the_pieces_that_a_run_began_with(text, tmp_path, monkeypatch):
+    """On a GPU their size is by its memory."""
+    monkeypatch.setattr(prepare, "default_chunk", lambda vocabulary, device: 7)
+    run(text, tmp_path / "whole", "train.device=cpu")
+    run(text, tmp_path / "part", "train.device=cpu", stop=StopAt(3))
+    monkeypatch.setattr(prepare, "default_chunk", lambda vocabulary, device: 64)
+    ch.train(resume=tmp_path / "part")
+    assert choices(tmp_path / "part")["loss_chunk"] == 7
+    assert same(weights(tmp_path / "whole"), weights(tmp_path / "part"))
+
+
 def test_a_run_says_that_it_goes_on_on_another_device(text, tmp_path, threads):
     run(text, tmp_path / "run", "train.device=cpu", stop=StopAt(3))
     counters = tmp_path / "run" / "checkpoints" / "step-3" / "training.json"
     kept = json.loads(counters.read_text())
-    kept["choices"] = {"device": "cuda", "threads": 7, "compiled": True, "recorded": False}
+    there = {"device": "cuda", "processor": "NVIDIA H200", "torch": "2.11.0"}
+    kept["choices"] = {**there, "threads": 7, "loss_chunk": 5, "compiled": True, "recorded": False}
     counters.write_text(json.dumps(kept))
     said = []
     ch.train(resume=tmp_path / "run", on_event=lambda event: said.append(getattr(event, "line", "")))
-    assert "begun on cuda, the run goes on on cpu: its numbers differ in their last digits" in said
+    here = f"a CPU ({torch.backends.cpu.get_cpu_capability()}) by PyTorch {torch.__version__}"
+    line = f"begun on NVIDIA H200 by PyTorch 2.11.0, the run goes on on {here}: numbers differ in"
+    assert any(one.startswith(line) for one in said)
     assert choices(tmp_path / "run")["compiled"] is False and torch.get_num_threads() != 7
 
 

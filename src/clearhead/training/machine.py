@@ -196,6 +196,13 @@ def suit_float8(model: Transformer, split: bool) -> str:
     return f"{fitting} of {layers} linear layers of blocks multiply in float8"
 
 
+def place(device: torch.device) -> dict[str, str]:
+    """Return what else the last digits of all numbers depend on: device, its kind, and PyTorch's version."""
+    on_cpu = f"a CPU ({torch.backends.cpu.get_cpu_capability()})"
+    kind = torch.cuda.get_device_name(device) if device.type == "cuda" else on_cpu
+    return {"device": device.type, "processor": kind, "torch": torch.__version__}
+
+
 def narrow(device: torch.device) -> bool:
     """Return True on a CPU without vector code in PyTorch, where `fast.training.suit_narrow` pays."""
     return device.type == "cpu" and torch.backends.cpu.get_cpu_capability() == "DEFAULT"

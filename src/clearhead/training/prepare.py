@@ -26,6 +26,7 @@ from clearhead.hub.checkpoint import Unread
 from clearhead.hub.files import write_text
 from clearhead.hub.gguf_file import is_gguf
 from clearhead.hub.tokenizer import load_tokenizer, read_settings, special_ids
+from clearhead.losses import default_chunk
 from clearhead.model.heads import LanguageHead
 from clearhead.parallel.pipeline import check as check_stages
 from clearhead.parallel.pipeline import staged
@@ -114,6 +115,9 @@ def assemble(
     assert plan.steps is not None and plan.metric is not None, "the recipe is not settled"
     began = began if began.get("device") == device.type else {}  # on another one, all is chosen anew
     threads = _set_threads(plan, began, world, on_event)
+    if plan.loss_chunk is None and isinstance(loaded.model.head, LanguageHead):
+        usual_chunk = default_chunk(loaded.config.vocab_size, device)  # on a GPU by its memory
+        plan = replace(plan, loss_chunk=began.get("loss_chunk", usual_chunk))
     refuse(
         plan.offload and precision.scaled,
         "train.offload does not work with float16, whose gradients are scaled: "
@@ -199,8 +203,9 @@ def assemble(
     if recorded:
         record_steps(run)
     run.state.choices = {
-        "device": device.type,
+        **machine.place(device),
         "threads": threads,
+        "loss_chunk": plan.loss_chunk,
         "compiled": compiled if world.mesh is None else wanted,
         "recorded": recorded,
     }

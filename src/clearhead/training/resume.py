@@ -78,11 +78,11 @@ def restore(
     made = (recipe, task, corpus, loaded, batches, precision, folder, on_event, world, unread)
     run = assemble(*made, began=state.choices)
     read_reference(run)
-    before, now = state.choices.get("device"), run.state.choices["device"]
-    if before not in (None, now):
-        on_event(
-            Note(f"begun on {before}, the run goes on on {now}: its numbers differ in their last digits")
-        )
+    now = machine.place(precision.device)
+    before = {name: state.choices.get(name, value) for name, value in now.items()}
+    if before != now:
+        ours, theirs = (f"{one['processor']} by PyTorch {one['torch']}" for one in (now, before))
+        on_event(Note(f"begun on {theirs}, the run goes on on {ours}: numbers differ in their last digits"))
     run.state = dataclasses.replace(state, choices=run.state.choices)
     _check_unchanged(run, tensors)
     named = dict(run.model.named_parameters())
