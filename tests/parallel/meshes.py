@@ -202,7 +202,7 @@ def launch_all(launches: Iterable[Launch], folder: Path, workers: int, **more: s
 def differences(a: Path, b: Path) -> tuple[float, float, float]:
     """Return the largest differences of two runs: in losses of steps, in weights, in moments."""
     losses = [
-        {event["step"]: event["loss"] for event in read_log(path) if "norm" in event} for path in (a, b)
+        {one["step"]: one["loss"] for one in read_log(path) if one["event"] == "stepped"} for path in (a, b)
     ]
     assert losses[0].keys() == losses[1].keys()
     found = [max(abs(losses[0][step] - losses[1][step]) for step in losses[0])]

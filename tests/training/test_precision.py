@@ -1,58 +1,78 @@
-"""Devices and precisions: what the hardware is bad at is never chosen, and what is chosen is said."""
+"""Devices and precisions: chosen by facts, never by a clock; recorded; what is not to be had is refused."""
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+import clearhead as ch
 from clearhead.bundle import best_device
-from clearhead.errors import InputError
+from clearhead.cli import main
+from clearhead.data.plan import DataPlan
+from clearhead.errors import ConfigError, InputError
 from clearhead.recipe import TrainPlan
+from clearhead.tasks.table import TASKS
 from clearhead.training import machine
-from clearhead.training.events import Note
 from clearhead.training.machine import choose_precision, cpu_has_bfloat16
-from tests.training.test_run import TEXT, run
+from tests.training.test_run import TEXT, StopAt, run, same
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
 @pytest.mark.ledger("H4")
-@pytest.mark.parametrize("wanted", ["auto", "bfloat16", "float16"])
-def test_a_cpu_that_is_slow_with_bfloat16_trains_in_float32_and_says_so(monkeypatch, wanted):
-    monkeypatch.setattr(machine, "cpu_has_bfloat16", lambda allowed=1.0: False)
-    chosen = choose_precision(TrainPlan(precision=wanted), CPU)
-    assert chosen.dtype is None and not chosen.scaled
-    assert chosen.sentence.startswith("float32") and "\n" not in chosen.sentence
+@pytest.mark.parametrize("has", [True, False, None])
+def test_on_a_cpu_auto_is_float32_whatever_it_has(monkeypatch, has):
+    monkeypatch.setattr(machine, "cpu_has_bfloat16", lambda: has)
+    chosen = choose_precision(TrainPlan(), CPU)
+    assert chosen.dtype is None and not chosen.scaled and chosen.sentence == "float32 on cpu"
     with chosen.autocast():
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float32
     assert chosen.scaler().scale(torch.tensor(3.0)) == 3
 
 
 @pytest.mark.ledger("H4")
-def test_a_cpu_that_is_fast_with_bfloat16_uses_it(monkeypatch):
-    monkeypatch.setattr(machine, "cpu_has_bfloat16", lambda allowed=1.0: True)
-    chosen = choose_precision(TrainPlan(), CPU)
+@pytest.mark.parametrize(("has", "slow"), [(True, False), (False, True), (None, False)])
+def test_bfloat16_is_had_on_a_cpu_where_it_is_asked_for(monkeypatch, has, slow):
+    monkeypatch.setattr(machine, "cpu_has_bfloat16", lambda: has)
+    chosen = choose_precision(TrainPlan(precision="bfloat16"), CPU)
     assert chosen.dtype == torch.bfloat16 and not chosen.scaled
+    assert ("no instructions for it: float32 is faster" in chosen.sentence) is slow
     with chosen.autocast():
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16
-    assert choose_precision(TrainPlan(precision="float32"), CPU).dtype is None
 
 
-@pytest.mark.ledger("H4")
-@pytest.mark.parametrize(("slow", "verdict"), [(300.0, False), (1.3, False), (0.5, True)])
-def test_the_clock_decides(monkeypatch, slow, verdict):
-    monkeypatch.setattr(machine, "_seconds", lambda matrix: slow if matrix.dtype == torch.bfloat16 else 1.0)
+@pytest.mark.parametrize(
+    ("told", "has"),
+    [
+        ("flags\t\t: fpu avx512f avx512_bf16", True),
+        ("flags\t\t: fpu avx2 amx_bf16 amx_tile", True),
+        ("Features\t: fp asimd bf16 i8mm", True),
+        ("flags\t\t: fpu avx2 avx512f avx512_vnni", False),
+        ("Features\t: fp asimd asimddp", False),
+        ("", None),
+    ],
+)
+def test_what_linux_tells_of_a_cpu(monkeypatch, told, has):
+    monkeypatch.setattr(machine.Path, "read_text", lambda self, **how: f"processor\t: 0\n{told}\n")
+    assert cpu_has_bfloat16.__wrapped__() is has
+
+
+def test_no_clock_is_read_to_choose(monkeypatch):
+    """Not for any precision, nor for what else `machine` chooses."""
+
+    def read() -> float:
+        raise AssertionError("a clock was read")
+
+    for name in ("perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "time", "process_time"):
+        monkeypatch.setattr(time, name, read)
     cpu_has_bfloat16.cache_clear()
-    try:
-        assert cpu_has_bfloat16() is verdict
-    finally:
-        cpu_has_bfloat16.cache_clear()
-
-
-def test_the_clock_runs_here():
-    assert cpu_has_bfloat16() in (True, False)  # whatever it is, nothing is raised or warned of
+    for wanted in ("auto", "float32", "bfloat16"):
+        choose_precision(TrainPlan(precision=wanted), CPU)
+    assert not machine.pays(TASKS["lm"], DataPlan(), TrainPlan(steps=1000), CPU)
+    machine.quick_attention(TASKS["lm"], DataPlan(), CPU), machine.narrow(CPU)
 
 
 @pytest.mark.ledger("H4")
@@ -61,7 +81,6 @@ def test_the_clock_runs_here():
     [
         ("auto", True, torch.bfloat16),
         ("auto", False, torch.float16),
-        ("bfloat16", False, torch.float16),
         ("float16", True, torch.float16),
         ("float32", True, None),
     ],
@@ -79,34 +98,72 @@ def test_a_gpu_by_what_it_has(monkeypatch, wanted, has, dtype):
 
 @pytest.mark.ledger("H4")
 @pytest.mark.parametrize(
-    ("capability", "has", "name", "said"),
-    [
-        ((9, 0), True, "float8", "products of blocks in float8"),
-        ((8, 9), True, "float8", "products of blocks in float8"),
-        ((8, 0), True, "bfloat16", "which has no float8"),
-        ((7, 0), False, "float16", "which has no float8 and no bfloat16"),
-    ],
+    ("capability", "has"), [((9, 0), True), ((8, 9), True), ((8, 0), False), ((7, 0), False)]
 )
-def test_float8_where_a_gpu_has_it(monkeypatch, capability, has, name, said):
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: has)
+def test_float8_where_a_gpu_has_it(monkeypatch, capability, has):
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: capability >= (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "some GPU")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    chosen = choose_precision(TrainPlan(precision="float8"), GPU)
-    assert chosen.name == name and chosen.float8 == (name == "float8") and said in chosen.sentence
     assert choose_precision(TrainPlan(), GPU).float8 is False  # only if asked for
-    on_cpu = choose_precision(TrainPlan(precision="float8"), CPU)
-    assert on_cpu.name == "float32" and "float8 is for GPUs" in on_cpu.sentence
+    if has:
+        chosen = choose_precision(TrainPlan(precision="float8"), GPU)
+        assert chosen.name == "float8" and chosen.float8 and "blocks in float8" in chosen.sentence
+        return
+    with pytest.raises(
+        ConfigError, match=r"float8 is not to be had on some GPU: set train\.precision to auto"
+    ):
+        choose_precision(TrainPlan(precision="float8"), GPU)
+
+
+@pytest.mark.ledger("H4")
+def test_what_a_gpu_has_not_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla V100-SXM2")
+    with pytest.raises(ConfigError, match="bfloat16 is not to be had on Tesla V100-SXM2: set"):
+        choose_precision(TrainPlan(precision="bfloat16"), GPU)
 
 
 @pytest.mark.ledger("H4")
 @pytest.mark.parametrize("wanted", ["float16", "float8"])
-def test_a_run_says_that_it_has_not_the_precision_that_was_asked_for(tmp_path, wanted):
-    text, said = tmp_path / "text.txt", []
+def test_a_precision_that_is_not_to_be_had_is_refused_and_nothing_is_written(tmp_path, capsys, wanted):
+    text, out = tmp_path / "text.txt", tmp_path / "run"
     text.write_text(TEXT)
-    run(text, tmp_path / "run", f"train.precision={wanted}", on_event=lambda event: said.append(event))
-    lines = [event.line for event in said if isinstance(event, Note)]
-    assert f"train.precision {wanted} is not to be had here: float32 on cpu: {wanted} is for GPUs" in lines
-    assert 'precision = "float32"' in (tmp_path / "run" / "train.toml").read_text()
+    asked = ["--set", f"train.precision={wanted}", "--set", "train.device=cpu"]
+    with pytest.raises(SystemExit) as ended:
+        main(["train", str(text), "--out", str(out), *asked])
+    line = f"train.precision {wanted} is not to be had on cpu: set train.precision to float32 or bfloat16"
+    assert ended.value.code == 2 and line in " ".join(capsys.readouterr().err.split())
+    assert not out.exists()
+
+
+@pytest.mark.ledger("H8")
+@pytest.mark.parametrize("recorded", ["float16", "float8"])
+def test_a_run_goes_on_in_its_precision_or_not_at_all(tmp_path, recorded):
+    """A run that was begun on a GPU, and is resumed where there is none."""
+    text, out = tmp_path / "text.txt", tmp_path / "run"
+    text.write_text(TEXT)
+    run(text, out, "train.device=cpu", stop=StopAt(2))
+    recipe = out / "train.toml"
+    assert 'precision = "float32"' in recipe.read_text()
+    recipe.write_text(recipe.read_text().replace('precision = "float32"', f'precision = "{recorded}"'))
+    before = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
+    with pytest.raises(
+        ConfigError, match=rf"was begun in {recorded}, and a run goes on as it began .*model\.base="
+    ):
+        ch.train(resume=out)
+    assert {
+        path: path.stat().st_mtime_ns for path in out.rglob("*") if path.name != "lock"
+    }.items() <= before.items()
+
+
+def test_a_run_goes_on_in_bfloat16_where_auto_is_float32(tmp_path):
+    text, out, said = tmp_path / "text.txt", tmp_path / "run", []
+    text.write_text(TEXT)
+    whole = run(text, tmp_path / "whole", "train.device=cpu", "train.precision=bfloat16")
+    run(text, out, "train.device=cpu", "train.precision=bfloat16", stop=StopAt(5))
+    done = ch.train(resume=out, on_event=lambda event: said.append(getattr(event, "line", "")))
+    assert any(line.startswith("products in bfloat16") for line in said)
+    assert same(done.model.model.state_dict(), whole.model.model.state_dict())
 
 
 def test_a_scaler_goes_on_from_where_it_stood():

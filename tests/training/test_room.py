@@ -322,17 +322,6 @@ def test_a_fault_has_the_same_name_where_projections_are_joined():
     assert plain == joined and joined.weight == "decoder.blocks.0.attention.k.weight"
 
 
-def test_a_settled_precision_is_not_found_out_again(monkeypatch):
-    monkeypatch.setattr(machine, "_seconds", lambda matrix: 1.3 if matrix.dtype == torch.bfloat16 else 1.0)
-    machine.cpu_has_bfloat16.cache_clear()
-    try:
-        plan, cpu = ch.read_recipe(None, ["train.precision=bfloat16"]).train, torch.device("cpu")
-        assert machine.choose_precision(plan, cpu).dtype is None
-        assert machine.choose_precision(plan, cpu, settled=True).dtype == torch.bfloat16
-    finally:
-        machine.cpu_has_bfloat16.cache_clear()
-
-
 def test_parallel_files_are_found_again_from_anywhere(tmp_path, monkeypatch):
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)

@@ -5,11 +5,10 @@ import math
 import os
 import resource
 import sys
-import time
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -39,7 +38,6 @@ COMPILING = 30.0  # seconds that compiling takes, about
 # Seconds of a step for each layer, at the peak: where it takes less, handing it over takes longer.
 LAYER = 1e-3
 FLOAT8 = (8, 9)  # the first compute capability with products in float8
-HOPELESS = 20  # times as slow as float32: beyond any error of measurement
 
 
 @dataclass(frozen=True)
@@ -76,58 +74,62 @@ class Precision:
         return scaler
 
 
-def choose_precision(plan: TrainPlan, device: torch.device, settled: bool = False) -> Precision:
-    """Choose the precision of `plan`, or float32 if `device` is slow with it; `settled`: measured before."""
-    wanted, kind = plan.precision, device.type
-    if wanted == "float32" or (wanted == "auto" and kind not in ("cpu", "cuda")):
-        return Precision(device, None, f"float32 on {kind}")
-    if kind == "cpu" and wanted in ("float16", "float8"):
-        return Precision(device, None, f"float32 on cpu: {wanted} is for GPUs")
-    if kind == "cpu" and not cpu_has_bfloat16(HOPELESS if settled else 1.0):
-        return Precision(device, None, "float32 on cpu: this one is slower with bfloat16")
-    name = torch.cuda.get_device_name(device) if kind == "cuda" else ""
-    known = find_device(name)
+def choose_precision(plan: TrainPlan, device: torch.device) -> Precision:
+    """Choose the precision of `plan`, by what the device has and never by a clock; refuse what it has not.
+
+    `auto` is bfloat16 on a GPU that has it, else float16 there, and float32 everywhere else.
+    """
+    kind, on_gpu = device.type, device.type == "cuda"
+    name = torch.cuda.get_device_name(device) if on_gpu else kind
+    has_bfloat16 = not on_gpu or torch.cuda.is_bf16_supported(including_emulation=False)
+    wanted = plan.precision
+    if wanted == "auto":
+        wanted = "float32" if not on_gpu else "bfloat16" if has_bfloat16 else "float16"
+    lacks = (
+        (wanted == "bfloat16" and not has_bfloat16)
+        or (wanted == "float16" and kind == "cpu")
+        or (wanted == "float8" and not (on_gpu and torch.cuda.get_device_capability(device) >= FLOAT8))
+    )
+    usual = "float32 or bfloat16" if kind == "cpu" else "auto"
+    refuse(
+        lacks,
+        f"train.precision {wanted} is not to be had on {name}: set train.precision to {usual}",
+        ConfigError,
+    )
+    known = find_device(name) if on_gpu else None
     peak = None if known is None else known.peak
-    has_bfloat16 = kind != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
-    if wanted == "float8" and kind == "cuda" and torch.cuda.get_device_capability(device) >= FLOAT8:
+    if wanted == "float32":
+        return Precision(device, None, f"float32 on {kind}")
+    if wanted == "float8":
         said = f"products of blocks in float8, others in bfloat16, weights in float32, on {name}"
         return Precision(device, torch.bfloat16, said, peak, float8=True)
-    why = ", which has no float8" if wanted == "float8" else ""
-    if wanted != "float16" and has_bfloat16:
-        said = f"products in bfloat16, weights in float32, on {name or kind}{why}"
-        return Precision(device, torch.bfloat16, said, peak)
-    why = "" if has_bfloat16 else f", which has no {'float8 and no ' if why else ''}bfloat16"
-    said = f"products in float16 with a scaled loss, weights in float32, on {name or kind}{why}"
-    return Precision(device, torch.float16, said, peak)
+    if wanted == "float16":
+        why = "" if has_bfloat16 else ", which has no bfloat16"
+        said = f"products in float16 with a scaled loss, weights in float32, on {name}{why}"
+        return Precision(device, torch.float16, said, peak)
+    slow = kind == "cpu" and cpu_has_bfloat16() is False
+    why = ", which has no instructions for it: float32 is faster" if slow else ""
+    said = f"products in bfloat16, weights in float32, on {name}{why}"
+    return Precision(device, torch.bfloat16, said, peak)
 
 
-def changes(asked: TrainPlan, plan: TrainPlan, precision: Precision) -> Iterator[str]:
+def changes(asked: TrainPlan, plan: TrainPlan) -> Iterator[str]:
     """Yield what a settled plan has other than was asked for, a line each."""
     if asked.warmup not in (None, plan.warmup):
         yield f"warm-up of {plan.warmup} steps: {asked.warmup} would be the whole run"
-    if asked.precision not in ("auto", plan.precision):
-        yield f"train.precision {asked.precision} is not to be had here: {precision.sentence}"
 
 
 @functools.cache
-def cpu_has_bfloat16(allowed: float = 1.0) -> bool:
-    """Return True if a bfloat16 product takes at most `allowed` times as long as one in float32 on this CPU.
-
-    Emulated, it is far slower.
-    """
-    exact = torch.ones(256, 256)
-    rounded = exact.bfloat16()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PyTorch warns at length that it has no kernel
-        if _seconds(rounded) > HOPELESS * _seconds(exact):
-            return False  # beyond doubt, and each further measurement takes long
-        return min(_seconds(rounded) for _ in range(5)) <= allowed * min(_seconds(exact) for _ in range(5))
-
-
-def _seconds(matrix: torch.Tensor) -> float:
-    start = time.perf_counter()
-    matrix @ matrix
-    return time.perf_counter() - start
+def cpu_has_bfloat16() -> bool | None:
+    """Return True if the CPU has instructions for products in bfloat16, as Linux tells; None: not known."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return None
+    features = {
+        word for line in lines if line.lower().startswith(("flags", "features")) for word in line.split()
+    }
+    return not features.isdisjoint(("avx512_bf16", "amx_bf16", "bf16")) if features else None
 
 
 def least_seconds(per_token: float, batch: Batch, plan: TrainPlan, precision: Precision) -> float | None:
@@ -192,6 +194,13 @@ def suit_float8(model: Transformer, split: bool) -> str:
         ConfigError,
     )
     return f"{fitting} of {layers} linear layers of blocks multiply in float8"
+
+
+def place(device: torch.device) -> dict[str, str]:
+    """Return what else the last digits of all numbers depend on: device, its kind, and PyTorch's version."""
+    on_cpu = f"a CPU ({torch.backends.cpu.get_cpu_capability()})"
+    kind = torch.cuda.get_device_name(device) if device.type == "cuda" else on_cpu
+    return {"device": device.type, "processor": kind, "torch": torch.__version__}
 
 
 def narrow(device: torch.device) -> bool:

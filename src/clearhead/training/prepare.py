@@ -2,10 +2,11 @@
 
 import functools
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from types import MappingProxyType
+from typing import Any, Literal
 
 import torch
 from tokenizers import Tokenizer
@@ -25,6 +26,7 @@ from clearhead.hub.checkpoint import Unread
 from clearhead.hub.files import write_text
 from clearhead.hub.gguf_file import is_gguf
 from clearhead.hub.tokenizer import load_tokenizer, read_settings, special_ids
+from clearhead.losses import default_chunk
 from clearhead.model.heads import LanguageHead
 from clearhead.parallel.pipeline import check as check_stages
 from clearhead.parallel.pipeline import staged
@@ -57,9 +59,10 @@ def prepare(recipe: Recipe, folder: Path, on_event: OnEvent, world: World = ALON
     for line in (*corpus.notes, *task.remarks(corpus)):
         on_event(Note(line))
     base = build.base_of(recipe)
-    world.agree(facts(corpus))
-    tokenizer, special = world.once(lambda: find_tokenizer(recipe, task, corpus, base, on_event))
     device = best_device(recipe.train.device)
+    precision = machine.choose_precision(recipe.train, device)
+    world.agree({**facts(corpus), "precision": precision.name})
+    tokenizer, special = world.once(lambda: find_tokenizer(recipe, task, corpus, base, on_event))
     image = corpus.train.pixels.shape[1:] if isinstance(corpus.train, Images) else None
     loaded = build.build(
         recipe, name, tokenizer, special, corpus.labels, image, base, large=device.type != "cpu"
@@ -71,14 +74,13 @@ def prepare(recipe: Recipe, folder: Path, on_event: OnEvent, world: World = ALON
     for line in remarks(recipe, task, loaded, base):
         on_event(Note(line))
     asked = recipe.train
-    precision = world.once(lambda: machine.choose_precision(asked, device))
     recipe = settled(recipe, task, corpus.labels, loaded, batches[0], precision.name)
-    for line in machine.changes(asked, recipe.train, precision):
+    for line in machine.changes(asked, recipe.train):
         on_event(Note(line))
     if world.first:
         write_text(folder / RECIPE, recipe.to_toml())
         write_text(folder / FINGERPRINT, corpus.fingerprint)
-    run = assemble(recipe, task, corpus, loaded, batches, folder, on_event, world)
+    run = assemble(recipe, task, corpus, loaded, batches, precision, folder, on_event, world)
     keep_reference(run, on_event)
     return run
 
@@ -97,20 +99,25 @@ def assemble(
     corpus: Corpus,
     loaded: Model,
     batches: tuple[batch.Batches, batch.Batches],
+    precision: machine.Precision,
     folder: Path,
     on_event: OnEvent,
     world: World = ALONE,
     unread: Unread | None = None,
+    began: Mapping[str, Any] = MappingProxyType({}),
 ) -> TrainingRun:
-    """Put a run together around its model: precision, low-rank updates, optimizer, averages, fast parts.
+    """Put a run together around its model: low-rank updates, optimizer, averages, fast parts.
 
-    `unread`: the weights of a model that has none yet, of which each process reads its part.
+    `unread`: the weights of a model that has none yet, of which each process reads its part. `began`: the
+    choices of a run that goes on, see `State`.
     """
-    plan, device, task = recipe.train, best_device(recipe.train.device), task.settled(recipe.train, loaded)
+    plan, device, task = recipe.train, precision.device, task.settled(recipe.train, loaded)
     assert plan.steps is not None and plan.metric is not None, "the recipe is not settled"
-    if plan.threads is not None:
-        torch.set_num_threads(plan.threads)
-    precision = machine.choose_precision(plan, device, settled=True)
+    began = began if began.get("device") == device.type else {}  # on another one, all is chosen anew
+    threads = _set_threads(plan, began, world, on_event)
+    if plan.loss_chunk is None and isinstance(loaded.model.head, LanguageHead):
+        usual_chunk = default_chunk(loaded.config.vocab_size, device)  # on a GPU by its memory
+        plan = replace(plan, loss_chunk=began.get("loss_chunk", usual_chunk))
     refuse(
         plan.offload and precision.scaled,
         "train.offload does not work with float16, whose gradients are scaled: "
@@ -149,7 +156,7 @@ def assemble(
     if precision.peak is not None:
         least = machine.least_seconds(per_token, batches[0].at(0), plan, precision)
     usual = world.plan.context == 1 and machine.pays(task, recipe.data, plan, device, least)
-    wanted = usual if plan.compile is None else plan.compile
+    wanted = bool(began.get("compiled", usual) if plan.compile is None else plan.compile)
     partial: Sequence[nn.Parameter] = ()
     if world.mesh is not None:
         from clearhead.parallel.split import split  # takes seconds to import
@@ -183,11 +190,40 @@ def assemble(
         partial=partial,
     )
     compiled = world.mesh is None and wanted and _compile(run, on_event)
+    refuse(
+        bool(began.get("compiled")) and wanted and not compiled and world.mesh is None,
+        f"{folder} was begun compiled, and a run goes on as it began: mend what is said above, or set "
+        "train.compile=false, which changes the last digits of all numbers",
+        ConfigError,
+    )
     if world.mesh is None and not compiled and machine.narrow(device):
         suit_narrow(loaded.model)
-    if not compiled and machine.host_bound(loaded.config, least) and recordable(run):
+    bound = began.get("recorded", machine.host_bound(loaded.config, least))
+    recorded = not compiled and bound and recordable(run)
+    if recorded:
         record_steps(run)
+    run.state.choices = {
+        **machine.place(device),
+        "threads": threads,
+        "loss_chunk": plan.loss_chunk,
+        "compiled": compiled if world.mesh is None else wanted,
+        "recorded": recorded,
+    }
     return run
+
+
+def _set_threads(plan: TrainPlan, began: Mapping[str, Any], world: World, on_event: OnEvent) -> int | None:
+    """Set how many threads a CPU computes with, which decides the order of sums; None: not a run's choice.
+
+    A run goes on with as many as it began with, so that its bits are the same.
+    """
+    alone = world.size == 1
+    wanted = plan.threads or (began.get("threads") if alone else None)
+    if wanted is not None and wanted != torch.get_num_threads():
+        if plan.threads is None:
+            on_event(Note(f"{wanted} threads, as the run began with; train.threads changes that"))
+        torch.set_num_threads(wanted)
+    return torch.get_num_threads() if alone else None
 
 
 def _compile(run: TrainingRun, on_event: OnEvent) -> bool:

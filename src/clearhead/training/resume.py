@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from clearhead.api import load, open_empty
+from clearhead.bundle import best_device
 from clearhead.data.files import RECIPE
 from clearhead.errors import CheckpointError, ConfigError, TrainingError, refuse
 from clearhead.hub.files import write_text
@@ -17,7 +18,7 @@ from clearhead.parallel.world import ALONE, World
 from clearhead.recipe import SECTIONS, Recipe, Settings, read_recipe
 from clearhead.tasks import table
 from clearhead.tasks.corpus import open_examples
-from clearhead.training import optim
+from clearhead.training import machine, optim
 from clearhead.training.events import Note, OnEvent
 from clearhead.training.prepare import FINGERPRINT, assemble, encode_batches
 from clearhead.training.reference import read_reference
@@ -30,7 +31,7 @@ CHANGEABLE = tuple(
     f"train.{name}"
     for name in (
         *("steps", "validate_every", "save_every", "patience", "keep_best", "keep_last", "log_every"),
-        *("samples", "offload"),
+        *("samples", "offload", "threads", "compile"),
     )
 ) + tuple(f"parallel.{field.name}" for field in dataclasses.fields(ParallelPlan))
 
@@ -58,6 +59,7 @@ def restore(
     recipe: Recipe, folder: Path, checkpoint: Path, on_event: OnEvent, world: World = ALONE
 ) -> TrainingRun:
     """Prepare a run again as it was at a checkpoint; write its recipe where that was changed."""
+    precision = _same_precision(recipe, folder)
     corpus, name = open_examples(recipe.data)
     task = table.task_named(name)
     fingerprint = folder / FINGERPRINT
@@ -72,9 +74,16 @@ def restore(
     else:
         loaded, unread = open_empty(checkpoint, torch.float32)
     batches = encode_batches(recipe, task, corpus, loaded, folder, lambda event: None, world)  # told before
-    run = assemble(recipe, task, corpus, loaded, batches, folder, on_event, world, unread)
+    tensors, state = load_checkpoint(checkpoint)
+    made = (recipe, task, corpus, loaded, batches, precision, folder, on_event, world, unread)
+    run = assemble(*made, began=state.choices)
     read_reference(run)
-    tensors, run.state = load_checkpoint(checkpoint)
+    now = machine.place(precision.device)
+    before = {name: state.choices.get(name, value) for name, value in now.items()}
+    if before != now:
+        ours, theirs = (f"{one['processor']} by PyTorch {one['torch']}" for one in (now, before))
+        on_event(Note(f"begun on {theirs}, the run goes on on {ours}: numbers differ in their last digits"))
+    run.state = dataclasses.replace(state, choices=run.state.choices)
     _check_unchanged(run, tensors)
     named = dict(run.model.named_parameters())
     elsewhere = set() if run.empty is None else dict(run.empty.named_parameters()).keys() - named.keys()
@@ -90,6 +99,17 @@ def restore(
     if world.first:
         write_text(folder / RECIPE, recipe.to_toml())
     return run
+
+
+def _same_precision(recipe: Recipe, folder: Path) -> machine.Precision:
+    """Return the precision that the run began with, or refuse to go on in another one."""
+    try:
+        return machine.choose_precision(recipe.train, best_device(recipe.train.device))
+    except ConfigError as error:
+        raise ConfigError(
+            f"{folder} was begun in {recipe.train.precision}, and a run goes on as it began ({error}); for a "
+            f"new run from its weights set model.base={folder}"
+        ) from None
 
 
 def _lengthen(run: TrainingRun, before: int, on_event: OnEvent) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -53,6 +54,8 @@ class State:
     skipped: int = 0  # steps that were not taken, because loss or gradient was not finite
     skipped_last: int = 0  # how many of them are the last ones, in a row
     validations: list[dict[str, float]] = field(default_factory=list)
+    # What the run chose by the machine at its beginning, and keeps: see docs/decisions/choices-and-bits.md.
+    choices: dict[str, Any] = field(default_factory=dict)
 
     def best(self, metric: str, larger: bool, count: int = 1) -> list[int]:
         """Return the steps of the best validations, best first; of equals the lower loss, then the first."""
