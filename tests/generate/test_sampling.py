@@ -12,6 +12,7 @@ from clearhead.generate.sampling import (
     Sampling,
     adjust,
     adjust_by,
+    argmax,
     distribution,
     draw,
     min_p,
@@ -21,6 +22,17 @@ from clearhead.generate.sampling import (
 )
 
 PROBABILITIES = torch.tensor([0.5, 0.3, 0.1, 0.06, 0.04])
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("width", [1, 5, 97, 4097])
+def test_argmax_is_the_first_of_the_largest(rows, width):
+    torch.manual_seed(rows)
+    odd = torch.tensor([-math.inf, math.inf, math.nan, 0.0, -0.0])
+    for values in (torch.randn(7), odd[:1], odd[:2], odd[3:], odd):
+        logits = values[torch.randint(len(values), (rows, width))]
+        ranks = [[(x != x, x) if x == x else (True, 0.0) for x in row] for row in logits.tolist()]
+        assert argmax(logits).tolist() == [row.index(max(row)) for row in ranks]
 
 
 def kept(logits):

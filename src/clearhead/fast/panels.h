@@ -9,8 +9,10 @@ Sizes: B rows of x, D width in. */
 more rows are for weights that are near: from memory so many rows at once come more slowly. */
 #if LANES == 4
 enum { MOST_VECTORS = 2, TALL = 4, TALLER = 8, TOGETHER = 64 };
-#else
+#elif LANES == 8
 enum { MOST_VECTORS = 3, TALL = 4, TALLER = 4, TOGETHER = 16 };
+#else
+enum { MOST_VECTORS = 3, TALL = 8, TALLER = 8, TOGETHER = 16 };
 #endif
 
 static inline int64_t vectors_of(int64_t batch) { return (batch + LANES - 1) / LANES; }
@@ -76,7 +78,7 @@ next is read while this is multiplied, in the order written here, which the comp
         EACH(i, 3) EACH(c, C) xs[i][c] = load(x + (i * C + c) * LANES);                                    \
     }                                                                                                      \
     for (; d + 8 <= D; d += 4) {                                                                           \
-        if (first) FETCH_FOUR(w, d, D)                                                                     \
+        if (first) FETCH(R, w, 1, d, D)                                                                    \
         EACH(i, 4) EACH(r, R) {                                                                            \
             EACH(c, C) sums[r][c] += xs[i][c] * weights[r][i];                                             \
             if (i == 3) weights[r] = WEIGHTS(w + r * D + d + 4);                                           \
@@ -91,7 +93,7 @@ next is read while this is multiplied, in the order written here, which the comp
 #else
 #define BY_FOUR(R, C, first)                                                                               \
     for (; d + 4 <= D; d += 4) {                                                                           \
-        if (first) FETCH_FOUR(w, d, D)                                                                     \
+        if (first) FETCH(R, w, 1, d, D)                                                                    \
         Weights weights[R];                                                                                \
         EACH(r, R) weights[r] = WEIGHTS(w + r * D + d);                                                    \
         EACH(i, 4) {                                                                                       \
@@ -131,7 +133,7 @@ PANEL(TALLER, 1, taller_1, 0)
 PANEL(TALLER, 2, taller_2, 0)
 PANEL(TALLER, 3, taller_3, 0)
 
-/* Rows of a weight, a multiple of four, with all rows of x, side by side. A panel stays near meanwhile. */
+/* Rows of a weight, a multiple of TALL, with all rows of x, side by side. A panel stays near meanwhile. */
 static void panels(const float *w, int64_t rows, const float *laid, int64_t D, int64_t batch, float *y,
                    int64_t stride, const float *bias) {
     static const float none[TALLER] = {0};

@@ -21,6 +21,9 @@ Sizes: B rows of x, N width out, D width in, K = D / 32 blocks, rounded up. */
 #endif
 
 enum { BLOCK = 32, ACROSS_ROUNDED = 4 };
+#ifndef AHEAD_ROUNDED
+#define AHEAD_ROUNDED 1024 /* bytes between the codes that are read and those fetched for later */
+#endif
 
 /* Inputs in 8 bits, the sum of each block as a number, and its sum of codes times -1. */
 typedef struct {
@@ -213,16 +216,18 @@ ALWAYS Vector from_bfloat16(const uint16_t *const *tiles, int64_t place) {
 #endif
 }
 
-/* Rows of a weight, from row n, with C rows of rounded inputs, from row b. */
+/* Tiles of a weight, the first from row n, `share` tiles from each other, with C rows of rounded inputs, from
+row b. */
 ALWAYS void rounded_tile(const int bits, const int C, const int offset, const Linear *linear, int64_t n,
-                         int64_t stop, const Rounded *x, int64_t b, float *y, int64_t stride) {
+                         int64_t share, int64_t stop, const Rounded *x, int64_t b, float *y, int64_t stride) {
     const int64_t K = x->blocks, per = linear->group / BLOCK, G = (K + per - 1) / per;
-    const int64_t width = BLOCK * bits / 2, last = (linear->rows - 1) / 4;
-    const int64_t ahead = TILES == 1 ? 1024 : TILES * K * width; /* the same place in the next rows */
+    const int64_t width = BLOCK * bits / 2, last = (linear->rows - 1) / 4, apart = QUARTERS ? share : 1;
+    const int64_t ahead = QUARTERS ? AHEAD_ROUNDED : TILES == 1 ? 1024 : TILES * K * width; /* the next rows */
     const uint8_t *codes[TILES];
     const uint16_t *scales[TILES], *offsets[TILES];
     EACH(t, TILES) {
-        int64_t tile = n / 4 + t < last ? n / 4 + t : last; /* past the end: the last once more */
+        int64_t tile = n / 4 + t * apart;
+        if (tile > last) tile = last; /* past the end: the last once more */
         codes[t] = linear->codes + tile * K * width;
         scales[t] = linear->scales + tile * G * 4;
         offsets[t] = linear->offsets + (offset ? tile * G * 4 : 0);
@@ -249,19 +254,21 @@ ALWAYS void rounded_tile(const int bits, const int C, const int offset, const Li
             }
         }
     }
-    for (int r = 0; r < LANES && n + r < stop; r++)
-        for (int c = 0; c < C; c++)
-            y[(b + c) * stride + n + r] = sums[c][r] + (linear->bias ? linear->bias[n + r] : 0);
+    for (int r = 0; r < LANES; r++) {
+        int64_t row = n + r / 4 * 4 * apart + r % 4;
+        for (int c = 0; c < C && row < stop; c++)
+            y[(b + c) * stride + row] = sums[c][r] + (linear->bias ? linear->bias[row] : 0);
+    }
 }
 
-typedef void RoundedTile(const Linear *, int64_t, int64_t, const Rounded *, int64_t, float *, int64_t);
+typedef void RoundedTile(const Linear *, int64_t, int64_t, int64_t, const Rounded *, int64_t, float *, int64_t);
 #define ROUNDED(BITS, C)                                                                                   \
-    static void rounded_##BITS##_##C(const Linear *linear, int64_t n, int64_t stop, const Rounded *x,      \
-                                     int64_t b, float *y, int64_t stride) {                                \
+    static void rounded_##BITS##_##C(const Linear *linear, int64_t n, int64_t share, int64_t stop,         \
+                                     const Rounded *x, int64_t b, float *y, int64_t stride) {              \
         if (linear->offsets)                                                                               \
-            rounded_tile(BITS, C, 1, linear, n, stop, x, b, y, stride);                                    \
+            rounded_tile(BITS, C, 1, linear, n, share, stop, x, b, y, stride);                             \
         else                                                                                               \
-            rounded_tile(BITS, C, 0, linear, n, stop, x, b, y, stride);                                    \
+            rounded_tile(BITS, C, 0, linear, n, share, stop, x, b, y, stride);                             \
     }
 ROUNDED(4, 1)
 ROUNDED(4, 2)
@@ -278,9 +285,11 @@ static void rounded_product(const Linear *linear, const Rounded *x, int64_t batc
     static RoundedTile *const four[] = {rounded_4_1, rounded_4_2, rounded_4_3, rounded_4_4};
     static RoundedTile *const eight[] = {rounded_8_1, rounded_8_2, rounded_8_3, rounded_8_4};
     RoundedTile *const *tiles = linear->bits == 4 ? four : eight;
-    for (int64_t n = first; n < stop; n += LANES)
+    int64_t share = ((stop - first + 3) / 4 + TILES - 1) / TILES; /* tiles, if each is of another share */
+    int64_t end = QUARTERS ? first + 4 * share : stop;
+    for (int64_t n = first; n < end; n += QUARTERS ? 4 : LANES)
         for (int64_t b = 0; b < batch; b += ACROSS_ROUNDED) {
             int64_t count = batch - b < ACROSS_ROUNDED ? batch - b : ACROSS_ROUNDED;
-            tiles[count - 1](linear, n, stop, x, b, y, stride);
+            tiles[count - 1](linear, n, share, stop, x, b, y, stride);
         }
 }

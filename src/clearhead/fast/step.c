@@ -98,18 +98,30 @@ static inline Vector load(const float *at) { return *(const Vector *)at; }
 
 #define EACH(i, count) _Pragma("GCC unroll 8") for (int i = 0; i < count; i++)
 
-/* Of four rows of a weight, read side by side: fetch what comes after column d, once for each line of memory.
-Past their ends that is in the next four rows, which no processor expects by itself. */
-#define FETCH_FOUR(w, d, D)                                                                                \
+/* Four rows of a weight are read side by side: four that follow each other, or on x86 one of each quarter of a
+thread's share, so that each quarter is read in a line. An Intel core fetches ahead within a page of memory, and
+only where it has seen a line begin: four long ones come quicker than one, or than four that end at every row. */
+#ifdef __x86_64__
+#define QUARTERS 1
+#else
+#define QUARTERS 0
+#endif
+
+/* Of R rows of a weight, `apart` rows from each other: fetch what comes after column d, once for each line of
+memory. Past the ends of rows that follow each other that is in the next R, which no processor expects by
+itself. */
+#define FETCH(R, w, apart, d, D)                                                                           \
     if (d % 16 == 0) {                                                                                     \
-        int64_t later = d + (D < TALL_AHEAD ? D : TALL_AHEAD);                                             \
-        EACH(r, 4) __builtin_prefetch(w + r * D + (later < D ? later : later + 3 * D));                    \
+        int64_t later = d + (apart > 1 || D > TALL_AHEAD ? TALL_AHEAD : D);                                \
+        if (apart == 1 && later >= D) later += (R - 1) * D;                                                \
+        EACH(r, R) __builtin_prefetch(w + r * apart * D + later);                                          \
     }
 
 /* One row of a weight with C rows of x. Read in a line, it comes as fast as memory gives it. */
 #define ONE_ROW(C)                                                                                         \
-    static void one_row_##C(const float *w, const float *x, int64_t D, float *y, int64_t stride,           \
-                            const float *bias) {                                                           \
+    static void one_row_##C(const float *w, int64_t apart, const float *x, int64_t D, float *y,            \
+                            int64_t stride, const float *bias) {                                           \
+        (void)apart;                                                                                       \
         Vector sums[C][4];                                                                                 \
         EACH(c, C) EACH(l, 4) sums[c][l] = (Vector){0};                                                    \
         int64_t d = 0;                                                                                     \
@@ -133,24 +145,25 @@ ONE_ROW(4)
 
 /* Four rows of a weight with C rows of x: what is read is used more often. */
 #define FOUR_ROWS(C)                                                                                       \
-    static void four_rows_##C(const float *w, const float *x, int64_t D, float *y, int64_t stride,         \
-                              const float *bias) {                                                         \
+    static void four_rows_##C(const float *w, int64_t quarter, const float *x, int64_t D, float *y,        \
+                              int64_t stride, const float *bias) {                                         \
+        const int64_t apart = QUARTERS ? quarter : 1;                                                      \
         Vector sums[4][C];                                                                                 \
         EACH(r, 4) EACH(c, C) sums[r][c] = (Vector){0};                                                    \
         int64_t d = 0;                                                                                     \
         for (; d + LANES <= D; d += LANES) {                                                               \
-            FETCH_FOUR(w, d, D)                                                                            \
+            FETCH(4, w, apart, d, D)                                                                       \
             Vector xs[C];                                                                                  \
             EACH(c, C) xs[c] = load(x + c * D + d);                                                        \
             EACH(r, 4) {                                                                                   \
-                Vector weights = load(w + r * D + d);                                                      \
+                Vector weights = load(w + r * apart * D + d);                                              \
                 EACH(c, C) sums[r][c] += weights * xs[c];                                                  \
             }                                                                                              \
         }                                                                                                  \
         EACH(r, 4) EACH(c, C) {                                                                            \
             float sum = total(sums[r][c]);                                                                 \
-            for (int64_t e = d; e < D; e++) sum += w[r * D + e] * x[c * D + e];                            \
-            y[c * stride + r] = sum + (bias ? bias[r] : 0);                                                \
+            for (int64_t e = d; e < D; e++) sum += w[r * apart * D + e] * x[c * D + e];                    \
+            y[c * stride + r * apart] = sum + (bias ? bias[r * apart] : 0);                                \
         }                                                                                                  \
     }
 FOUR_ROWS(1)
@@ -158,7 +171,7 @@ FOUR_ROWS(2)
 FOUR_ROWS(3)
 FOUR_ROWS(4)
 
-typedef void Tile(const float *, const float *, int64_t, float *, int64_t, const float *);
+typedef void Tile(const float *, int64_t, const float *, int64_t, float *, int64_t, const float *);
 
 /* A thread's share of the numbers below `count`, which begins at a multiple of four. */
 static int64_t from(int64_t count, Thread thread) {
@@ -181,27 +194,36 @@ static int64_t room_of(int64_t columns, int64_t batch) {
     return rounded > laid ? rounded : laid;
 }
 
+/* Row n of a weight, or four from there, `apart` rows from each other, with all rows of x. */
+static void across(const Linear *linear, int64_t n, int64_t rows, int64_t apart, const float *x, int64_t batch,
+                   float *y, int64_t stride) {
+    static Tile *const single[] = {one_row_1, one_row_2, one_row_3, one_row_4};
+    static Tile *const several[] = {four_rows_1, four_rows_2, four_rows_3, four_rows_4};
+    int64_t D = linear->columns;
+    for (int64_t b = 0, count; b < batch; b += count) {
+        count = batch - b < ACROSS ? batch - b : ACROSS;
+        Tile *tile = (rows == 1 ? single : several)[count - 1];
+        tile(linear->weight + n * D, apart, x + b * D, D, y + b * stride + n, stride,
+             linear->bias ? linear->bias + n : NULL);
+    }
+}
+
 /* The thread's share of y [B, stride] = x [B, D] Wᵀ + bias in float32; `laid`: x side by side, or NULL. */
 static void wide_product(const Linear *linear, const float *x, const float *laid, int64_t batch, float *y,
                          int64_t stride, int64_t alike, Thread thread) {
-    static Tile *const single[] = {one_row_1, one_row_2, one_row_3, one_row_4};
-    static Tile *const several[] = {four_rows_1, four_rows_2, four_rows_3, four_rows_4};
-    int64_t D = linear->columns, stop = until(linear->rows, thread), rows = batch <= 2 && !alike ? 1 : 4;
-    for (int64_t n = from(linear->rows, thread); n < stop; n += rows) {
-        const float *bias = linear->bias ? linear->bias + n : NULL;
-        if (laid && n + TALL <= stop) {
-            rows = stop - n < TOGETHER ? (stop - n) / TALL * TALL : TOGETHER;
-            panels(linear->weight + n * D, rows, laid, D, batch, y + n, stride, bias);
-            continue;
-        }
-        if (n + rows > stop) rows = 1;
-        for (int64_t b = 0; b < batch;) {
-            int64_t count = batch - b < ACROSS ? batch - b : ACROSS;
-            Tile *tile = (rows == 1 ? single : several)[count - 1];
-            tile(linear->weight + n * D, x + b * D, D, y + b * stride + n, stride, bias);
-            b += count;
-        }
+    int64_t D = linear->columns, n = from(linear->rows, thread), stop = until(linear->rows, thread);
+    for (int64_t rows; laid && n + TALL <= stop; n += rows) {
+        rows = stop - n < TOGETHER ? (stop - n) / TALL * TALL : TOGETHER;
+        panels(linear->weight + n * D, rows, laid, D, batch, y + n, stride,
+               linear->bias ? linear->bias + n : NULL);
     }
+    if (QUARTERS) {
+        int64_t quarter = (stop - n) / 4;
+        for (int64_t i = 0; i < quarter; i++) across(linear, n + i, 4, quarter, x, batch, y, stride);
+        n += 4 * quarter;
+    } else if (batch > 2 || alike)
+        for (; n + 4 <= stop; n += 4) across(linear, n, 4, 1, x, batch, y, stride);
+    for (; n < stop; n++) across(linear, n, 1, 1, x, batch, y, stride);
 }
 
 /* y [B, stride] = x [B, D] Wᵀ + bias, for the thread's share of the rows of W. */

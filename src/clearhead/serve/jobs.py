@@ -15,6 +15,7 @@ from clearhead.bundle import Bundle
 from clearhead.errors import refuse
 from clearhead.generate.decode import Chooser, Continuation, check_request, report
 from clearhead.generate.prompts import turns_by_length
+from clearhead.generate.sampling import argmax
 from clearhead.model.transformer import Transformer
 from clearhead.serve.blocks import Named, chain
 from clearhead.serve.guesses import Guesses
@@ -311,7 +312,7 @@ def check_served(model: Transformer) -> None:
 
 def plain_greedy(jobs: Sequence[Job], logits: Tensor) -> list[Tensor | None]:
     """Return the best token of each text [1] that takes it without a rule: logits [B, V] at once."""
-    best = logits.argmax(-1, keepdim=True)  # B 1
+    best = argmax(logits)[:, None]  # B 1
     finite = logits.gather(-1, best).isnan().logical_not()[:, 0].tolist()
     best = best.cpu()  # at once, and not one by one
     return [token if fine and _takes_the_best(job) else None for job, token, fine in zip(jobs, best, finite)]
