@@ -153,7 +153,8 @@ def _exact(literal: str) -> float:
     digits, shift = (whole + decimals).strip("0"), int(power or 0) - len(decimals)
     refuse(
         len(digits) > EXACT_DIGITS or abs(shift) > EXACT_POWER,
-        f"the number {literal} of the schema cannot be kept to its last digit: give {EXACT_DIGITS} digits or a text",
+        f"the number {literal} of the schema cannot be kept to its last digit: "
+        f"give {EXACT_DIGITS} digits, or a text",
     )
     return float(literal)
 
