@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import random
 import re
+from decimal import Decimal
+from operator import ge, gt, le, lt
 
 import pytest
 
@@ -91,6 +94,110 @@ def test_a_dozen_schemas_are_kept(m, number):
     made = m.generate("x", 60, json_schema=schema, temperature=1.0, seed=number)
     assert made.stop_reason == "length" or is_valid(json.loads(made.text)), made.text
     assert not re.search(r"[:,{\[]\s", re.sub(r'"(\\.|[^"\\])*"', '""', made.text))
+
+
+def number(draw: random.Random) -> int | float:
+    """A whole number of any size, or one with a few decimals; rather often near 0, 1 and powers of 2."""
+    if draw.random() < 0.3:
+        return round(draw.choice([0, 0, 1, -1, 7]) + draw.randint(-30, 30) / 10 ** draw.randint(0, 7), 9)
+    near = draw.choice([0, 1, 2**53, 2**62, 2**63, 2**64, 10**17, 10**18, 10**19, 10**30])
+    return draw.choice([1, -1]) * (near + draw.choice([-1, 0, 1, draw.randint(-40, 40)]))
+
+
+def numeric(draw: random.Random) -> tuple[dict, list]:
+    """A schema of numbers, and the schemas that must all hold of an answer."""
+    if draw.random() < 0.4:
+        values = [number(draw) for _ in range(draw.randint(1, 4))]
+        schema = {"const": values[0]} if len(values) == 1 else {"enum": values}
+        return schema, [schema]
+    low, high = sorted([number(draw), number(draw)])
+    bounds = {
+        draw.choice(["minimum", "exclusiveMinimum"]): low,
+        draw.choice(["maximum", "exclusiveMaximum"]): high,
+    }
+    if draw.random() < 0.4:
+        del bounds[draw.choice(list(bounds))]
+    kind = {"type": draw.choice(["integer", "number"])}
+    split = [kind, *({name: bound} for name, bound in bounds.items())]
+    if draw.random() < 0.2:  # the same, from several places
+        return {"$defs": {"x": kind | split[-1]}, "allOf": [{"$ref": "#/$defs/x"}, *split[:-1]]}, split
+    return kind | bounds, split
+
+
+def holds(text: str, schema: dict) -> bool:
+    """Whether a number is of a schema, by its digits and not as a float."""
+    exact = {name: [Decimal(str(one)) for one in (value if name == "enum" else [value])]
+             for name, value in schema.items() if name != "type"}  # fmt: skip
+    value = json.loads(text, parse_float=Decimal, parse_int=Decimal)
+    rules = {"minimum": ge, "maximum": le, "exclusiveMinimum": gt, "exclusiveMaximum": lt}
+    whole = schema.get("type") != "integer" or value == value.to_integral_value()
+    return whole and all(
+        rules[name](value, given[0]) if name in rules else value in given for name, given in exact.items()
+    )
+
+
+@pytest.mark.parametrize("place", ["alone", "inside"])
+def test_numbers_of_a_schema_are_kept_to_the_last_digit_or_refused(m, place):
+    """Of random schemas, with numbers beyond 2^53 and bounds close to each other, none is kept roughly."""
+    kept, lines = 0, []
+    for seed in range(120):
+        schema, rules = numeric(random.Random(seed))
+        defs = {"$defs": schema.pop("$defs")} if "$defs" in schema else {}
+        wrapped = {
+            "type": "object",
+            "properties": {"a": schema},
+            "required": ["a"],
+            "additionalProperties": False,
+        }
+        given = (schema if place == "alone" else wrapped) | defs
+        try:
+            made = m.generate("x", 50, json_schema=given, temperature=1.0, seed=seed)
+        except InputError as error:
+            lines.append(str(error))
+            continue
+        kept += made.stop_reason == "eos"
+        if made.stop_reason == "eos":
+            text = made.text if place == "alone" else made.text.removeprefix('{"a":').removesuffix("}")
+            assert all(holds(text, rule) for rule in rules), (given, made.text)
+    assert kept > 30
+    assert len(lines) > 10
+    assert all(re.search("cannot be kept|Unsatisfiable|no text has", line) for line in lines), lines
+
+
+@pytest.mark.parametrize(
+    ("schema", "named"),
+    [
+        ({"const": 2**53 + 1}, "9007199254740993"),
+        ({"enum": [1, 12345678901234567]}, "12345678901234567"),
+        ({"const": {"a": [1234567890123456789]}}, "1234567890123456789"),
+        ({"properties": {"default": {"const": 2**60 + 1}}}, "1152921504606846977"),
+        ({"type": "integer", "minimum": 10**30}, "minimum 10"),
+        ({"type": "integer", "maximum": 10**30}, "maximum 10"),
+        ({"type": "integer", "minimum": 2**53 + 1}, "minimum 9007199254740993"),
+        ({"type": "number", "exclusiveMinimum": 0, "maximum": 1e-5}, "exclusiveMinimum 0"),
+        ({"type": "number", "exclusiveMaximum": 0, "minimum": -0.5}, "exclusiveMaximum 0"),
+        ({"exclusiveMinimum": 7, "anyOf": [{"type": "number", "maximum": 7.5}]}, "exclusiveMinimum 7"),
+    ],
+)
+def test_a_number_that_cannot_be_kept_is_refused_by_name(m, schema, named):
+    with pytest.raises(InputError, match=f"{named}.*cannot be kept"):
+        m.generate("x", 8, json_schema=schema)
+
+
+def test_integers_of_64_bits_are_taken(m):
+    """The bounds of every generator of schemas; a remark may hold any number."""
+    for low, high in ((-(2**63), 2**63 - 1), (0, 2**64 - 1), (-(2**53), 2**53)):
+        schema = {
+            "type": "integer",
+            "minimum": low,
+            "maximum": high,
+            "default": 10**40,
+            "examples": [2**60 + 1],
+        }
+        made = m.generate("x", 40, json_schema=schema, temperature=1.0, seed=3)
+        assert made.stop_reason == "length" or low <= int(made.text) <= high
+    for value in (2**53, -(2**53), 10**15 + 1, 123_000_000_000_000_000_000):
+        assert m.generate("x", 40, json_schema={"const": value}).text == str(value)
 
 
 @pytest.mark.parametrize("kind", ["char", "byte", "bpe", "unigram", "word"])

@@ -8,7 +8,7 @@ Shapes: V vocabulary.
 
 import json
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from clearhead.errors import MissingExtraError, refuse, refusing
@@ -23,13 +23,19 @@ Form = tuple[str, str]  # json_schema, regex or grammar, and the text of it
 LONGEST = 65_536  # characters of a form
 KEPT = 16  # forms that are kept compiled
 EXACT_DIGITS, EXACT_POWER = 15, 22  # of decimal numbers that every reader takes for the same float64
+EXACT = 2**53  # integers up to here are float64 numbers, which is how the library keeps all of them
+WIDEST = 2**64  # of bounds that are taken
+LOWER, UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 COMPACT = {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":", "lenient": False}
 # Nothing is written ahead of the model: a form may prescribe a million letters.
 DIRECTIVE = "%llguidance"
 STEPWISE = DIRECTIVE + ' {"no_forcing": true}\n'
 # Where seconds stand: the library takes second 60 in any minute, and readers of JSON in a few of them alone.
 NO_LEAP = {"time": "^.{6}[0-5]", "date-time": "^.{17}[0-5]"}
-VALUES = ("const", "enum", "default", "examples")  # of a schema, which are no schemas
+VALUES = ("const", "enum")  # of a schema, which are no schemas
+REMARKS = ("default", "examples", "title", "description", "$comment")  # that no answer is held to
+NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # schemas by name
+BESIDE = ("allOf", "anyOf", "oneOf")  # schemas of the same value
 LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 500_000,
     "step_lexer_fuel": 100_000,
@@ -50,7 +56,8 @@ def grammar_of(form: Form) -> str:
             schema = json.loads(text, parse_float=_exact)
             schema = {} if schema is True else schema
             refuse(not isinstance(schema, dict), f"json_schema is {text[:60]!r}: give an object")
-            return f"{STEPWISE}start: %json {json.dumps({**_without_leaps(schema), 'x-guidance': COMPACT})}\n"
+            followed = {**_as_followed(schema, schema), "x-guidance": COMPACT}
+            return f"{STEPWISE}start: %json {json.dumps(followed)}\n"
         if kind == "regex":
             (made,) = json.loads(library.LLMatcher.grammar_from_regex(text))["grammars"]
             return f"{STEPWISE}{made['lark_grammar']}\n"
@@ -60,17 +67,83 @@ def grammar_of(form: Form) -> str:
         return f"{STEPWISE}{any_to_lark(text)}\n"
 
 
-def _without_leaps(schema: Any) -> Any:
-    """Return a schema whose times have no second 60."""
+def _as_followed(schema: Any, root: Any) -> Any:
+    """Return a schema that the library follows to the letter: times have no second 60, numbers are exact."""
     if isinstance(schema, list):
-        return [_without_leaps(one) for one in schema]
+        return [_as_followed(one, root) for one in schema]
     if not isinstance(schema, dict):
         return schema
-    found = {name: one if name in VALUES else _without_leaps(one) for name, one in schema.items()}
+    _check_exclusive(list(_bounds(schema, root, set())))
+    found = {}
+    for name, value in schema.items():
+        if name in NAMED and isinstance(value, dict):
+            found[name] = {key: _as_followed(one, root) for key, one in value.items()}
+        elif name in (*LOWER, *UPPER):
+            found[name] = _bound(name, value)
+        else:
+            found[name] = value if name in (*VALUES, *REMARKS) else _as_followed(value, root)
+        if name in VALUES:
+            _check_value(value)
     named = found.get("format")
     if isinstance(named, str) and named in NO_LEAP and "pattern" not in found:
         found["pattern"] = NO_LEAP[named]
     return found
+
+
+def _check_value(value: Any) -> None:
+    """Refuse a value with an integer that the library would write with other last digits."""
+    for one in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        _check_value(one)
+    if type(value) is int and abs(value) > EXACT:
+        _exact(str(value))
+
+
+def _bound(name: str, bound: Any) -> Any:
+    """Return a bound that the library keeps; one of 64 bits on the far side of 0 is drawn in by some digits.
+
+    What is then never written lies at the far end of a range, such as that of 64-bit integers. A bound on the
+    near side is refused: the library would let in what it excludes.
+    """
+    if type(bound) not in (int, float) or abs(bound) <= EXACT:
+        return bound
+    refuse(
+        name not in (UPPER if bound > 0 else LOWER) or abs(bound) > WIDEST,
+        f"{name} {bound} of the schema cannot be kept to its last digit: give a bound up to {EXACT}",
+    )
+    size = min(abs(int(bound)), 2**63 - 1)
+    unit: int = 10 ** (len(str(size)) - EXACT_DIGITS)
+    inside = (size // unit - 1) * unit
+    return inside if bound > 0 else -inside
+
+
+def _check_exclusive(bounds: list[tuple[str, float]]) -> None:
+    """Refuse an exclusive whole bound with another one less than 1 away: the library would write it."""
+    for name, bound in bounds:
+        inwards = 1 if name == "exclusiveMinimum" else -1
+        if name.startswith("exclusive") and bound == int(bound) and bound * inwards >= 0:
+            near = next((one for _, one in bounds if 0 < (one - bound) * inwards < 1), None)
+            refuse(
+                near is not None,
+                f"{name} {bound} of the schema cannot be kept beside the bound {near}: "
+                "give one that is not exclusive",
+            )
+
+
+def _bounds(schema: Any, root: Any, seen: set[int]) -> Iterator[tuple[str, float]]:
+    """Yield the bounds that may meet in one value: of a schema, those beside it, and those it refers to."""
+    if not isinstance(schema, dict) or id(schema) in seen:
+        return
+    seen.add(id(schema))
+    for name, value in schema.items():
+        if name in (*LOWER, *UPPER) and type(value) in (int, float):
+            yield name, value
+        for one in value if name in BESIDE and isinstance(value, list) else ():
+            yield from _bounds(one, root, seen)
+    place, reference = root, schema.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#"):
+        for part in reference.split("/")[1:]:
+            place = place.get(part) if isinstance(place, dict) else None
+        yield from _bounds(place, root, seen)
 
 
 def _exact(literal: str) -> float:
@@ -80,7 +153,8 @@ def _exact(literal: str) -> float:
     digits, shift = (whole + decimals).strip("0"), int(power or 0) - len(decimals)
     refuse(
         len(digits) > EXACT_DIGITS or abs(shift) > EXACT_POWER,
-        f"the number {literal} of the schema cannot be kept to its last digit: give {EXACT_DIGITS} digits",
+        f"the number {literal} of the schema cannot be kept to its last digit: "
+        f"give {EXACT_DIGITS} digits, or a text",
     )
     return float(literal)
 
