@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 from torch import Tensor
 
 from clearhead.batches.padding import padded, real_tokens
@@ -24,12 +24,13 @@ from clearhead.hub import checkpoint, export, files, quantized
 from clearhead.hub.adapters import Adapters
 from clearhead.hub.architecture import SECTION
 from clearhead.hub.checkpoint import default_names
+from clearhead.hub.encodings import framed
 from clearhead.hub.gguf_file import SUFFIX
 from clearhead.hub.gguf_writing import write_gguf
 from clearhead.hub.pixels import PREPROCESSOR
 from clearhead.hub.quantized import code_tensors, outgoing_codes
 from clearhead.hub.sentences import Sentences, write_sentences
-from clearhead.hub.tokenizer import clean, encode, save_tokenizer, stop_ids
+from clearhead.hub.tokenizer import check_infilling, clean, encode, save_tokenizer, stop_ids, truncation_side
 from clearhead.hub.towers import JoinedTowers
 from clearhead.hub.writing import Outgoing, write_tensors
 from clearhead.model.taps import unwrapped
@@ -171,14 +172,17 @@ class Bundle:
     @property
     def stops(self) -> tuple[int, ...]:
         """Every id that ends a generated text."""
-        theirs = self.description.theirs if self.description is not None else {}
-        return stop_ids(self.special, self.generation, theirs)
+        return stop_ids(self.special, self._stated)
 
     @property
     def own_options(self) -> dict[str, Any]:
         """The model's own rules of generation, as options of a request."""
-        theirs = self.description.theirs if self.description is not None else {}
-        return own_options(self.generation or theirs, self.special, self.stops, self.config.vocab_size)
+        return own_options(self._stated, self.special, self.stops, self.config.vocab_size)
+
+    @property
+    def _stated(self) -> dict[str, Any]:
+        """What the files say of generation: generation_config.json, or, without one, config.json."""
+        return self.generation or (self.description.theirs if self.description is not None else {})
 
     @property
     def start_ids(self) -> list[int]:
@@ -186,17 +190,16 @@ class Bundle:
         if self.config.family != "encoder-decoder":
             return []
         roles = ("decoder_start", "bos", "pad")
-        start = next((self.special[role] for role in roles if role in self.special), 0)
+        stated = (self._stated.get(f"{role}_token_id") for role in roles[:2])
+        known = (*stated, *(self.special.get(role) for role in roles))
+        start = next((token for token in known if type(token) is int and token >= 0), 0)
         return [start, self.special["forced_bos"]] if "forced_bos" in self.special else [start]
 
     @property
     def max_length(self) -> int:
         """The most tokens that a text given to the model may have."""
-        limits = (
-            self.config.max_positions,
-            self.settings.get("model_max_length"),
-            self.sentences and self.sentences.max_length,
-        )
+        own = self.sentences and self.sentences.max_length  # goes before the tokenizer's, as in the library
+        limits = (self.config.max_positions, own or self.settings.get("model_max_length"))
         return min(limit for limit in limits if type(limit) is int and limit > 0)
 
     @property
@@ -212,7 +215,13 @@ class Bundle:
 
     def encode(self, texts: list[str], max_length: int | None = None) -> list[list[int]]:
         """Return the token ids of each text, special tokens included, cut to `max_length`."""
-        return encode(self.text_tokenizer, texts, max_length)
+        check_infilling(self.settings, texts)
+        return encode(self.text_tokenizer, texts, max_length, truncation_side(self.settings))
+
+    def framed(self, text: str, pair: str | None = None, max_length: int | None = None) -> Encoding:
+        """Return the tokens of a text or a pair, special ones too, cut to `max_length` or the model's own."""
+        length = self.max_length if max_length is None else max_length
+        return framed(self.text_tokenizer, length, text, pair, truncation_side(self.settings))
 
     def decode(self, ids: Any, special: bool = False) -> Any:
         """Return the text of token ids; of rows of ids, a list of texts.
@@ -258,6 +267,7 @@ class Bundle:
                 f"a prompt is {ids[:4]}: it must be text or a list of token ids, whole numbers",
             )
             return ids
+        check_infilling(self.settings, [prompt])
         encoding = self.text_tokenizer.encode(clean(prompt))
         ids = list(encoding.ids)
         ended = len(ids) > 1 and encoding.special_tokens_mask[-1] and ids[-1] in self.stops

@@ -404,9 +404,9 @@ def test_special_ids_come_from_every_file() -> None:
         {"decoder_start_token_id": 3, "eos_token_id": 9},
     )
     assert special == {"bos": 1, "eos": 2, "pad": 3, "decoder_start": 3}
-    assert stop_ids(special, {"eos_token_id": [2, 0]}, {}) == (2, 0)
-    assert stop_ids(special, {}, {"eos_token_id": 2}) == (2,)
-    assert stop_ids({"eos": 5}, {}, {}) == (5,)
+    assert stop_ids(special, {"eos_token_id": [2, 0]}) == (2, 0)
+    assert stop_ids(special, {"bos_token_id": 1}) == ()
+    assert stop_ids({"eos": 5}, {}) == (5,)
     assert special_ids(None, {}, {}, {"pad_token_id": 0, "eos_token_id": None}) == {"pad": 0}
 
 

@@ -377,7 +377,7 @@ def judge(
         if not wanted.isfinite().all():
             return "reference", "not finite"
     except Exception as error:  # whatever the reference says to a broken file
-        return "reference", str(error).splitlines()[0][:100] if str(error) else type(error).__name__
+        return "reference", first_line(error)
     try:
         ours = ch.load(folder)
         with torch.no_grad():
@@ -429,6 +429,34 @@ def run(
         yield {"subject": name, "changes": stated, "verdict": verdict, "why": why}
 
 
+def first_line(error: BaseException) -> str:
+    """Return what an error says, cut to one short line."""
+    return str(error).strip().splitlines()[0][:100] if str(error).strip() else type(error).__name__
+
+
+VERDICTS = ("equal", "refused", "reference", "raw", "silent")
+
+
+def report(rows: Sequence[dict[str, Any]], out: Path | None = None) -> None:
+    """Print the verdicts of each subject as a table, then what is silent or raw; save the table as JSON."""
+    counts: dict[str, Counter[str]] = {}
+    for row in rows:
+        counts.setdefault(row["subject"], Counter())[row["verdict"]] += 1
+    counts["all"] = sum(counts.values(), Counter())
+    print(f"{'subject':<32}{'cases':>8}" + "".join(f"{verdict:>11}" for verdict in VERDICTS))
+    for name, found in counts.items():
+        print(f"{name:<32}{found.total():>8}" + "".join(f"{found[verdict]:>11}" for verdict in VERDICTS))
+    wrong = [row for row in rows if row["verdict"] in ("silent", "raw")]
+    for row in wrong:
+        print(f"{row['subject']}: {row['verdict']} {json.dumps(row['changes'])}: {row['why']}")
+    if out is not None:
+        table = {
+            name: {"cases": found.total(), **{v: found[v] for v in VERDICTS}}
+            for name, found in counts.items()
+        }
+        out.write_text(json.dumps({"subjects": table, "wrong": wrong}, indent=1) + "\n")
+
+
 def main() -> None:
     """Judge mutations and print those that are silent or raw."""
     parser = argparse.ArgumentParser(
@@ -440,33 +468,17 @@ def main() -> None:
     parser.add_argument("--section", action="store_true", help="let clearhead write the file first")
     parser.add_argument("--pairs", type=int, default=0, help="judge so many pairs of mutations as well")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="write all verdicts as JSON")
+    parser.add_argument("--out", type=Path, help="write the table of verdicts as JSON")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity(50)
     transformers.logging.disable_progress_bar()
-    rows = []
+    rows: list[dict[str, Any]] = []
     for name in options.only or SUBJECTS:
         with tempfile.TemporaryDirectory() as folder:
-            found = list(
-                run(
-                    name,
-                    Path(folder),
-                    options.share,
-                    options.fields,
-                    options.pairs,
-                    options.seed,
-                    options.section,
-                )
-            )
-        rows += found
-        print(f"{name:<18} {dict(Counter(row['verdict'] for row in found))}", flush=True)
-        for row in found:
-            if row["verdict"] in ("silent", "raw"):
-                print(f"    {row['verdict']} {json.dumps(row['changes'])}: {row['why']}", flush=True)
-    print(len(rows), dict(Counter(row["verdict"] for row in rows)))
-    if options.out:
-        options.out.write_text(json.dumps(rows, indent=1) + "\n")
+            sizes = (options.share, options.fields, options.pairs, options.seed, options.section)
+            rows += run(name, Path(folder), *sizes)
+    report(rows, options.out)
 
 
 if __name__ == "__main__":

@@ -63,6 +63,11 @@ def own_options(
             f"generation_config.json: {name} {value!r} changes what the model writes and is not known here: "
             f'remove it from the file, or by m.generation.pop("{name}")',
         )
+    start = stated.get("decoder_start_token_id")
+    refuse(
+        isinstance(start, list),
+        f"generation_config.json: decoder_start_token_id {start} is a list: every answer begins with one id",
+    )
     own = {ours: stated[theirs] for theirs, ours in RULES.items() if stated.get(theirs) is not None}
     if "forced_bos" in special:
         own["forced_first"] = special["forced_bos"]

@@ -7,6 +7,8 @@ from clearhead.hub import checkpoint, files, pixels, sentences
 from clearhead.hub.registry import tower_path
 from clearhead.hub.tokenizer import load_tokenizer, open_tokenizer, read_settings, special_ids
 
+GENERATION = "generation_config.json"
+
 
 def read_beside(
     path: Path, description: checkpoint.Description, tokenizer: str | Path | None
@@ -17,7 +19,9 @@ def read_beside(
     """
     part = tower_path(path)
     folder = path if part is None else part[0]
-    generation = files.read_json_if_any(folder / "generation_config.json")
+    generation = files.read_json_if_any(folder / GENERATION)
+    empty = (folder / GENERATION).exists() and not generation
+    files.refuse(empty, f"{folder / GENERATION} is empty: remove it, and config.json counts")
     if tokenizer is None:
         found, settings = load_tokenizer(folder), read_settings(folder)
     else:

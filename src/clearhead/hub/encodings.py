@@ -3,7 +3,7 @@
 from tokenizers import Encoding, Tokenizer
 
 from clearhead.errors import refuse, refusing
-from clearhead.hub.tokenizer import clean, warn_if_cut
+from clearhead.hub.tokenizer import Side, clean, warn_if_cut
 
 
 def encoding_of(tokenizer: Tokenizer, text: str | list[str], special: bool = False) -> Encoding:
@@ -14,17 +14,24 @@ def encoding_of(tokenizer: Tokenizer, text: str | list[str], special: bool = Fal
         return tokenizer.encode(cleaned, is_pretokenized=words, add_special_tokens=special)
 
 
-def framed(tokenizer: Tokenizer, max_length: int, text: str, pair: str | None = None) -> Encoding:
+def framed(
+    tokenizer: Tokenizer, max_length: int, text: str, pair: str | None = None, side: Side = "right"
+) -> Encoding:
     """Encode a text or a pair with its special tokens; the longer one is truncated until all fits."""
     parts = [encoding_of(tokenizer, part) for part in ((text,) if pair is None else (text, pair))]
     room = max_length - tokenizer.num_special_tokens_to_add(is_pair=pair is not None)
-    lengths = [len(part) for part in parts]
-    warn_if_cut(sum(lengths) > max(room, 0), max_length)
-    for _ in range(sum(lengths) - max(room, 0)):
-        lengths[max(range(len(parts)), key=lengths.__getitem__)] -= 1
-    for part, length in zip(parts, lengths):
-        part.truncate(length)
+    warn_if_cut(sum(map(len, parts)) > max(room, 0), max_length, side)
+    for part, length in zip(parts, _shares(max(room, 0), *map(len, parts))):
+        part.truncate(length, direction=side)
     return tokenizer.post_process(parts[0], parts[1] if pair is not None else None)
+
+
+def _shares(room: int, first: int, second: int = 0) -> tuple[int, int]:
+    """Return how many tokens of each of two texts fit: of the shorter one half of the room at least."""
+    shorter, longer = sorted((first, second))
+    shorter = min(shorter, max(room // 2, room - longer))
+    longer = min(longer, room - shorter)
+    return (shorter, longer) if first <= second else (longer, shorter)
 
 
 def windows(

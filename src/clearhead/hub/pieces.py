@@ -127,8 +127,15 @@ def t5(model: PieceModel, settings: Settings) -> Tokenizer:
 
 
 def xlm_roberta(model: PieceModel, settings: Settings) -> Tokenizer:
-    """Build XLM-RoBERTa's and CamemBERT's, which differ in how they number the pieces."""
+    """Build XLM-RoBERTa's."""
     return _words(model, prefix=settings.get("add_prefix_space", True))
+
+
+def camembert(model: PieceModel, settings: Settings) -> Tokenizer:
+    """Build CamemBERT's, whose unknown token is looked up by its text."""
+    unknown = token_text(settings.get("unk_token", "<unk>"))
+    places = [place for place, (text, _) in enumerate(model.scores) if text == unknown]
+    return xlm_roberta(replace(model, unk_id=places[0] if places else 0), settings)
 
 
 def siglip(model: PieceModel, settings: Settings) -> Tokenizer:
@@ -190,6 +197,14 @@ def llama(model: PieceModel, settings: Settings) -> Tokenizer:
     return assembled(_bpe(model, fallback=True), None, spaces, _spell(strip=prefix))
 
 
+def code_llama(model: PieceModel, settings: Settings) -> Tokenizer:
+    """Build CodeLlama's: as Llama's, with a space before the first word of a text and nowhere else."""
+    stated = settings.get("add_prefix_space", True)
+    first = "first" if stated is None or stated else "never"
+    units = _bpe(model, fallback=True, unk=token_text(settings.get("unk_token", "<unk>")))
+    return assembled(units, None, pre_tokenizers.Metaspace(SPACE, first, split=False), _spell(strip=True))
+
+
 def gemma(model: PieceModel, settings: Settings) -> Tokenizer:
     """Build Gemma's: as Llama's, without a space before the first word."""
     return assembled(
@@ -222,13 +237,13 @@ def plain(model: PieceModel, settings: Settings) -> Tokenizer:
 FAMILIES: dict[str, Callable[[PieceModel, Settings], Tokenizer]] = {
     "T5": t5,
     "XLMRoberta": xlm_roberta,
-    "Camembert": xlm_roberta,
+    "Camembert": camembert,
     "Siglip": siglip,
     "Albert": albert,
     "BigBird": big_bird,
     "DebertaV2": deberta,
     "Llama": llama,
-    "CodeLlama": llama,
+    "CodeLlama": code_llama,
     "Gemma": gemma,
     "": plain,
 }

@@ -22,11 +22,13 @@ from clearhead.hub.sentence_layers import (
 
 MODULES, POOLING, READING = "modules.json", "1_Pooling", "sentence_bert_config.json"
 PROMPTS = "config_sentence_transformers.json"
+KIND = "SentenceTransformer"  # the class of which config_sentence_transformers.json is
 TYPE, MODE = "sentence_transformers.models.", "pooling_mode"  # how their names begin
 SUPPORTED = ("Transformer", "Pooling", *LAYERS)  # modules
 ONLY: dict[str, Any] = {  # of sentence_bert_config.json: any other value changes what comes out
     **{"transformer_task": "feature-extraction", "module_output_name": "token_embeddings"},
     **{key: {} for key in ("model_args", "tokenizer_args", "config_args", "processing_kwargs")},
+    **{key: {} for key in ("model_kwargs", "processor_kwargs", "config_kwargs")},
     **{"query_length": None, "document_length": None, "query_expansion": None},
 }
 
@@ -45,6 +47,7 @@ class Sentences:
     prompt: str | None = None  # the name of the one that is put before every text
     pools_prompt: bool = True  # the prompt's tokens count as the text's own
     layers: tuple[VectorLayer, ...] = ()  # on the pooled vector, before it is scaled
+    truncate_dim: int | None = None  # so many numbers of each vector are kept, once it is scaled
 
     def before(self, prompt: str | None = None) -> str:
         """Return what is put before every text: the prompt of this name, or the usual one."""
@@ -63,14 +66,14 @@ class Sentences:
         x = pooled(hidden.float(), counted, self.pooling)
         for layer in (*self.layers, *([UnitVector({}, {})] if self.normalise else [])):
             x = layer(x)
-        return x
+        return x[:, : self.truncate_dim]
 
     def width(self, d_model: int) -> int:
         """Return the width of a vector of states of this width."""
         width = d_model * len(self.pooling.split("+"))
         for layer in self.layers:
             width = layer.width(width)
-        return width
+        return width if self.truncate_dim is None else min(width, self.truncate_dim)
 
 
 def read_sentences(folder: Path, d_model: int) -> Sentences | None:
@@ -100,7 +103,18 @@ def read_sentences(folder: Path, d_model: int) -> Sentences | None:
     unread = [name for name, usual in ONLY.items() if reads.get(name) not in (None, usual)]
     refuse(unread, f"{folder / READING} has {', '.join(unread)}, which are not supported: remove them")
     prompts, default = named.get("prompts") or {}, named.get("default_prompt_name")
+    kept = named.get("truncate_dim")
+    refuse(
+        kept is not None and (type(kept) is not int or kept < 1),
+        f"{folder / PROMPTS} has truncate_dim {kept!r}: it must be a whole number of 1 at least, or null",
+    )
+    kind = named.get("model_type", KIND)
+    refuse(kind != KIND, f"{folder / PROMPTS} has model_type {kind!r}: only {KIND} is supported")
     most = reads.get("max_seq_length")
+    refuse(
+        most is not None and (type(most) is not int or most < 1),
+        f"{folder / READING} has max_seq_length {most!r}: it must be a whole number of 1 at least, or null",
+    )
     texts = isinstance(prompts, dict) and all(isinstance(text, str) for text in prompts.values())
     refuse(
         not texts or (default is not None and default not in prompts),
@@ -109,12 +123,13 @@ def read_sentences(folder: Path, d_model: int) -> Sentences | None:
     found = Sentences(
         _read_pooling(stated, places[1] if "Pooling" in kinds else folder),
         normalise=unit,
-        max_length=most if type(most) is int and most > 0 else None,
+        max_length=most,
         lowercase=bool(reads.get("do_lower_case", False)),
         prompts=prompts,
         prompt=default,
         pools_prompt=bool(stated.get("include_prompt", True)),
         layers=tuple(layers[:-1] if unit else layers),
+        truncate_dim=kept,
     )
     found.width(d_model)  # refuses layers that do not fit
     return found
@@ -164,6 +179,10 @@ def write_sentences(folder: Path, sentences: Sentences, d_model: int) -> None:
         layer.write(folder / path)
     reads = {"max_seq_length": sentences.max_length, "do_lower_case": sentences.lowercase}
     write_json(folder / READING, reads)
+    named: dict[str, Any] = {}
     if sentences.prompts:
         named = {"prompts": dict(sentences.prompts), "default_prompt_name": sentences.prompt}
+    if sentences.truncate_dim is not None:
+        named["truncate_dim"] = sentences.truncate_dim
+    if named:
         write_json(folder / PROMPTS, named)

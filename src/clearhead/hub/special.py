@@ -29,6 +29,7 @@ FAIRSEQ = {
     **{"bos": "<s>", "eos": "</s>", "sep": "</s>", "cls": "<s>"},
     **{"unk": "<unk>", "pad": "<pad>", "mask": "<mask>"},
 }
+LLAMA = {"unk": "<unk>", "bos": "<s>", "eos": "</s>"}
 USUAL: dict[str, dict[str, str]] = {
     "Roberta": FAIRSEQ,
     "XLMRoberta": FAIRSEQ,
@@ -41,7 +42,8 @@ USUAL: dict[str, dict[str, str]] = {
     "Siglip": {"eos": "</s>", "unk": "<unk>", "pad": "</s>"},
     "CLIP": {**dict.fromkeys(("unk", "eos", "pad"), "<|endoftext|>"), "bos": "<|startoftext|>"},
     "Marian": {"eos": "</s>", "unk": "<unk>", "pad": "<pad>"},
-    "Llama": {"unk": "<unk>", "bos": "<s>", "eos": "</s>"},
+    "Llama": LLAMA,
+    "CodeLlama": LLAMA,
     "Gemma": {"unk": "<unk>", "bos": "<bos>", "eos": "<eos>", "pad": "<pad>", "mask": "<mask>"},
     "Albert": {**BERT, "unk": "<unk>", "pad": "<pad>", "bos": "[CLS]", "eos": "[SEP]"},
     "BigBird": {**BERT, "unk": "<unk>", "pad": "<pad>", "bos": "<s>", "eos": "</s>"},
@@ -50,10 +52,25 @@ USUAL: dict[str, dict[str, str]] = {
 }
 
 
+# Special tokens for roles of a class's own, by their keys.
+OWN_ROLES: dict[str, dict[str, str]] = {
+    "CodeLlama": {
+        **{"prefix_token": "▁<PRE>", "middle_token": "▁<MID>", "suffix_token": "▁<SUF>"},
+        **{"eot_token": "▁<EOT>", "fill_token": "<FILL_ME>"},
+    }
+}
+
+
 def special_tokens(settings: Mapping[str, Any], kind: str = "") -> dict[str, str]:
     """Return special tokens by role, as text: what the files name, else what the class usually has."""
-    named = {role: token_text(settings.get(f"{role}_token")) for role in ROLES}
-    return USUAL.get(kind, {}) | {role: text for role, text in named.items() if text}
+    named = {role: token_text(token) for role, token in _by_role(settings, kind).items()}
+    return {role: text for role, text in named.items() if text}
+
+
+def _by_role(settings: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    """Return special tokens by role, as files state them: null is no token, not the one of the class."""
+    usual = USUAL.get(kind, {})
+    return {role: settings.get(f"{role}_token", usual.get(role)) for role in ROLES}
 
 
 def extra_tokens(settings: Mapping[str, Any], kind: str = "") -> list[Any]:
@@ -61,6 +78,8 @@ def extra_tokens(settings: Mapping[str, Any], kind: str = "") -> list[Any]:
     listed = settings.get("extra_special_tokens")
     if isinstance(listed, list):
         return listed
+    if listed is None and "extra_special_tokens" in settings:
+        return []
     older = settings.get("additional_special_tokens")
     listed = older if isinstance(older, list) else []
     if kind == "Camembert" and older is None:
@@ -70,10 +89,11 @@ def extra_tokens(settings: Mapping[str, Any], kind: str = "") -> list[Any]:
     return listed
 
 
-def _model_tokens(settings: Mapping[str, Any]) -> list[Any]:
+def _model_tokens(settings: Mapping[str, Any], kind: str) -> list[Any]:
     """Return special tokens whose role is the model's own, such as `image_token`."""
     roles = {f"{role}_token" for role in ROLES}
-    own = [value for key, value in settings.items() if key.endswith("_token") and key not in roles]
+    stated = OWN_ROLES.get(kind, {}) | settings
+    own = [value for key, value in stated.items() if key.endswith("_token") and key not in roles]
     named = settings.get("extra_special_tokens")
     return [value for value in own if isinstance(value, str)] + [
         *(named if isinstance(named, dict) else {}).values()
@@ -89,11 +109,10 @@ def add_named(
     the tokenizer.json. Then special tokens by role, those of the model's own roles, and those without one.
     """
     roles = {role: settings.get(f"{role}_token") for role in ROLES}
-    usual = USUAL.get(kind, {})
-    by_role = {role: token or usual.get(role) for role, token in roles.items()}
+    by_role = _by_role(settings, kind)
     if kind in MASK_TAKES_SPACE and isinstance(by_role["mask"], str):
         by_role["mask"] = {"content": by_role["mask"], "lstrip": True}
-    named = [*by_role.values(), *_model_tokens(settings)]
+    named = [*by_role.values(), *_model_tokens(settings, kind)]
     others = extra_tokens(settings, kind)
     numbered = settings.get("added_tokens_decoder")
     if numbered is None:
@@ -112,7 +131,7 @@ def add_named(
     wanted = [numbers[number] for number in sorted(numbers)]
     for token in (*named, *others):
         text = token_text(token)
-        if text is not None and text not in known:
+        if text and text not in known:
             wanted.append(_added(token, special=True))
             known.add(text)
     with_role = {token_text(token) for token in named}
@@ -120,7 +139,7 @@ def add_named(
         token.special = token.special or token.content in with_role
     tokenizer.add_tokens(wanted)
     if kind == "Qwen2":
-        again = [text for text in map(token_text, (*named, *others)) if text is not None]
+        again = [text for text in map(token_text, (*named, *others)) if text]
         tokenizer.add_tokens([AddedToken(text, special=True) for text in again])
     tokenizer.encode_special_tokens = bool(settings.get("split_special_tokens", False))
 

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tokenizers import Tokenizer
 
@@ -22,6 +22,7 @@ from clearhead.hub.vocabularies import from_folder, from_json, from_piece_file
 
 TOKENIZER, SETTINGS, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 PROBE = "A text, 1 \u4e2d \U000e0001"  # words, digits, and what hardly any vocabulary has
+Side = Literal["left", "right"]  # of a text
 TOGETHER = 64  # texts that are encoded at once
 TEMPLATES = "additional_chat_templates"  # a folder, for templates of other names
 KEPT = (
@@ -47,7 +48,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
     templates = _chat_templates(folder)
     if templates:
         settings["chat_template"] = templates["default"] if {*templates} == {"default"} else templates
-    return {key: value for key, value in settings.items() if value is not None}
+    return settings
 
 
 def _chat_templates(folder: Path) -> dict[str, str]:
@@ -150,12 +151,13 @@ def special_ids(
     return special
 
 
-def stop_ids(
-    special: Mapping[str, int], generation: Mapping[str, Any], config: Mapping[str, Any]
-) -> tuple[int, ...]:
-    """Return every id that ends a generated text: `eos_token_id` may be a list."""
-    stated = _ids(generation.get("eos_token_id")) or _ids(config.get("eos_token_id"))
-    return tuple(stated or _ids(special.get("eos")))
+def stop_ids(special: Mapping[str, int], stated: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return every id that ends a generated text: `eos_token_id` may be a list.
+
+    `stated` is generation_config.json or, without one, config.json: where it names no end, texts go on up to
+    their length, as in transformers. Only a model without either file ends with its tokenizer's token.
+    """
+    return tuple(_ids(stated.get("eos_token_id") if stated else special.get("eos")))
 
 
 def _ids(value: Any) -> list[int]:
@@ -183,7 +185,7 @@ def save_tokenizer(
     written = {
         "tokenizer_class": SPEECH if is_speech else "PreTrainedTokenizerFast",
         **({} if max_length is None else {"model_max_length": max_length}),
-        **{key: settings[key] for key in KEPT if key in settings},
+        **{key: settings[key] for key in KEPT if settings.get(key) is not None},
         **{f"{role}_token": text for role, text in named.items() if text is not None},
         **({"additional_special_tokens": extra} if extra else {}),
     }
@@ -209,22 +211,49 @@ def clean(text: str) -> str:
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-def warn_if_cut(cut: bool, max_length: int) -> None:
+def truncation_side(settings: Mapping[str, Any]) -> Side:
+    """Return the end at which a text that is too long is cut: tokenizer_config.json's, else the right."""
+    side = settings.get("truncation_side")
+    refuse(
+        side not in (None, "left", "right"),
+        f"{SETTINGS} has truncation_side {side!r}: choose left or right",
+        CheckpointError,
+    )
+    return "left" if side == "left" else "right"
+
+
+def warn_if_cut(cut: bool, max_length: int, side: Side = "right") -> None:
     """Warn that a text is cut; Python shows a warning of the same words once."""
     if cut:
         most = f"the {max_length:,} tokens that the model takes"
-        warnings.warn(f"a text is longer than {most}: only its beginning is read", stacklevel=2)
+        part = "beginning" if side == "right" else "end"
+        warnings.warn(f"a text is longer than {most}: only its {part} is read", stacklevel=2)
 
 
-def encode(tokenizer: Tokenizer, texts: Iterable[str], max_length: int | None = None) -> list[list[int]]:
-    """Return the ids of each text with its special tokens, truncated to `max_length`."""
+def check_infilling(settings: Mapping[str, Any], texts: Iterable[str]) -> None:
+    """Refuse texts with CodeLlama's fill token, which its class in transformers rewrites."""
+    named = str(settings.get("tokenizer_class"))
+    fill = token_text(settings.get("fill_token", "<FILL_ME>")) if named.startswith("CodeLlama") else None
+    refuse(
+        bool(fill) and any(str(fill) in text for text in texts),
+        f"a text has {fill}, which asks for infilling: write the parts yourself, "
+        "as ▁<PRE> before ▁<SUF>after ▁<MID>",
+    )
+
+
+def encode(
+    tokenizer: Tokenizer, texts: Iterable[str], max_length: int | None = None, side: Side = "right"
+) -> list[list[int]]:
+    """Return the ids of each text with its special tokens, truncated at `side` to `max_length`."""
     given, found = list(texts), list[list[int]]()
     for at in range(0, len(given), TOGETHER):  # encodings hold much more than the ids that are kept of them
-        found += _encode(tokenizer, given[at : at + TOGETHER], max_length)
+        found += _encode(tokenizer, given[at : at + TOGETHER], max_length, side)
     return found
 
 
-def _encode(tokenizer: Tokenizer, texts: Sequence[str], max_length: int | None) -> list[list[int]]:
+def _encode(
+    tokenizer: Tokenizer, texts: Sequence[str], max_length: int | None, side: Side
+) -> list[list[int]]:
     cleaned = [clean(text) for text in texts]
     with refusing("the tokenizer cannot read a text"):
         if max_length is None:
@@ -232,7 +261,7 @@ def _encode(tokenizer: Tokenizer, texts: Sequence[str], max_length: int | None) 
         found = tokenizer.encode_batch_fast(cleaned, add_special_tokens=False)
     room = max_length - tokenizer.num_special_tokens_to_add(is_pair=False)
     refuse(room < 0, f"max_length {max_length} is below the number of special tokens: raise it")
-    warn_if_cut(max(map(len, found), default=0) > room, max_length)
+    warn_if_cut(max(map(len, found), default=0) > room, max_length, side)
     for encoding in found:
-        encoding.truncate(room)
+        encoding.truncate(room, direction=side)
     return [tokenizer.post_process(encoding).ids for encoding in found]

@@ -7,6 +7,7 @@ settings say, whatever else that file states: so does transformers.
 
 import base64
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from clearhead.hub.pieces import (
     from_pieces,
     from_pieces_and_vocabulary,
 )
-from clearhead.hub.special import USUAL, add_named, special_tokens
+from clearhead.hub.special import OWN_ROLES, USUAL, add_named, special_tokens
 
 PIECES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "sentencepiece.model", "spm.model")
 Settings = dict[str, Any]
@@ -52,7 +53,9 @@ AS_IT_STANDS = ("mistral", "mixtral", "phi3", "olmo2", "stablelm", "granite")
 # The kind of model, and the id of the unknown token, that a class takes from tokenizer.json.
 MODELS = {
     **dict.fromkeys(("Bert", "MPNet"), ("WordPiece", 0)),
-    **dict.fromkeys(("Roberta", "GPT2", "Qwen2", "GPTNeoX", "Llama", "Gemma", "CLIP"), ("BPE", 0)),
+    **dict.fromkeys(
+        ("Roberta", "GPT2", "Qwen2", "GPTNeoX", "Llama", "CodeLlama", "Gemma", "CLIP"), ("BPE", 0)
+    ),
     **dict.fromkeys(("XLMRoberta", "Camembert"), ("Unigram", 3)),
     **{"T5": ("Unigram", 2), "Albert": ("Unigram", 1)},
     **{"BigBird": ("Unigram", 0), "DebertaV2": ("Unigram", 1)},
@@ -159,11 +162,24 @@ def from_json(folder: Path, stated: Tokenizer, settings: Settings) -> Tokenizer:
     if kind not in MODELS:
         _check_claims(folder, stated, kind, settings)
         add_named(folder, stated, "", settings, stated)
+        if not kind and read_json_if_any(folder / "config.json").get("model_type") == "qwen2":
+            _warn_of_qwen2(folder, stated, settings)
         return stated
     made = completed(folder, _surrounded(folder, stated, kind, settings), kind, settings, stated)
     if kind in KEEPS_FRAME and frame is not None:
         made.post_processor = frame
     return made
+
+
+def _warn_of_qwen2(folder: Path, stated: Tokenizer, settings: Settings) -> None:
+    """Warn of a file that transformers reads otherwise: whatever class it names, as Qwen2Tokenizer's."""
+    file = stated.to_str()
+    if '"BPE"' in file and not ('"NFC"' in file and json.dumps(QWEN2_SPLIT, ensure_ascii=False) in file):
+        warnings.warn(
+            f"{folder / 'tokenizer.json'} is read as it stands; transformers reads every file of a qwen2 as "
+            "Qwen2Tokenizer's, and this one splits texts otherwise: its ids differ there",
+            stacklevel=2,
+        )
 
 
 def _surrounded(folder: Path, stated: Tokenizer, kind: str, settings: Settings) -> Tokenizer:
@@ -281,11 +297,34 @@ def _marian(folder: Path, settings: Settings) -> Tokenizer:
 # Special tokens ---------------------------------------------------------------------------------------------
 
 
+# Classes whose model looks up the unknown token by its text.
+READS_UNKNOWN = ("Bert", "MPNet", "CLIP", "Camembert", "BigBird", "DebertaV2", "Gemma", "CodeLlama", "Marian")
+AROUND = {"Roberta": {"cls", "sep"}, "MPNet": {"cls", "sep"}, "CLIP": {"bos", "eos"}}  # each text
+
+
 def completed(
     folder: Path, tokenizer: Tokenizer, kind: str, settings: Settings, stated: Tokenizer | None = None
 ) -> Tokenizer:
     """Add the tokens that files name beside the vocabulary, and put special tokens around each text."""
     special = special_tokens(settings, kind)
+    around = AROUND.get(kind) or {*TEMPLATES.get(kind, ("",))[0].split()}
+    for role in (*around.difference({"$A"}), *(["unk"] if kind in READS_UNKNOWN else [])):
+        refuse(
+            role not in special,
+            f"{folder / 'tokenizer_config.json'} has {role}_token {settings.get(f'{role}_token')!r}, and "
+            f"{kind}Tokenizer needs one: name it, or leave the key out",
+        )
+    for role in USUAL.get(kind, {}):
+        refuse(
+            settings.get(f"{role}_token") == "",
+            f"{folder / 'tokenizer_config.json'} has an empty {role}_token: name a token, or null for none",
+        )
+    for key, usual in OWN_ROLES.get(kind, {}).items():
+        refuse(
+            settings.get(key) not in (None, usual),
+            f"{folder / 'tokenizer_config.json'} has {key} {settings.get(key)!r}: "
+            f"{kind}Tokenizer's own is {usual}; leave the key out",
+        )
     add_named(folder, tokenizer, kind, settings, stated)
     ids = {role: tokenizer.token_to_id(text) for role, text in special.items()}
     if kind in ("Roberta", "MPNet"):
@@ -318,7 +357,7 @@ def _frame(
     ids: dict[str, Any],
 ) -> None:
     """Put the special tokens of a template around each text, if the vocabulary has them all."""
-    begin = "bos " if settings.get("add_bos_token", False) else ""
+    begin = "bos " if settings.get("add_bos_token", kind == "CodeLlama") else ""
     end = " eos" if settings.get("add_eos_token", False) else ""
     single = f"{begin}$A{end}"
     second = " ".join(f"{part}:1" for part in f"{begin}$B{end}".split())

@@ -279,9 +279,10 @@ def _text(m: Model, given: Any, pair: str | None) -> tuple[InputTokens, list[int
     if not isinstance(given, str):
         ids = m.prompt_ids(given)
         return InputTokens(labels(m.tokenizer, ids), tuple(ids)), []
-    encoding = encodings.framed(m.text_tokenizer, m.max_length, given, pair)
+    goes_on = m.config.family == "decoder" and pair is None
+    encoding = encodings.framed(m.text_tokenizer, m.max_length, given) if goes_on else m.framed(given, pair)
     ids = list(encoding.ids)
-    if m.config.family == "decoder" and pair is None:
+    if goes_on:
         ids = m.prompt_ids(given)[: m.max_length]  # without the token that ends a text
     begun = [True] * (len(ids) - len(encoding.ids))  # an empty text is read as the token that begins one
     spans: tuple[Span, ...] = (*encoding.offsets, *((0, 0) for _ in begun))[: len(ids)]

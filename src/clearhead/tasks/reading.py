@@ -142,7 +142,7 @@ def _of_texts(m: Bundle, given: Sequence[Any], batch_size: int) -> list[Tensor]:
             raise InputError(
                 f"classify was given {item!r:.60}: it takes a text, a pair of texts, or a list of either"
             )
-        rows.append(encodings.framed(m.text_tokenizer, m.max_length, *texts))
+        rows.append(m.framed(*texts))
     return logits_of(m, rows, batch_size)
 
 

@@ -263,7 +263,7 @@ def _read(m: Model, example: Aligned) -> tuple[inputs.Prepared, inputs.InputToke
     if example.target is None:
         prepared = inputs.prepare_first(m, example.text)
         return prepared, prepared.first_tokens, prepared.first_tokens
-    encoding = framed(m.text_tokenizer, m.max_length, example.target)
+    encoding = m.framed(example.target)
     start = m.start_ids
     own = [place for place, token in enumerate(encoding.ids) if token not in (*m.stops, *start)]
     kept = own[: m.config.max_positions - len(start)]

@@ -36,7 +36,6 @@ from torch import Tensor
 from clearhead.api import Model
 from clearhead.config.kinds import FULL
 from clearhead.errors import refuse
-from clearhead.hub.encodings import framed
 from clearhead.inside import inputs, names, results
 from clearhead.model.kinds.blocks import tokens_for
 from clearhead.model.masks import compose, tokens_from
@@ -251,7 +250,7 @@ def _frame(m: Model) -> tuple[list[int], list[int]]:
     """Return what the tokenizer puts before a text and behind it."""
     if m.tokenizer is None:
         return [], []
-    encoding = framed(m.tokenizer, m.max_length, "a")
+    encoding = m.framed("a")
     text = [place for place, special in enumerate(encoding.special_tokens_mask) if not special]
     text = text or [len(encoding.ids)]
     before, after = encoding.ids[: text[0]], encoding.ids[text[-1] + 1 :]

@@ -20,7 +20,6 @@ from torch import Tensor
 from clearhead.api import Model
 from clearhead.costs import Cost, cost
 from clearhead.errors import InputError, nearest, refuse
-from clearhead.hub.encodings import framed
 from clearhead.inside.inputs import AnyModel, Given, InputTokens, Prepared, Target, as_model, prepare_any
 from clearhead.inside.trace.legend import LEGEND
 from clearhead.inside.trace.steps import (
@@ -224,7 +223,7 @@ def _input_steps(
     if tokens.spans:
 
         def tokenized() -> Tensor:
-            framed(m.text_tokenizer, m.max_length, tokens.text, pair)
+            m.framed(tokens.text, pair)
             return torch.tensor(tokens.spans)
 
         recorder.timed(f"{prefix}tokenize", tokenized, tokens.labels)
