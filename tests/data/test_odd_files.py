@@ -91,7 +91,8 @@ def test_white_space_and_comments_in_conll(tmp_path, text, first):
 def test_what_is_left_out_or_not_used_is_said(tmp_path):
     write(tmp_path / "d" / "a.md", "some text")
     write(tmp_path / "d" / "b.npz", "none")
-    assert "1 file of other formats left out" in everything(tmp_path, "d", format="text").notes
+    notes = everything(tmp_path, "d", format="text").notes
+    assert f"1 file of another format left out: {tmp_path / 'd' / 'b.npz'}" in notes
     assert (
         "data.columns is not used for text, as the format is text"
         in everything(tmp_path, "d/a.md", columns={"text": "1"}).notes

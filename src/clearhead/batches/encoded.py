@@ -133,14 +133,14 @@ def _encode(rows: Any, batching: Batching, encoder: Encoder, files: _Files, key:
 
 def _images(task: str, train: Images, images: Images) -> Encoded:
     """Return pictures as they are, with mean and deviation of each channel of the training side."""
-    levels, channels = np.arange(256) / 255, np.moveaxis(train.pixels, -1, 0)  # C N H W
+    levels, channels = np.arange(256) / 255, np.moveaxis(np.asarray(train.pixels), -1, 0)  # C N H W
     counts = np.stack([np.bincount(channel.reshape(-1), minlength=256) for channel in channels])
     weights = counts / np.maximum(1, counts.sum(1, keepdims=True))  # C 256
     mean = weights @ levels
     deviation = np.sqrt(weights @ levels**2 - mean**2)
     std = np.where(deviation > 1e-6, deviation, 1.0)  # a channel of one colour is only shifted
     scale = {"mean": mean.astype(np.float32), "std": std.astype(np.float32)}
-    return Encoded(task, {"pixels": images.pixels, "labels": images.labels, **scale})
+    return Encoded(task, {"pixels": np.asarray(images.pixels), "labels": images.labels, **scale})
 
 
 # On disk ---------------------------------------------------------------------------------------------------

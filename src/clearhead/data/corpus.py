@@ -8,7 +8,8 @@ import dataclasses
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -18,13 +19,14 @@ import numpy as np
 
 from clearhead.data import corpora, formats, pictures, tables
 from clearhead.data.examples import IMAGES, LABELS, PAIRS, TAGS, TEXT, Corpus, Example, Images, Rows, Shape
-from clearhead.data.files import digest
+from clearhead.data.files import digest, encoding_notes
 from clearhead.data.layout import Layout, check_roles, lay_out
 from clearhead.data.plan import DataPlan
 from clearhead.data.split import Stream, key_of, look, percent, split_keys, split_text, stream
 from clearhead.errors import InputError, refuse
 
-VERSION = 4  # of the readers: raised when the same files would give other examples
+VERSION = 5  # of the readers: raised when the same files would give other examples
+MANY_WORDS = 100  # from which on tags that are many, too, are doubted
 PICTURES = ("folders", "idx", "npz")
 Placed = tuple[str, Example]  # a row with its place for messages
 Sides = tuple[Rows, Rows, tuple[str, ...], int]  # training, validation, names of classes, bytes to train on
@@ -59,27 +61,48 @@ def open_corpus(plan: DataPlan, wanted: Shape | None = None, split: bool = True)
             plan.bad_rows == "skip",
             "data.bad_rows=skip is for texts and tables: remove pictures that are damaged",
         )
-        train, given, notes = pictures.read_pictures(source, plan.max_examples)
-        given = given if others is None else pictures.read_pictures(others, plan.max_examples)[0]
+        refuse(
+            plan.image_size is not None and not split,
+            "data.image_size is for training: a trained model prepares pictures by its own settings",
+        )
+        most, side = plan.max_examples, plan.image_size
+        train, given, notes = pictures.read_pictures(source, most, side, files=not split)
+        if others is not None:
+            side = side if isinstance(train.pixels, list) or not train.cropped else train.pixels.shape[1]
+            given = pictures.read_pictures(others, most, side)[0]
         names = [*train.names, *(given.names if given else ())]  # folders name the classes: no file does
         fingerprint = hashlib.sha256("\0".join([fingerprint, *names]).encode()).hexdigest()
         notes = [*source.notes, *notes]
         return _corpus(IMAGES, _picture_sides(plan, train, given, notes, split), fingerprint, notes)
     bad = tables.BadRows(plan.bad_rows == "skip")
+    encodings = encoding_notes((*source.files, *more), plan.encoding) if source.format != "arrow" else []
     layout, notes = lay_out(plan, source, wanted, more, bad)
+    notes += encodings
     _check_shape(plan, layout.shape, wanted, first)
     if layout.shape is TEXT:
         texts = [_read_text(plan, layout, each.files) for each in (source, others) if each]
         sides = _text_sides(plan, *texts, notes=notes, split=split)
     else:
-        rows = _read_rows(plan, layout, source.files, notes, layout.shape.lacking)
-        if layout.shape is LABELS and layout.names and not layout.header:
-            notes += _missed_header([row.names()[0] for _, row in rows])
-        given_rows = (
-            _read_rows(plan, layout, more, notes, f"to validate on {layout.shape.lacking}") if more else None
-        )
-        sides = _row_sides(plan, layout.shape, rows, given_rows, notes, split)
+        with _guessed(layout):
+            rows = _read_rows(plan, layout, source.files, notes, layout.shape.lacking)
+            if layout.shape is LABELS and layout.names and not layout.header:
+                notes += _missed_header([row.names()[0] for _, row in rows])
+            lacking = f"to validate on {layout.shape.lacking}"
+            given_rows = _read_rows(plan, layout, more, notes, lacking) if more else None
+            sides = _row_sides(plan, layout.shape, rows, given_rows, notes, split)
     return _corpus(layout.shape, sides, fingerprint, [*notes, *bad.notes(sides)])
+
+
+@contextmanager
+def _guessed(layout: Layout) -> Iterator[None]:
+    """Say with what fails in tagged words which columns were taken: another choice may be what it needs."""
+    try:
+        yield
+    except InputError as error:
+        if layout.tags is None:
+            raise
+        way_out = """--set data.columns='{words = "1", tags = "2"}'"""
+        raise InputError(f"{error} ({layout.tags.guess}; if that is wrong, {way_out})") from None
 
 
 def _corpus(shape: Shape, sides: Sides, fingerprint: str, notes: Sequence[str]) -> Corpus:
@@ -113,6 +136,9 @@ def _settings(plan: DataPlan) -> str:
     wanted = {name: getattr(plan, name) for name in names}
     wanted |= {"columns": dict(plan.columns), "held": len(plan.validation)}
     wanted |= {"bad_rows": "skip"} if plan.bad_rows == "skip" else {}
+    wanted |= {
+        name: getattr(plan, name) for name in ("image_size", "encoding") if getattr(plan, name) is not None
+    }
     return json.dumps([VERSION, wanted], sort_keys=True)
 
 
@@ -178,8 +204,8 @@ def _open_embedded(plan: DataPlan, embedded: corpora.Embedded, wanted: Shape | N
     parts: Iterable[bytes]
     if isinstance(content, pictures.Pictures):
         content = content.take(pictures.spaced(len(content.names), plan.max_examples))
-        parts = [content.pixels.tobytes(), *(name.encode() for name in content.names)]
-        sides = _picture_sides(plan, content, None, notes, split)
+        parts = [np.asarray(content.pixels).tobytes(), *(name.encode() for name in content.names)]
+        sides = _picture_sides(plan, content.sided(plan.image_size if split else None), None, notes, split)
     elif isinstance(content, list):
         some: Sequence[Any] = content[: plan.max_examples]
         rows = [("", row.lowered(plan.lowercase) if plan.lowercase else row) for row in some]
@@ -244,6 +270,9 @@ def _row_sides(
         )
     if train and shape is LABELS and len(known) * 2 > len(train):
         notes.append(f"{len(known):,} classes for {len(train):,} examples: is this a label?")
+    words = sum(len(row.names()) for row in train) if shape is TAGS else 0
+    if words > MANY_WORDS and len(known) * 5 > words:
+        notes.append(f"{len(known):,} tags for {words:,} words: is this the column of the tags?")
     both = f"{tables.counted(len(train), 'example')} to train on, {len(test):,} to validate on"
     notes.append(both if train else tables.counted(len(test), "example"))
     return train, test, known, sum(row.size() for row in train)
@@ -275,24 +304,26 @@ def _picture_sides(
         train, given = (train.take(np.flatnonzero(validates == side)) for side in (False, True))
     else:
         notes += _shared(train.keys(), given.keys())
-    size, other = (" x ".join(map(str, part.pixels.shape[1:])) for part in (train, given))
-    refuse(
-        size != other,
-        f"the pictures to train on are {size} and those to validate on {other}: bring all to one size first",
-    )
     known = sort_names(train.names)
     _check_known(known, zip(given.places, given.names), "label")
+    sides = _numbered(train, known), _numbered(given, known)
+    size, other = (" x ".join(map(str, part.shape)) for part in sides)
+    refuse(
+        size != other,
+        f"the pictures to train on are {size} and those to validate on {other}: bring all to one size, "
+        f"such as --set data.image_size={min(sides[0].shape[:2])}",
+    )
     counts = f"{len(train.names):,} to train on, {len(given.names):,} to validate on"
     notes += [
         f"{tables.counted(len(known), 'class')}: {tables.listed(known)}",
         f"pictures of {size}: {counts}",
     ]
-    return _numbered(train, known), _numbered(given, known), known, 0
+    return *sides, known, 0
 
 
 def _numbered(part: pictures.Pictures, names: Sequence[str]) -> Images:
     numbers = {name: number for number, name in enumerate(names)}
-    return Images(part.pixels, np.array([numbers[name] for name in part.names], np.int64))
+    return Images(part.pixels, np.array([numbers[name] for name in part.names], np.int64), part.cropped)
 
 
 def _keys(rows: Iterable[Example]) -> list[int]:

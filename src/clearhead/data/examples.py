@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, Self, TypeAlias
 
 import numpy as np
@@ -199,10 +200,18 @@ def _answers(record: Record, roles: Mapping[str, str]) -> Iterator[tuple[str, in
 
 @dataclass(frozen=True, eq=False)
 class Images:
-    """Pictures of one size and the class number of each."""
+    """Pictures and the class number of each."""
 
-    pixels: NDArray[np.uint8]  # N H W C
+    pixels: NDArray[np.uint8] | list[Path]  # N H W C; or the files, of pictures that a model prepares itself
     labels: NDArray[np.int64]  # N
+    cropped: bool = False  # whether they were resized and cropped to one size
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Return height, width and channels of pictures of one size."""
+        assert not isinstance(self.pixels, list)
+        height, width, channels = self.pixels.shape[1:]
+        return height, width, channels
 
     def __len__(self) -> int:
         return len(self.labels)

@@ -1,23 +1,38 @@
-"""Find files, open them through gzip where needed, read them as UTF-8 in bounded memory.
+"""Find files, open them through gzip where needed, read them as text in bounded memory.
 
-Errors name the file.
+Text is UTF-8, unless a byte order mark or the bytes themselves say otherwise. Errors name the file.
 """
 
 import codecs
+import functools
 import glob
 import gzip
 import hashlib
+import io
 import os
+import re
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import BinaryIO, NamedTuple, cast
 
 from clearhead.errors import InputError, nearest, refuse
 
 BLOCK = 1 << 20  # bytes read at a time
 HEAD = 1 << 16  # bytes looked at to guess what a file holds
+# Byte order marks, the longest first: UTF-32 in one order begins as UTF-16 does.
+MARKS = (
+    (codecs.BOM_UTF32_LE, "utf-32"),
+    (codecs.BOM_UTF32_BE, "utf-32"),
+    (codecs.BOM_UTF8, "utf-8"),
+    (codecs.BOM_UTF16_LE, "utf-16"),
+    (codecs.BOM_UTF16_BE, "utf-16"),
+)
+UTF8, WESTERN = "utf-8", "cp1252"  # the second is Windows' superset of Latin-1
+HIGH = bytes(range(128, 256))
+# Bytes that cp1252 does not define, and control characters that no text has.
+_NO_WESTERN = re.compile(rb"[\x00-\x08\x0e-\x1a\x1c-\x1f\x7f\x81\x8d\x8f\x90\x9d]")
 RECIPE = "train.toml"  # marks the folder of a training run, whose files are no data
 
 
@@ -121,58 +136,138 @@ def read_bytes(path: Path, most: int = -1) -> bytes:
         return file.read(most)
 
 
-def blank(path: Path) -> bool:
+class Head(NamedTuple):
+    """The beginning of a file of text."""
+
+    text: str
+    cut: bool  # whether the file goes on
+
+
+def read_head(path: Path, encoding: str | None = None) -> Head | None:
+    """Return the beginning of a file as text; None for a binary file."""
+    data = read_bytes(path, HEAD)
+    encoding = encoding or marked(data)
+    if encoding is None and b"\0" in data:
+        return None
+    text = codecs.getincrementaldecoder(encoding or UTF8)("replace").decode(data)
+    return Head(text.removeprefix("\ufeff").replace("\r\n", "\n"), len(data) == HEAD)
+
+
+def blank(path: Path, encoding: str | None = None) -> bool:
     """Return True if a file begins with nothing but white space, and so does not show its format."""
-    return not read_bytes(path, HEAD).removeprefix(codecs.BOM_UTF8).strip()
+    head = read_head(path, encoding)
+    return head is not None and not head.text.strip()
 
 
-def read_pieces(path: Path) -> Iterator[str]:
-    """Yield the text of a file in pieces of about a million characters, without its byte order mark."""
+def marked(data: bytes) -> str | None:
+    """Return the encoding that the byte order mark of a file says; None where it has none."""
+    return next((encoding for mark, encoding in MARKS if data.startswith(mark)), None)
+
+
+def encoding_of(path: Path) -> str:
+    """Return the encoding of a file of text: UTF-8, what its byte order mark says, or cp1252.
+
+    cp1252 is what Western editors and spreadsheets write. A file is taken for it if it is not UTF-8 and its
+    bytes beyond ASCII are few, as in Western languages. What looks like damaged UTF-8, or like another
+    alphabet, is refused: read in a wrong encoding, it would teach a model nonsense.
+    """
+    with listing(path):
+        stat = path.stat()
+    return _encoding(path, stat.st_size, stat.st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=65_536)
+def _encoding(path: Path, size: int, changed: int) -> str:
+    """Look at a whole file, once for each `size` and time of change."""
     with reading(path) as file:
-        offset, rest = 0, b""
+        found = marked(file.read(len(MARKS[0][0])))
+    if found is not None:
+        return found
+    try:
+        for _ in _texts(path, UTF8):
+            pass
+    except InputError as error:
+        refuse(not _is_western(path), f"{error}, or name its encoding with --set data.encoding=NAME")
+        return WESTERN
+    return UTF8
+
+
+def _is_western(path: Path) -> bool:
+    """Return True if a file that is not UTF-8 looks like cp1252."""
+    letters = high = sequences = broken = 0
+    with reading(path) as file:
+        while block := file.read(BLOCK):
+            if _NO_WESTERN.search(block):
+                return False
+            written = block.decode("utf-8", "replace")
+            beyond = len(block) - len(block.translate(None, HIGH))
+            wrong = written.count("\ufffd")
+            broken, sequences = broken + wrong, sequences + len(written) - wrong - (len(block) - beyond)
+            high, letters = high + beyond, letters + len(block.translate(None, b" \t\r\n"))
+    return sequences < broken and high * 3 <= letters
+
+
+def _texts(path: Path, encoding: str) -> Iterator[str]:
+    """Yield the text of a file in pieces, without its byte order mark."""
+    with reading(path) as file:
+        decoder, offset = codecs.getincrementaldecoder(encoding)(), 0
         while True:
-            block = file.read(BLOCK)
-            text, used = _decode(path, rest + block, offset, final=not block)
+            block, held = file.read(BLOCK), len(decoder.getstate()[0])
+            zero = block.find(0) if encoding in (UTF8, WESTERN) else -1
+            refuse(zero >= 0, f"{path} is no text: byte {offset + zero} is zero (a binary file)")
+            try:
+                text = decoder.decode(block, final=not block)
+            except UnicodeError as error:
+                at = getattr(error, "start", 0)
+                wrong = getattr(error, "object", b"")[at : at + 1].hex() or "the end"
+                name = "UTF-8" if encoding == UTF8 else encoding
+                place = f"byte {offset - held + at} is 0x{wrong}"
+                raise InputError(f"{path} is not {name}: {place}; convert it to UTF-8") from None
+            text = text.removeprefix("\ufeff") if not offset else text
             if text:
                 yield text
             if not block:
                 return
-            offset, rest = offset + used, (rest + block)[used:]
+            offset += len(block)
 
 
-def read_lines(path: Path, ends: bool = False) -> Iterator[tuple[int, str]]:
-    """Yield the lines of a file, numbered from 1, without a byte order mark; with their ends if `ends`."""
-    with reading(path) as file:
-        offset = 0
-        for number, line in enumerate(file, 1):
-            refuse(
-                number == 1 and not line.endswith(b"\n") and b"\r" in line.rstrip(),
-                f"{path} ends its lines with carriage returns alone: convert them to line feeds",
-            )
-            text, _ = _decode(path, line, offset, final=True)
-            offset += len(line)
-            yield number, text if ends else text.removesuffix("\n").removesuffix("\r")
+def read_pieces(path: Path, encoding: str | None = None) -> Iterator[str]:
+    """Yield the text of a file in pieces of about a million characters, every line ended by a line feed.
 
-
-def _decode(path: Path, data: bytes, offset: int, final: bool) -> tuple[str, int]:
-    """Decode bytes that begin at `offset` of the file -> the text, and how many bytes it took.
-
-    A byte order mark at the beginning of the file is left out.
+    `encoding` None: the one that the file is in.
     """
-    start = len(codecs.BOM_UTF8) if offset == 0 and data.startswith(codecs.BOM_UTF8) else 0
-    if (position := data.find(0)) >= 0:
-        raise InputError(
-            f"{path} is no text: byte {offset + position} is zero (a binary file, or UTF-16: "
-            "convert it to UTF-8)"
+    lines = io.IncrementalNewlineDecoder(None, translate=True)
+    for text in _texts(path, encoding or encoding_of(path)):
+        yield lines.decode(text)
+    if rest := lines.decode("", final=True):
+        yield rest
+
+
+def read_lines(path: Path, ends: bool = False, encoding: str | None = None) -> Iterator[tuple[int, str]]:
+    """Yield the lines of a file, numbered from 1, without a byte order mark; with their ends if `ends`."""
+    number, rest = 0, ""
+    for text in _texts(path, encoding or encoding_of(path)):
+        *lines, rest = (rest + text).split("\n")
+        refuse(
+            not number and not lines and "\r" in rest.rstrip(),
+            f"{path} ends its lines with carriage returns alone: convert them to line feeds",
         )
-    try:
-        text, used = codecs.utf_8_decode(data[start:], "strict", final)
-    except UnicodeDecodeError as error:
-        at = start + error.start
-        raise InputError(
-            f"{path} is not UTF-8: byte {offset + at} is {data[at]:#04x}; convert it to UTF-8"
-        ) from None
-    return text, start + used
+        for line in lines:
+            number += 1
+            yield number, f"{line}\n" if ends else line.removesuffix("\r")
+    if rest:
+        yield number + 1, rest if ends else rest.removesuffix("\r")
+
+
+def encoding_notes(files: Iterable[Path], encoding: str | None) -> list[str]:
+    """Return a note on files that are not UTF-8, where the user did not name their encoding."""
+    found = {} if encoding else {path: encoding_of(path) for path in files}
+    others = {path: own for path, own in found.items() if own != UTF8}
+    if not others:
+        return []
+    first, own = next(iter(others.items()))
+    more = f" (and {len(others) - 1:,} more)" if len(others) > 1 else ""
+    return [f"{first}{more} is not UTF-8: read as {own}; another one: --set data.encoding=NAME"]
 
 
 def digest(paths: Iterable[Path], *more: str) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -9,7 +10,7 @@ from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 from clearhead.data.examples import PAIRS, TEXT, Shape
-from clearhead.data.files import HEAD, bare, blank, expand, listing, read_bytes
+from clearhead.data.files import bare, blank, expand, listing, read_head
 from clearhead.data.plan import DataPlan, Format
 from clearhead.data.tables import cells, counted
 from clearhead.errors import InputError, refuse
@@ -32,12 +33,17 @@ IDX = re.compile(r"(.*)(images|labels)[-.]idx\d-ubyte")
 _SIDES = (("src", "tgt"), ("src", "trg"), ("source", "target"), ("input", "output"))
 _LANGUAGE = re.compile(r"\.[a-z]{2,3}([_-][A-Za-z]{2,4})?")
 _NO_LANGUAGES = (".txt", ".tsv", ".tab", ".md", ".py", ".rst", *SUFFIXES)
+_UNLIKE_DATA = ("binary", "folders")  # pictures, too, unless most files are
 _UNLIKE_TEXT = ("binary", "arrow", "folders", "idx", "npz")
 _WORDS = {
     "text": "plain text",
     "conll": "tagged sentences (conll)",
     "folders": "pictures, a folder for each class",
 }
+
+
+Look = Format | Literal["binary"]
+Looks = dict[Path, Look]
 
 
 class Source(NamedTuple):
@@ -82,46 +88,68 @@ def find_source(
         f"{sheet} is a spreadsheet, which is not read: save its sheet as CSV in UTF-8, "
         "or give a pandas frame to clearhead.train",
     )
-    looks = {path: format_of(path, wanted) for path in files}
+    looks: Looks = {path: format_of(path, wanted, plan.encoding) for path in files}
     if plan.format is not None:  # in a folder, files of other formats may lie beside those meant
         texts = set(looks.values()).difference(_UNLIKE_TEXT) if plan.format == "text" else {plan.format}
         fitting = [path for path, look in looks.items() if look in texts] or files
-        others = len(files) - len(fitting)
-        notes = (f"{counted(others, 'file')} of other formats left out",) if others else ()
-        return Source(plan.format, tuple(fitting), notes)
-    first: dict[Format | Literal["binary"], Path] = {}
-    for path, look in looks.items():
-        if look in _UNLIKE_TEXT or not blank(path):
-            first.setdefault(look, path)
-    look = next(iter(first), looks[files[0]])
-    mixed = ", ".join(f"{look} ({path.name})" for look, path in first.items())
-    refuse(
-        len(first) > 1,
-        f"the files are of several formats: {mixed}; "
-        f"name those of one, or choose with --set data.format={look}",
-    )
+        return Source(plan.format, tuple(fitting), _left_out(files, fitting, "of another format"))
+    full = {path: look for path, look in looks.items() if not blank(path, plan.encoding)} or looks
+    empty = _left_out(files, list(full), "without content")
+    fitting = _without_strays(full)
+    strays = _left_out(list(full), fitting, "of another format")
+    files, look = fitting, looks[fitting[0]]
     if look == "binary":
         raise InputError(
-            f"{files[0]} is a binary file of no known kind, or UTF-16: convert it to UTF-8; "
+            f"{files[0]} is a binary file of no known kind: "
             "text, tables, Parquet, pictures, idx and npz can be read"
         )
     whole = files[0].name if len(files) == 1 else f"{len(files):,} files"
     why = _why_not_parallel(files) if look == "text" and wanted is None else None
     more = (f"not taken as parallel files, because {why}",) if why else ()
-    return Source(look, tuple(files), (f"{whole}: read as {_WORDS.get(look, look)}", *more))
+    notes = (f"{whole}: read as {_WORDS.get(look, look)}", *more, *empty, *strays)
+    return Source(look, tuple(files), notes)
 
 
-def format_of(path: Path, wanted: Shape | None = None) -> Format | Literal["binary"]:
+def _left_out(files: Sequence[Path], kept: Sequence[Path], why: str) -> tuple[str, ...]:
+    """Return a note on files that are left out; () if there are none."""
+    others = [path for path in files if path not in set(kept)]
+    many = f", the first {others[0]}" if len(others) > 1 else f": {others[0]}" if others else ""
+    return (f"{counted(len(others), 'file')} {why} left out{many}",) if others else ()
+
+
+def _without_strays(looks: Looks) -> list[Path]:
+    """Return the files of the format that most are of; refuse files of which none is clearly meant.
+
+    Pictures and binary files lie among texts by accident, and texts among pictures. Two formats of data may
+    both be meant, so that of the second there may be one file, or a tenth.
+    """
+    counts = Counter(looks.values())
+    (main, most), *others = counts.most_common()
+    accidents = _UNLIKE_DATA if main != "folders" else {"binary", "text", "csv", "tsv", "jsonl", "conll"}
+    rivals = sum(count for look, count in others if look not in accidents)
+    few = rivals <= max(1, len(looks) // 10) and all(count < most for _, count in others)
+    first = {look: next(path for path in looks if looks[path] == look) for look in looks.values()}
+    data = next((look for look in first if look != "binary"), "text")
+    mixed = ", ".join(f"{look} ({path.name})" for look, path in first.items())
+    refuse(
+        others and (not few or main == "binary"),
+        f"the files are of several formats: {mixed}; "
+        f"name those of one, or choose with --set data.format={data}",
+    )
+    return [path for path, look in looks.items() if look == main]
+
+
+def format_of(path: Path, wanted: Shape | None = None, encoding: str | None = None) -> Look:
     """Return the format of a file by its name, else by its first bytes; plain text where text is `wanted`."""
     name = bare(path).name.lower()
     suffix = Path(name).suffix
     if IDX.fullmatch(name) or suffix in SUFFIXES:
         return SUFFIXES.get(suffix, "idx")
-    data, table = read_bytes(path, HEAD), suffix in (".tsv", ".tab")
-    if b"\0" in data or (wanted is TEXT and not table):
-        return "binary" if b"\0" in data else "text"
-    lines = data.decode("utf-8-sig", "replace").removesuffix("\n").split("\n")
-    lines = lines[:-1] if len(data) == HEAD else lines  # the last one may be cut
+    head, table = read_head(path, encoding), suffix in (".tsv", ".tab")
+    if head is None or (wanted is TEXT and not table):
+        return "binary" if head is None else "text"
+    lines = head.text.removesuffix("\n").split("\n")
+    lines = lines[:-1] if head.cut else lines  # the last one may be cut
     full = [line for line in lines if line.strip()]
     tabs = len(full) > 1 and full[0].count("\t") and len({line.count("\t") for line in full}) == 1
     looks: dict[Format, object] = {

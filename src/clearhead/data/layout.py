@@ -58,11 +58,12 @@ class Layout(NamedTuple):
     pattern: re.Pattern[str] | None = None
     tags: tables.TagColumns | None = None
     bad: tables.BadRows = tables.REFUSE
+    encoding: str | None = None  # of the files; None: each is in its own
 
     def documents(self, files: Sequence[Path]) -> Iterator[Iterable[str]]:
         """Yield the documents of text files, each in pieces: a file is one, else a record is one."""
         if self.format == "text":
-            return (read_pieces(path) for path in files)
+            return (read_pieces(path, self.encoding) for path in files)
         return ((text,) for _, text in self._read(files, lambda record: record.text(self.roles["text"])))
 
     def examples(self, files: Sequence[Path]) -> Iterator[tuple[str, Example | None]]:
@@ -82,21 +83,22 @@ class Layout(NamedTuple):
 
     def _records(self, files: Sequence[Path]) -> Iterator[tables.Record]:
         if self.format == "parallel":
-            yield from tables.read_parallel(files)
+            yield from tables.read_parallel(files, self.encoding)
             return
         for path in files:
             if self.tags is not None:
-                records = tables.read_tagged(path, self.tags, self.bad)
+                records = tables.read_tagged(path, self.tags, self.bad, self.encoding)
             elif self.pattern is not None:
-                records = tables.read_matches(path, self.pattern, self.bad)
+                records = tables.read_matches(path, self.pattern, self.bad, self.encoding)
             elif self.format == "jsonl":
-                records = tables.read_json(path, self.bad)
+                records = tables.read_json(path, self.bad, self.encoding)
             elif self.format == "arrow":
                 records = (tables.Record(place, tables.flat(row, place)) for place, row in read_arrow(path))
             else:
                 unlike = self.unlike(path)
+                names = self.names if unlike else ()
                 records = tables.read_table(
-                    path, self.format, self.header != unlike, self.names if unlike else (), self.bad
+                    path, self.format, self.header != unlike, names, self.bad, self.encoding
                 )
             for number, record in enumerate(records):
                 for column in self.roles.values() if number == 0 and self.header else ():
@@ -105,7 +107,7 @@ class Layout(NamedTuple):
 
     def unlike(self, path: Path) -> bool:
         """Return True if a table surely differs from the first in having a header, or in having none."""
-        rows = _sample(path, self.format, SAMPLE) if self.names else []
+        rows = _sample(path, self.format, SAMPLE, self.encoding) if self.names else []
         if not rows or len(rows[0]) != len(self.names):
             return False
         if not self.header:
@@ -123,21 +125,21 @@ def lay_out(
 ) -> tuple[Layout, list[str]]:
     """Decide how files are read -> the layout, and a note for each guess, also about `validation` files."""
     notes, format = list(source.notes), source.format
-    first = next((path for path in source.files if not blank(path)), source.files[0])
+    first = next((path for path in source.files if not blank(path, plan.encoding)), source.files[0])
     if format in _FIXED:
         shape = _FIXED[format]
         roles = {} if shape is TEXT else {role: role for role in shape.needed}
         unused = [role for role in plan.columns if role not in roles]
         if unused:
             notes.append(f"data.columns is not used for {', '.join(unused)}, as the format is {format}")
-        tags, *more = tables.tag_columns(first, plan.columns) if shape is TAGS else (None,)
-        return Layout(format, shape, roles, tags=tags, bad=bad), [*notes, *more]
+        tags, *more = tables.tag_columns(first, plan.columns, plan.encoding) if shape is TAGS else (None,)
+        return Layout(format, shape, roles, tags=tags, bad=bad, encoding=plan.encoding), [*notes, *more]
     table = format in ("tsv", "csv")
-    rows = _sample(first, format, SAMPLE) if table else []
+    rows = _sample(first, format, SAMPLE, plan.encoding) if table else []
     header = table and bool(has_header(rows, plan.columns) if plan.header is None and rows else plan.header)
     names = tables.column_names(rows[0], header) if rows and plan.header is None else ()
     pattern = None if plan.pattern is None else _pattern(plan.pattern)
-    draft = Layout(format, TEXT, {}, header, names, pattern, bad=bad)
+    draft = Layout(format, TEXT, {}, header, names, pattern, bad=bad, encoding=plan.encoding)
     records = list(islice(draft._records(source.files), SAMPLE))
     bad.notes(records)
     refuse(not records, f"{first} is empty: there is no row in it" + (" below the header" if header else ""))
@@ -161,8 +163,8 @@ def lay_out(
     return draft._replace(shape=shape, roles=roles), notes
 
 
-def _sample(path: Path, format: str, most: int) -> list[list[str]]:
-    return [row for _, row in islice(tables.read_rows(path, format), most)]
+def _sample(path: Path, format: str, most: int, encoding: str | None) -> list[list[str]]:
+    return [row for _, row in islice(tables.read_rows(path, format, encoding), most)]
 
 
 def _pattern(written: str) -> re.Pattern[str]:

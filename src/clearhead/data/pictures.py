@@ -1,9 +1,14 @@
-"""Read pictures from a folder for each class, idx files or npz files: all of one size, as bytes."""
+"""Read pictures from a folder for each class, idx files or npz files, as bytes.
+
+Pictures of several sizes are brought to one: the shorter side is resized, and the middle is cropped.
+"""
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -16,6 +21,8 @@ from clearhead.errors import InputError, MissingExtraError, refuse
 
 # Names of validation parts, the best first.
 VALIDATION = ("validation", "valid", "val", "dev", "test", "t10k")
+LARGEST = 224  # pixels of a side that pictures of several sizes are brought to
+ORIENTATION, LYING = 0x0112, (5, 6, 7, 8)  # the tag of EXIF, and its values for a picture on its side
 _PIXELS_NAMES = ("x", "images", "image", "data", "pixels", "arr_0")
 _LABELS_NAMES = ("y", "labels", "label", "target", "targets", "arr_1")
 
@@ -23,26 +30,75 @@ _LABELS_NAMES = ("y", "labels", "label", "target", "targets", "arr_1")
 class Pictures(NamedTuple):
     """Pictures and the class name of each."""
 
-    pixels: NDArray[np.uint8]  # N H W C
+    pixels: NDArray[np.uint8] | list[Path]  # N H W C; or the files, of pictures that a model prepares itself
     names: list[str]
     places: list[str]  # where each came from, for messages
+    cropped: bool = False  # whether they were brought to one size
 
     def take(self, chosen: Sequence[int] | NDArray[np.int64]) -> Self:
         """Return the pictures with these numbers."""
         names, places = ([every[i] for i in chosen] for every in (self.names, self.places))
-        return self._replace(pixels=self.pixels[np.asarray(chosen, np.int64)], names=names, places=places)
+        own = self.pixels
+        pixels = [own[i] for i in chosen] if isinstance(own, list) else own[np.asarray(chosen, np.int64)]
+        return self._replace(pixels=pixels, names=names, places=places)
 
     def keys(self) -> list[int]:
         """Return a number for each picture that depends on its content alone."""
-        return [key_of(picture.tobytes()) for picture in self.pixels]
+        return [
+            key_of(picture.read_bytes() if isinstance(picture, Path) else picture.tobytes())
+            for picture in self.pixels
+        ]
+
+    def sided(self, side: int | None) -> Self:
+        """Return the pictures brought to a square of this side; None: as they are."""
+        if side is None or isinstance(self.pixels, list) or self.pixels.shape[1:3] == (side, side):
+            return self
+        return self._replace(pixels=np.stack([crop(picture, side) for picture in self.pixels]), cropped=True)
 
 
 Parts = tuple[Pictures, Pictures | None, list[str]]
 
 
-def read_pictures(source: Source, limit: int | None) -> Parts:
-    """Return pictures to train on, those to validate on where the files have such a part, and notes."""
-    return {"folders": _read_folders, "idx": _read_idx, "npz": _read_npz}[source.format](source.files, limit)
+def read_pictures(source: Source, limit: int | None, side: int | None = None, files: bool = False) -> Parts:
+    """Return pictures to train on, those to validate on where the files have such a part, and notes.
+
+    Args:
+        source: the files.
+        limit: read no more than this.
+        side: of the square that pictures are brought to; None: they stay as they are, unless they differ.
+        files: leave pictures that differ in size in their files, for a model that prepares them itself.
+    """
+    if source.format == "folders":
+        return _read_folders(source.files, limit, side, files)
+    train, given, notes = {"idx": _read_idx, "npz": _read_npz}[source.format](source.files, limit)
+    return train.sided(side), given and given.sided(side), notes
+
+
+def crop(picture: NDArray[np.uint8], side: int) -> NDArray[np.uint8]:
+    """Resize the shorter side of a picture [H, W, C] and take the middle -> [side, side, C].
+
+    `hub.pixels` does the same for a model whose settings say `shortest_edge` and `do_center_crop`.
+    """
+    from PIL import Image
+
+    short = min(picture.shape[:2])
+    height, width = (side if size == short else int(side * size / short) for size in picture.shape[:2])
+    if picture.shape[:2] != (height, width):
+        channels = (Image.fromarray(np.ascontiguousarray(one)) for one in np.moveaxis(picture, -1, 0))
+        resized = [one.resize((width, height), Image.Resampling.BILINEAR) for one in channels]
+        picture = np.stack([np.asarray(one) for one in resized], -1)
+    top, left = (height - side) // 2, (width - side) // 2
+    return picture[top : top + side, left : left + side]
+
+
+def common_side(sizes: Sequence[tuple[int, int]]) -> int:
+    """Return the side of the square that pictures of these sizes are brought to.
+
+    The median of the shorter sides, at most 224, rounded down so that patches of the usual size fill it.
+    """
+    side = min(LARGEST, int(median(map(min, sizes))))
+    step = 16 if side > 64 else 4
+    return max(side // step, 1) * step
 
 
 def spaced(count: int, limit: int | None) -> list[int]:
@@ -54,54 +110,85 @@ def spaced(count: int, limit: int | None) -> list[int]:
 # Folders ---------------------------------------------------------------------------------------------------
 
 
-def _read_folders(files: Sequence[Path], limit: int | None) -> Parts:
+def _read_folders(files: Sequence[Path], limit: int | None, side: int | None, in_files: bool) -> Parts:
     strange = next((path for path in files if path.suffix.lower() not in PICTURES), None)
     refuse(strange is not None, f"{strange} is no picture: {', '.join(PICTURES)} are read")
     above = [path.parent.parent.name.lower() for path in files]
     part = next((name for name in VALIDATION if name in above), None) if "train" in above else None
-    if part is None:
-        return _load(files, limit), None, []
-    train, validation = (
-        _load([path for path, own in zip(files, above) if own == name], limit) for name in ("train", part)
-    )
-    return train, validation, [f"trained on the folder train, validated on the folder {part}"]
+    kept = [
+        [path for path, own in zip(files, above) if part is None or own == name] for name in ("train", part)
+    ]
+    parts = [[some[i] for i in spaced(len(some), limit)] for some in (kept if part else kept[:1])]
+    notes = [f"trained on the folder train, validated on the folder {part}"] if part else []
+    mode, sizes = _look([path for some in parts for path in some])
+    alike = len(set(sizes)) == 1
+    if not alike and side is None and not in_files:
+        side = common_side(sizes)
+    if not alike and in_files:
+        made = [Pictures(list(some), *_named_by_folder(some)) for some in parts]
+    else:
+        made = [_load(some, mode, side) for some in parts]
+    if any(part.cropped for part in made):
+        low, high = (" x ".join(map(str, size)) for size in (min(sizes), max(sizes)))
+        which = f"pictures of {high}" if alike else f"pictures of {len(set(sizes)):,} sizes, {low} to {high}"
+        notes.append(f"{which}: shorter side resized to {side}, and the middle cropped (data.image_size)")
+    train, validation = (*made, None)[:2]
+    assert train is not None
+    return train, validation, notes
 
 
-def _load(files: Sequence[Path], limit: int | None) -> Pictures:
+@contextmanager
+def _decoding(place: list[Path]) -> Iterator[Any]:
+    """Yield Pillow's module; what it raises is one line that names the last file of `place`."""
     try:
         from PIL import Image
     except ImportError:
         raise MissingExtraError("pictures need Pillow: pip install 'clearhead[train]'") from None
-
-    def grey(path: Path) -> bool:
-        with Image.open(path) as image:
-            return image.mode in ("1", "L") or _is_deep(image)
-
-    files = [files[i] for i in spaced(len(files), limit)]
-    path, pixels = files[0], np.empty(0, np.uint8)
     try:
-        mode = "L" if all(grey(path := file) for file in files) else "RGB"
-        for number, path in enumerate(files):
-            with Image.open(path) as image:
-                own = pixels_of(image, mode)
-            pixels = pixels if number else np.empty((len(files), *own.shape), np.uint8)
-            if own.shape != pixels.shape[1:]:
-                first, second = (f"{size[1]}x{size[0]}" for size in (pixels.shape[1:], own.shape))
-                raise InputError(
-                    f"{files[0]} is {first} and {path} is {second}: bring all pictures to one size first"
-                )
-            pixels[number] = own
-    except InputError:
-        raise
+        yield Image
     except Exception as error:  # decoders of broken pictures raise almost anything
         why = str(error).splitlines()[0][:120] if str(error) else "damaged"
-        raise InputError(f"{path} cannot be read as a picture: {why}") from None
-    pixels = pixels if pixels.ndim == 4 else pixels[..., None]
-    return Pictures(pixels, [file.parent.name for file in files], list(map(str, files)))
+        raise InputError(f"{place[-1]} cannot be read as a picture: {why}") from None
+
+
+def _look(files: Sequence[Path]) -> tuple[str, list[tuple[int, int]]]:
+    """Return the mode that all pictures are read in, "L" or "RGB", and height and width of each."""
+    grey, sizes, place = True, list[tuple[int, int]](), list[Path]()
+    with _decoding(place) as pillow:
+        for path in files:
+            place.append(path)
+            with pillow.open(path) as image:
+                grey = grey and (image.mode in ("1", "L") or _is_deep(image))
+                lying = image.getexif().get(ORIENTATION, 1) in LYING
+                sizes.append(image.size if lying else image.size[::-1])
+    return "L" if grey else "RGB", sizes
+
+
+def _load(files: Sequence[Path], mode: str, side: int | None) -> Pictures:
+    """Read pictures of one size, or bring them to a square; all are kept in memory."""
+    place, changed, pixels = list[Path](), False, np.empty(0, np.uint8)
+    with _decoding(place) as pillow:
+        for number, path in enumerate(files):
+            place.append(path)
+            with pillow.open(path) as image:
+                own = pixels_of(image, mode)
+            own = own if own.ndim == 3 else own[..., None]
+            if side is not None and own.shape[:2] != (side, side):
+                own, changed = crop(own, side), True
+            pixels = pixels if number else np.empty((len(files), *own.shape), np.uint8)
+            pixels[number] = own
+    return Pictures(pixels, *_named_by_folder(files), changed)
+
+
+def _named_by_folder(files: Sequence[Path]) -> tuple[list[str], list[str]]:
+    return [file.parent.name for file in files], list(map(str, files))
 
 
 def pixels_of(image: Any, mode: str) -> NDArray[np.uint8]:
-    """Return a picture of Pillow's as bytes of mode "L", [H, W], or "RGB", [H, W, 3]."""
+    """Return a picture of Pillow's, upright, as bytes of mode "L", [H, W], or "RGB", [H, W, 3]."""
+    from PIL import ImageOps
+
+    image = ImageOps.exif_transpose(image)  # a camera that was held upright says so beside the pixels
     if _is_deep(image):  # `convert` would clip what is above 255
         shades: NDArray[np.uint8] = (np.asarray(image) >> 8).astype(np.uint8)
         return shades if mode == "L" else np.repeat(shades[..., None], 3, axis=2)

@@ -101,15 +101,18 @@ def counted(number: int, noun: str) -> str:
 # TSV and CSV -----------------------------------------------------------------------------------------------
 
 
-def read_rows(path: Path, format: str) -> Iterator[tuple[int, list[str]]]:
+def read_rows(path: Path, format: str, encoding: str | None = None) -> Iterator[tuple[int, list[str]]]:
     """Yield the rows of a TSV or CSV file with their line numbers; empty lines are left out."""
     if format == "tsv":
-        yield from ((number, line.split("\t")) for number, line in read_lines(path) if line.strip())
+        yield from (
+            (number, line.split("\t")) for number, line in read_lines(path, encoding=encoding) if line.strip()
+        )
         return
     csv.field_size_limit(sys.maxsize)  # a cell may be a long document; the limit is one for the whole process
-    first = next((line for _, line in read_lines(path) if line.strip()), "")
+    first = next((line for _, line in read_lines(path, encoding=encoding) if line.strip()), "")
     delimiter = max(",;\t", key=_QUOTED.sub("", first).count)
-    rows = csv.reader((line for _, line in read_lines(path, ends=True)), delimiter=delimiter, strict=True)
+    ended = (line for _, line in read_lines(path, ends=True, encoding=encoding))
+    rows = csv.reader(ended, delimiter=delimiter, strict=True)
     begin = 1  # of the record, which may go over several lines
     try:
         for row in rows:
@@ -130,11 +133,16 @@ def column_names(first: Sequence[str], header: bool) -> tuple[str, ...]:
 
 
 def read_table(
-    path: Path, format: str, header: bool, names: Sequence[str] = (), bad: BadRows = REFUSE
+    path: Path,
+    format: str,
+    header: bool,
+    names: Sequence[str] = (),
+    bad: BadRows = REFUSE,
+    encoding: str | None = None,
 ) -> Iterator[Record]:
     """Yield the rows of a TSV or CSV file; `names` replace those that `column_names` gives."""
     first = 0  # the line with the first row
-    for number, row in read_rows(path, format):
+    for number, row in read_rows(path, format, encoding):
         if not first:
             names, first = names or column_names(row, header), number
             refuse(
@@ -153,10 +161,10 @@ def read_table(
 # JSON ------------------------------------------------------------------------------------------------------
 
 
-def read_json(path: Path, bad: BadRows = REFUSE) -> Iterator[Record]:
+def read_json(path: Path, bad: BadRows = REFUSE, encoding: str | None = None) -> Iterator[Record]:
     """Yield the objects of JSON lines, of a JSON list, or of questions laid out as in SQuAD."""
     if bare(path).suffix.lower() == ".json":
-        text = "".join(read_pieces(path))
+        text = "".join(read_pieces(path, encoding))
         try:
             whole = _parse(text, str(path))
         except InputError as error:
@@ -164,11 +172,11 @@ def read_json(path: Path, bad: BadRows = REFUSE) -> Iterator[Record]:
                 raise
         else:
             return _objects(path, whole, bad)
-    return _json_lines(path, bad)  # many files of JSON lines are called .json
+    return _json_lines(path, bad, encoding)  # many files of JSON lines are called .json
 
 
-def _json_lines(path: Path, bad: BadRows) -> Iterator[Record]:
-    for number, line in read_lines(path):
+def _json_lines(path: Path, bad: BadRows, encoding: str | None) -> Iterator[Record]:
+    for number, line in read_lines(path, encoding=encoding):
         if line.strip():
             place = f"{path}, line {number}"
             try:
@@ -239,9 +247,11 @@ def _object_records(row: Any, place: str) -> Iterator[Record]:
 # Lines -----------------------------------------------------------------------------------------------------
 
 
-def read_matches(path: Path, pattern: re.Pattern[str], bad: BadRows = REFUSE) -> Iterator[Record]:
+def read_matches(
+    path: Path, pattern: re.Pattern[str], bad: BadRows = REFUSE, encoding: str | None = None
+) -> Iterator[Record]:
     """Yield the named groups of a pattern that must match each whole line; empty lines are left out."""
-    for number, line in read_lines(path):
+    for number, line in read_lines(path, encoding=encoding):
         if line.strip():
             place, match = f"{path}, line {number}", pattern.fullmatch(line)
             if match is not None:
@@ -250,12 +260,13 @@ def read_matches(path: Path, pattern: re.Pattern[str], bad: BadRows = REFUSE) ->
                 bad(InputError(f"{place} does not match the pattern {pattern.pattern!r}: {shorten(line)}"))
 
 
-def read_parallel(files: Sequence[Path]) -> Iterator[Record]:
+def read_parallel(files: Sequence[Path], encoding: str | None = None) -> Iterator[Record]:
     """Yield the lines of the first file, each with the line of the same number in the second."""
     source, target = files
-    for number, (left, right) in enumerate(zip_longest(read_lines(source), read_lines(target)), 1):
+    both = (read_lines(path, encoding=encoding) for path in files)
+    for number, (left, right) in enumerate(zip_longest(*both), 1):
         if left is None or right is None:
-            counts = [sum(1 for _ in read_lines(path)) for path in files]
+            counts = [sum(1 for _ in read_lines(path, encoding=encoding)) for path in files]
             raise InputError(
                 f"{source} has {counted(counts[0], 'line')} and {target} has {counts[1]:,}: "
                 "parallel files need a "
@@ -275,6 +286,7 @@ class TagColumns(NamedTuple):
     universal: bool  # CoNLL-U
     words: int
     tags: int
+    guess: str  # which columns these are, with an example of each
 
     def skips(self, line: str, row: list[str], first: bool) -> bool:
         """Return True for comments, document separators and lines of CoNLL-U that hold no word.
@@ -287,9 +299,11 @@ class TagColumns(NamedTuple):
         return row[0] == "-DOCSTART-" or (line.startswith("#" if first else "# ") and not whole)
 
 
-def tag_columns(path: Path, columns: Mapping[str, str]) -> tuple[TagColumns, str]:
+def tag_columns(
+    path: Path, columns: Mapping[str, str], encoding: str | None = None
+) -> tuple[TagColumns, str]:
     """Find the columns of a file from its first line with words -> the columns, and a note on the choice."""
-    lines = islice((line for _, line in read_lines(path) if line.strip()), SAMPLE)
+    lines = islice((line for _, line in read_lines(path, encoding=encoding) if line.strip()), SAMPLE)
     full = [line for line in lines if not line.startswith("# ")]
     refuse(not full, f"{path} is empty: there is no tagged word in it")
     first = next((line for line in full if not line.startswith("#")), full[0])  # #word may be a word
@@ -306,9 +320,9 @@ def tag_columns(path: Path, columns: Mapping[str, str]) -> tuple[TagColumns, str
             f"{path} has no column {name!r}{nearest(name, names)}; it has {', '.join(names)}",
         )
     words, tags = (names.index(name.lower()) for name in chosen.values())
-    note = f"words from column `{names[words]}`, tags from `{names[tags]}`"
+    note = f"words from column `{names[words]}` ({row[words]}), tags from `{names[tags]}` ({row[tags]})"
     note = f"{'CoNLL-U' if universal else f'{len(row)} columns'}: {note}"
-    return TagColumns(len(row), tabs, universal, words, tags), note
+    return TagColumns(len(row), tabs, universal, words, tags, note), note
 
 
 def cells(line: str, tabs: bool) -> list[str]:
@@ -319,9 +333,13 @@ def cells(line: str, tabs: bool) -> list[str]:
     return [cell.strip() for cell in line.split("\t")] if tabs else re.split("[ \t]+", line.strip())
 
 
-def read_tagged(path: Path, columns: TagColumns, bad: BadRows = REFUSE) -> Iterator[Record]:
+def read_tagged(
+    path: Path, columns: TagColumns, bad: BadRows = REFUSE, encoding: str | None = None
+) -> Iterator[Record]:
     """Yield the words and tags of each sentence, with the place of its first word."""
-    for full, block in groupby(read_lines(path), lambda numbered: bool(numbered[1].strip())):
+    for full, block in groupby(
+        read_lines(path, encoding=encoding), lambda numbered: bool(numbered[1].strip())
+    ):
         try:
             records = list(_sentence(path, block, columns)) if full else []
         except InputError as error:

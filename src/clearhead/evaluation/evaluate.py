@@ -26,7 +26,7 @@ from clearhead.typed import hints_of
 
 # What a run's own recipe says of reading and laying out data, which holds for other files too.
 READING = (
-    *("task", "format", "columns", "header", "pattern", "texts_only", "lowercase"),
+    *("task", "format", "columns", "header", "encoding", "pattern", "texts_only", "lowercase"),
     *("max_length", "packing", "mask_share", "span_length", "stride"),
 )
 BATCH_TOKENS = 16_384  # of a batch, padding included, where no number of rows is asked for

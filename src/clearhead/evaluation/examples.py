@@ -118,8 +118,8 @@ def renamed(corpus: Corpus, loaded: Model, plan: DataPlan, notes: list[str]) -> 
         )
     if isinstance(corpus.validation, Images):
         numbers = np.array([labels.index(theirs[name]) for name in corpus.labels])
-        images = Images(corpus.validation.pixels, numbers[corpus.validation.labels])
-        return replace(corpus, validation=images)
+        labels_of_model = numbers[corpus.validation.labels]
+        return replace(corpus, validation=replace(corpus.validation, labels=labels_of_model))
     rows = cast(Sequence[Example], corpus.validation)
     return replace(corpus, validation=[row.renamed(theirs) for row in rows])
 

@@ -63,6 +63,15 @@ def _folder(base: str) -> Path:
     return Path(base)
 
 
+def sized(recipe: Recipe) -> Recipe:
+    """Return the recipe with pictures brought to the size that its base reads, where it names none."""
+    base = recipe.model.get(BASE)
+    if base is None or base in PRESETS or recipe.data.image_size is not None:
+        return recipe
+    height, width = describe(_folder(base)).config.image_size or (0, 1)
+    return recipe.replace("data", image_size=height) if height == width else recipe
+
+
 def expected_config(recipe: Recipe) -> ModelConfig:
     """Return the config that a recipe describes, before its data is read.
 
@@ -164,7 +173,7 @@ def _check_sizes(base: Model, image: ImageSize | None, tokenizer: Tokenizer | No
         theirs, ours = (" x ".join(map(str, size)) for size in ((*old.image_size, old.n_channels), image))
         raise ConfigError(
             f"{base.folder} reads images of {theirs} (height, width, channels), and those of the data are "
-            f"{ours}: convert them, or leave model.base out"
+            f"{ours}: convert them, set data.image_size to its side, or leave model.base out"
         )
     size = 0 if tokenizer is None or tokenizer is base.tokenizer else tokenizer.get_vocab_size()
     refuse(
@@ -188,7 +197,13 @@ def _fixed(
         height, width, channels = image
         patch = given.get("patch_size", 4 if max(height, width) <= 64 else 16)
         fixed |= {"image_size": (height, width), "n_channels": channels, "patch_size": patch}
-        if patch > 0 and not (height % patch or width % patch):
+        if patch > 0:
+            refuse(
+                height % patch or width % patch,
+                f"pictures of {height} x {width} are no whole number of patches of {patch} x {patch}: "
+                f"set data.image_size={max(min(height, width) // patch, 1) * patch}, or model.patch_size",
+                ConfigError,
+            )
             fixed["max_positions"] = (height // patch) * (width // patch) + 1
     if tokenizer is not None:
         fixed["vocab_size"] = max(tokenizer.get_vocab_size(), given.get("vocab_size", 0))
@@ -313,14 +328,25 @@ def _generation(recipe: Recipe, task: TaskSpec, special: Mapping[str, int], know
     }
 
 
-def processor(mean: list[float], deviation: list[float], config: ModelConfig) -> dict[str, Any]:
-    """Return preprocessor_config.json: how a picture is prepared for the model."""
+def processor(
+    mean: list[float], deviation: list[float], config: ModelConfig, cropped: bool
+) -> dict[str, Any]:
+    """Return preprocessor_config.json: how a picture is prepared for the model, `cropped` or only resized."""
     assert config.image_size is not None
     height, width = config.image_size
+    whole = {"height": height, "width": width}
+    framed: dict[str, Any] = {"image_processor_type": "ViTImageProcessor", "do_resize": True, "size": whole}
+    if cropped:  # transformers' ViTImageProcessor crops nothing
+        framed |= {
+            "image_processor_type": "CLIPImageProcessor",
+            "size": {"shortest_edge": height},
+            "resample": 2,
+            "do_center_crop": True,
+            "crop_size": whole,
+            "do_convert_rgb": config.n_channels == 3,
+        }
     return {
-        "image_processor_type": "ViTImageProcessor",
-        "do_resize": True,
-        "size": {"height": height, "width": width},
+        **framed,
         "do_rescale": True,
         "rescale_factor": 1 / 255,
         "do_normalize": True,

@@ -53,6 +53,7 @@ SIDES: tuple[Literal["train", "validation"], ...] = ("train", "validation")
 
 def prepare(recipe: Recipe, folder: Path, on_event: OnEvent, world: World = ALONE) -> TrainingRun:
     """Prepare a new run; what the recipe leaves open is chosen, reported, and written to `train.toml`."""
+    recipe = build.sized(recipe)
     corpus, name = open_examples(recipe.data)
     task = table.task_named(name)
     task.check_metric(recipe.train.metric)
@@ -63,7 +64,7 @@ def prepare(recipe: Recipe, folder: Path, on_event: OnEvent, world: World = ALON
     precision = machine.choose_precision(recipe.train, device)
     world.agree({**facts(corpus), "precision": precision.name})
     tokenizer, special = world.once(lambda: find_tokenizer(recipe, task, corpus, base, on_event))
-    image = corpus.train.pixels.shape[1:] if isinstance(corpus.train, Images) else None
+    image = corpus.train.shape if isinstance(corpus.train, Images) else None
     loaded = build.build(
         recipe, name, tokenizer, special, corpus.labels, image, base, large=device.type != "cpu"
     )
@@ -315,9 +316,9 @@ def encode_batches(
         for line in batches.notes:
             on_event(Note(f"{side}: {line}"))
         made.append(batches)
-        if task.tokens is None and side == "train":
+        if isinstance(corpus.train, Images) and side == "train":
             mean, deviation = (rows.arrays[name].tolist() for name in ("mean", "std"))
-            loaded.images = build.processor(mean, deviation, loaded.config)
+            loaded.images = build.processor(mean, deviation, loaded.config, corpus.train.cropped)
     train, validation = made
     if train.waste:
         count = "1 batch" if train.per_epoch == 1 else f"{train.per_epoch:,} batches"

@@ -42,7 +42,7 @@ class ProbeItem:
     text: str = ""
     spans: tuple[Span, ...] | None = None  # characters of each word; None: the item is probed as a whole
     pair: str | None = None
-    image: NDArray[np.uint8] | None = None  # H W C
+    image: NDArray[np.uint8] | Path | None = None  # H W C, or its file
 
     @property
     def key(self) -> int:
@@ -86,9 +86,12 @@ def read_items(data: Data, column: str | None = None) -> tuple[list[ProbeItem], 
         f'column "{column}" is for a treebank (CoNLL-U), and these are {KINDS[kind]}: leave it out',
     )
     if kind is Images:
+        contents = (
+            pixels.read_bytes() if isinstance(pixels, Path) else pixels.tobytes() for pixels in rows.pixels
+        )
         return [
-            ProbeItem((f"{split.key_of('', '', pixels.tobytes()):x}",), (str(label),), image=pixels)
-            for pixels, label in zip(rows.pixels, rows.labels)
+            ProbeItem((f"{split.key_of('', '', content):x}",), (str(label),), image=pixels)
+            for content, pixels, label in zip(contents, rows.pixels, rows.labels)
         ], "class"
     if kind is Tagged:
         texts = [" ".join(row.words) for row in rows]
