@@ -8,16 +8,19 @@ import math
 import random
 import re
 import sys
+from statistics import NormalDist
 
 import numpy as np
 import pytest
 import sacrebleu
+from benchmarks import intervals
 from sklearn.metrics import accuracy_score, f1_score
 
 from clearhead.data.tagging import Tagging
 from clearhead.errors import InputError, MissingExtraError
 from clearhead.evaluation import metrics
-from clearhead.evaluation.metrics import METRICS, Metric, answer_counts, bootstrap, edit_distance
+from clearhead.evaluation.metrics import METRICS, Metric, answer_counts, edit_distance, interval_of
+from clearhead.tasks.entries.regression import CORRELATIONS
 
 IOB2 = Tagging("IOB2", "BI")
 HYPOTHESES = ["the cat sat on the mat", "a dog", "there is nothing here at all to see", "", "the cat"]
@@ -132,6 +135,31 @@ def test_error_rates():
     assert METRICS["token_error"]([[1, 2, 3]], [[[1, 3], [9]]]) == pytest.approx(1 / 2)
 
 
+@pytest.mark.parametrize(
+    ("said", "meant", "rate"),  # as jiwer 4 has them
+    [
+        (["a b"], [""], 2.0),
+        ([""], [""], 0.0),
+        (["a b", "x y"], ["", "x y"], 1.0),
+        (["", ""], ["x", ""], 1.0),
+    ],
+)
+def test_words_said_where_nothing_was_are_errors(said, meant, rate):
+    assert METRICS["word_error"](said, meant) == rate
+
+
+def test_an_item_ranked_twice_gains_once():
+    draw = random.Random(4)
+    for _ in range(200):
+        relevant = {item: draw.choice((0, 1, 3)) for item in draw.sample(range(8), 4)}
+        ranked = draw.choices(range(8), k=12)
+        ndcg, mrr = (METRICS[name]([ranked], [relevant]) for name in ("ndcg", "mrr"))
+        assert 0 <= ndcg <= 1 and 0 <= mrr <= 1
+        once = [one if one not in ranked[:place] else f"again {place}" for place, one in enumerate(ranked)]
+        assert (ndcg, mrr) == tuple(METRICS[name]([once], [relevant]) for name in ("ndcg", "mrr"))
+    assert METRICS["ndcg"]([["a", "a", "a"]], [{"a": 1.0}]) == 1
+
+
 @pytest.mark.parametrize("several", [False, True])
 def test_bleu_and_chrf_are_sacrebleus(several):
     references = (
@@ -168,42 +196,81 @@ def test_perplexity():
     assert metrics.perplexity(3 * math.log(2), 3) == pytest.approx(2)
 
 
-def test_bootstrap_of_a_share_is_the_binomial_interval():
-    """400 of 1,000 right: the share's deviation is sqrt(0.4 · 0.6 / 1000)."""
-    counts = metrics.accuracy_counts([1] * 400 + [0] * 600, [1] * 1000)
-    low, high = bootstrap(counts, metrics.ratio_of)
-    deviation = math.sqrt(0.4 * 0.6 / 1000)
-    assert low == pytest.approx(0.4 - 1.96 * deviation, abs=0.004) and high == pytest.approx(
-        0.4 + 1.96 * deviation, abs=0.004
+@pytest.mark.parametrize("n", [10, 30, 100, 1000])
+@pytest.mark.parametrize("right", [0.0, 0.4, 0.9, 1.0])
+def test_the_interval_of_a_share_is_agresti_and_coulls(n, right):
+    """Add z² / 2 right and as many wrong answers, then take the interval of a mean."""
+    hits, z = round(right * n), NormalDist().inv_cdf(0.975)
+    counts = metrics.accuracy_counts([1] * hits + [0] * (n - hits), [1] * n)
+    share = (hits + z * z / 2) / (n + z * z)
+    half = metrics.student(z, n + 2) * math.sqrt(share * (1 - share) / (n + z * z))
+    low, high = interval_of(counts, metrics.ratio_of)
+    assert (low, high) == pytest.approx((max(0, share - half), min(1, share + half)), abs=1e-3)
+    assert low <= right <= high and high - low > 1 / n
+    narrow = interval_of(counts, metrics.ratio_of, share=0.5)
+    assert low <= narrow[0] <= right <= narrow[1] <= high
+
+
+def test_students_quantile():
+    for degrees, right in ((3, 3.182), (5, 2.571), (10, 2.228), (30, 2.042)):
+        assert metrics.student(1.959964, degrees) == pytest.approx(right, rel=0.02)
+
+
+def test_groups_of_examples_give_the_interval_of_single_ones():
+    counts = metrics.accuracy_counts([1] * 4000 + [0] * 6000, [1] * 10_000)
+    low, high = interval_of(counts, metrics.ratio_of)
+    half = 1.96 * math.sqrt(0.4 * 0.6 / 10_000)
+    assert (low, high) == pytest.approx((0.4 - half, 0.4 + half), abs=0.001)
+    assert (
+        interval_of(counts, metrics.ratio_of) == (low, high) != interval_of(counts, metrics.ratio_of, seed=1)
     )
-    assert bootstrap(counts, metrics.ratio_of) == (low, high) != bootstrap(counts, metrics.ratio_of, seed=1)
-    narrow = bootstrap(counts, metrics.ratio_of, share=0.5)
-    assert low < narrow[0] < 0.4 < narrow[1] < high
 
 
-def test_bootstrap_of_f1_is_that_of_sets_drawn_anew():
-    predicted, wanted = drawn(60, 3, 1), drawn(60, 3, 2)
-    counts, macro = metrics.class_numbers(predicted, wanted), METRICS["macro_f1"]
-    found = bootstrap(counts, macro.of, seed=3, resamples=200, total=macro.total)
-    generator, figures = np.random.default_rng(3), []
-    for _ in range(200):
-        rows = generator.integers(60, size=60)
-        figures.append(
-            f1_score(
-                [wanted[row] for row in rows],
-                [predicted[row] for row in rows],
-                average="macro",
-                zero_division=0,
-            )
+@pytest.mark.parametrize("n", [10, 30, 100, 1000])
+@pytest.mark.parametrize("rate", [0.5, 0.9, 0.99])
+def test_intervals_of_shares_hold_the_truth_as_often_as_they_say(n, rate):
+    """Exactly: the probability of each number of right answers, where its interval holds the rate."""
+    deviation, held = math.sqrt(n * rate * (1 - rate)), 0.0
+    for hits in range(max(0, round(n * rate - 5 * deviation)), min(n, round(n * rate + 5 * deviation)) + 1):
+        low, high = interval_of(
+            metrics.accuracy_counts([1] * hits + [0] * (n - hits), [1] * n), metrics.ratio_of
         )
-    assert found == pytest.approx(tuple(np.quantile(figures, [0.025, 0.975])))
+        ways = math.lgamma(n + 1) - math.lgamma(hits + 1) - math.lgamma(n - hits + 1)
+        probability = math.exp(ways + hits * math.log(rate) + (n - hits) * math.log(1 - rate))
+        held += probability * (low <= rate <= high)
+    assert held >= 0.93
+
+
+@pytest.mark.parametrize("kind", ["span_f1", "word_error", "mrr", "pearson"])
+@pytest.mark.parametrize("rate", [0.5, 0.99])
+def test_intervals_of_other_metrics_hold_the_truth(kind, rate):
+    """A fast version of the simulation in benchmarks/intervals.py, whose error is 2 %."""
+    assert intervals.coverage(kind, 15, rate, 120)[0] >= 0.9
+
+
+def test_a_perfect_score_has_an_interval_in_every_metric():
+    """A bootstrap collapses there: every set that is drawn has the same value."""
+    tags, texts = [["B-P", "O"]] * 20, ["the cat sat on the mat"] * 20
+    numbers = [[float(one)] for one in range(20)]
+    cases = {
+        **dict.fromkeys(("word_accuracy", "span_f1", "span_precision", "span_recall"), (tags, tags)),
+        **dict.fromkeys(("accuracy", "macro_f1", "exact", "word_error", "bleu", "chrf"), (texts, texts)),
+        **dict.fromkeys(("answer_exact", "answer_f1"), (texts, texts)),
+        **{name: ([["a"]] * 20, [{"a": 1.0}] * 20) for name in ("mrr", "ndcg")},
+    }
+    found = {name: METRICS[name].measure(*given) for name, given in cases.items()}
+    found |= {name: metric.measure(numbers, numbers) for name, metric in CORRELATIONS.items()}
+    for name, one in found.items():
+        low, high = one.interval
+        assert low <= one.value <= high or one.value == pytest.approx(high), name
+        assert 0.1 < (high - low) / max(one.value, 1) < 0.4, name
 
 
 def test_nothing_to_measure_and_counts_that_differ():
     with pytest.raises(InputError, match="no examples"):
         METRICS["accuracy"]([], [])
     with pytest.raises(InputError, match="no examples"):
-        bootstrap([], metrics.ratio_of)
+        interval_of([], metrics.ratio_of)
     with pytest.raises(InputError, match="2 predictions and 1"):
         METRICS["macro_f1"]([1, 2], [1])
     with pytest.raises(InputError, match="2 tags and 1"):
@@ -235,14 +302,13 @@ def test_a_new_metric_is_two_small_functions():
     pearson = Metric(
         lambda said, meant: np.array([(1, a, b, a * a, b * b, a * b) for a, b in zip(said, meant)]),
         correlation,
+        bounds=(-1, 1),
     )
     random_ = np.random.default_rng(0)
     wanted = random_.normal(size=80)
     predicted = wanted + random_.normal(size=80)
     found = pearson.measure(predicted, wanted, seed=3)
     assert found.value == pytest.approx(np.corrcoef(predicted, wanted)[0, 1])
-    draws, values = np.random.default_rng(3), []
-    for _ in range(1000):
-        rows = draws.integers(80, size=80)
-        values.append(np.corrcoef(predicted[rows], wanted[rows])[0, 1])
-    assert found.interval == pytest.approx(tuple(np.quantile(values, [0.025, 0.975])))
+    # Fisher's interval, for two normal variables.
+    centre, half = math.atanh(found.value), 1.96 / math.sqrt(80 - 3)
+    assert found.interval == pytest.approx((math.tanh(centre - half), math.tanh(centre + half)), abs=0.04)

@@ -17,7 +17,7 @@ from clearhead.data.plan import DataPlan
 from clearhead.errors import InputError
 from clearhead.evaluation.metrics import METRICS
 from clearhead.tasks.entries.several import FIGURES
-from clearhead.tasks.entries.vectors import order_loss, ranking_losses, similarity, text_vectors
+from clearhead.tasks.entries.vectors import _figures_of, order_loss, ranking_losses, similarity, text_vectors
 from clearhead.tasks.table import TASKS
 from tests import harness
 
@@ -77,6 +77,23 @@ def test_rankings_are_judged_as_sklearn_judges_them():
             wanted = f1_score(truth, guess, average=average, zero_division=0)
             made = FIGURES[f"{average}_f1"](guess.astype(int).tolist(), truth.astype(int).tolist())
             assert math.isclose(made, wanted, rel_tol=1e-9, abs_tol=1e-9)
+
+
+def test_an_anchor_with_two_positives_is_one_query_with_two_right_answers():
+    """Whichever of them is ranked first, the other is no wrong answer; nDCG counts both."""
+    vectors = np.eye(4)
+    anchors = [vectors[0], vectors[0], vectors[1], vectors[2]]
+    texts = [[0.9, 0.1, 0, 0], [0.8, 0, 0.2, 0], [0, 0.1, 0, 0.9], [0, 0, 0.9, 0]]
+    said = [[1.0, *one] for one in anchors]
+    meant = [[math.nan, *one] for one in texts]
+    ((_, (ranked, relevant)),) = _figures_of(said, meant).items()
+    assert len(ranked) == len(relevant) == 3 and relevant[0] == {0: 1.0, 1: 1.0}
+    found = {name: METRICS[name](ranked, relevant) for name in ("mrr", "ndcg")}
+    # Text 0 has 0.1 of anchor 1, as its own has, and stands before it.
+    assert found["mrr"] == pytest.approx((1 + 1 / 2 + 1) / 3)
+    gains = np.array([[1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]])
+    scores = np.array(anchors)[[0, 2, 3]] @ np.array(texts).T - 1e-9 * np.arange(4)
+    assert found["ndcg"] == pytest.approx(ndcg_score(gains, scores, k=10))
 
 
 @pytest.fixture(scope="module")

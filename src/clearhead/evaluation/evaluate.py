@@ -42,7 +42,7 @@ class Evaluation:
     examples: int  # windows of text, sources, sentences, questions, pictures
     targets: int  # tokens, classes or tags that the loss is a mean over
     metrics: dict[str, float]
-    intervals: dict[str, tuple[float, float]]  # of 95 %, by resampling the examples
+    intervals: dict[str, tuple[float, float]]  # of 95 %
     signatures: dict[str, str]  # sacreBLEU's
     notes: tuple[str, ...]  # what was guessed, cut or mapped, a short sentence each
     outputs: tuple[str, ...]  # what the model said of each example, in their order; none for text
@@ -72,7 +72,7 @@ def evaluate(
         loaded: the model.
         data: files, folders, globs, or the name of an embedded corpus; none: the plan's.
         plan: how to read them; None: as the run that made the model read its own, else as they look.
-        seed: of resampling, and of the masks of mlm and denoise.
+        seed: of the masks of mlm and denoise, and of the groups of examples that intervals come from.
         batch_size: rows at a time; None: by their length.
         tokenize: sacreBLEU's tokenizer for BLEU; None: 13a.
         lowercase: give BLEU without regard to case as well.

@@ -57,7 +57,7 @@ def count_classes(said: Sequence[int], meant: Sequence[int], labels: Sequence[st
 
 @dataclass
 class Figures:
-    """Figures by name, added one after the other; intervals are of 95 %, by resampling the examples."""
+    """Figures by name, added one after the other; intervals are of 95 %."""
 
     seed: int
     metrics: dict[str, float] = field(default_factory=dict)

@@ -1,8 +1,8 @@
 """Metrics over a set of examples, each with a confidence interval.
 
 A `Metric` is made of pure functions: `counts` gives a row of numbers for each example, `total` adds up the
-rows of a set, and `of` turns the sum into the value. So every metric has its interval from the same
-bootstrap.
+rows of a set, and `of` turns the sum into the value. So every metric has its interval by the same rule: how
+the value changes where some examples are left out.
 
 A new metric is one function of a prediction and what was wanted, made into `counts` by `each`, and one entry
 in `METRICS`, by whose name a task can ask for it.
@@ -19,6 +19,7 @@ import string
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -28,7 +29,9 @@ from clearhead.errors import MissingExtraError, refuse
 
 Counts: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"  # a row for each example, or their sum
 Values: TypeAlias = "Sequence[Any] | Counts"
-RESAMPLES, SHARE = 1000, 0.95  # of a bootstrap
+SHARE = 0.95  # of confidence
+ROUNDING = 1e-6  # by which a value may pass its bounds
+GROUPS = 1000  # of examples, at most, that are left out in turn
 BEST = 10  # of a ranking, those that count
 
 
@@ -37,7 +40,7 @@ def ratio_of(sums: Counts) -> float:
     return float(sums[0] / sums[1]) if sums[1] else 0.0
 
 
-def sum_of_drawn(counts: Counts, times: Counts) -> Counts:
+def weighted_sum(counts: Counts, times: Counts) -> Counts:
     """Add up rows [N, K], each as often as `times` [N] says -> [K]."""
     return times @ counts
 
@@ -47,7 +50,7 @@ class Measured:
     """The value of a metric on a set of examples."""
 
     value: float
-    interval: tuple[float, float] | None  # None: of a single example there is no interval
+    interval: tuple[float, float] | None  # None: a single example, or a value that is not finite, has none
     signature: str = ""  # of sacreBLEU: what makes the value comparable
 
 
@@ -57,7 +60,8 @@ class Metric:
 
     counts: Callable[[Any, Any], Counts]  # predictions and wanted -> a row of numbers for each example
     of: Callable[[Counts], float] = ratio_of  # the sum of the rows -> the value
-    total: Callable[[Counts, Counts], Counts] = sum_of_drawn  # how rows are added up, each drawn some times
+    total: Callable[[Counts, Counts], Counts] = weighted_sum  # how rows are added up, each some times
+    bounds: tuple[float, float] | None = (0.0, 1.0)  # the worst and the best value, or the other way round
     signature: Callable[[Any, Any], str] = lambda predicted, wanted: ""
 
     def __call__(self, predicted: Values, wanted: Values) -> float:
@@ -67,7 +71,9 @@ class Metric:
     def measure(self, predicted: Values, wanted: Values, seed: int = 0) -> Measured:
         """Return the value on all examples with its interval and signature."""
         counts = self._checked(predicted, wanted)
-        interval = bootstrap(counts, self.of, seed, total=self.total) if len(counts) > 1 else None
+        interval = None
+        if len(counts) > 1 and np.isfinite(counts).all():
+            interval = interval_of(counts, self.of, seed, total=self.total, bounds=self.bounds)
         return Measured(self._value(counts), interval, self.signature(predicted, wanted))
 
     def _value(self, counts: Counts) -> float:
@@ -87,22 +93,53 @@ def each(row: Callable[[Any, Any], Sequence[float]]) -> Callable[[Values, Values
     return lambda predicted, wanted: np.array([row(guess, truth) for guess, truth in zip(predicted, wanted)])
 
 
-def bootstrap(
+def interval_of(
     counts: Counts | Sequence[Sequence[float]],
     of: Callable[[Counts], float],
     seed: int = 0,
-    resamples: int = RESAMPLES,
     share: float = SHARE,
-    total: Callable[[Counts, Counts], Counts] = sum_of_drawn,
+    total: Callable[[Counts, Counts], Counts] = weighted_sum,
+    bounds: tuple[float, float] | None = (0.0, 1.0),
 ) -> tuple[float, float]:
-    """Return the interval of `share` of the values on sets drawn, with replacement, from the examples."""
+    """Return the confidence interval of a value, by a jackknife over the examples.
+
+    Where the value has bounds, z² / 2 examples at each of them are added, z being the quantile of the normal
+    distribution. Of a share of right answers this is Agresti and Coull's interval, with Student's quantile.
+    So it never collapses: a bootstrap of 30 right answers in 30 gives [1, 1], which seldom holds the truth.
+    Without bounds, the interval is Student's, of the logarithm where the value is large enough.
+    More than a thousand examples are left out in groups, which `seed` draws.
+    """
     rows = np.asarray(counts, dtype=np.float64)
     refuse(not len(rows), "there are no examples to measure: give one at least")
-    random = np.random.default_rng(seed)
-    drawn = (random.integers(len(rows), size=len(rows)) for _ in range(resamples))
-    times = (np.bincount(places, minlength=len(rows)).astype(np.float64) for places in drawn)
-    values = [of(total(rows, one)) for one in times]
-    return np.quantile(values, (1 - share) / 2).item(), np.quantile(values, (1 + share) / 2).item()
+    n, groups = len(rows), min(len(rows), GROUPS)
+    value, z = of(total(rows, np.ones(n))), NormalDist().inv_cdf((1 + share) / 2)
+    group = np.random.default_rng(seed).permutation(np.arange(n) % groups)
+    left = np.array([of(total(rows, (group != one).astype(np.float64))) for one in range(groups)])
+    squares = (groups - 1) ** 2 * np.square(left - left.mean()).sum() * (n / groups) ** 2  # of pseudo-values
+    if bounds is None or not min(bounds) - ROUNDING <= value <= max(bounds) + ROUNDING:
+        half = student(z, groups - 1) * math.sqrt(squares / (n * max(n - 1, 1)))
+        if value > half:  # a loss is skewed: it errs by a factor rather than by a difference
+            return value * math.exp(-half / value), value * math.exp(half / value)
+        return value - half, value + half
+    added, all_ = z * z / 2, n + z * z
+    centre = (n * value + added * sum(bounds)) / all_
+    squares += n * (value - centre) ** 2 + added * sum((bound - centre) ** 2 for bound in bounds)
+    half = student(z, n + 2) * math.sqrt(squares) / all_
+    low, high = min(value, centre - half), max(value, centre + half)
+    return max(min(bounds), low), min(max(bounds), high)
+
+
+def student(z: float, degrees: int) -> float:
+    """Return the quantile of Student's distribution that has the probability of `z` in the normal one.
+
+    By the first terms of its expansion: from 3 degrees of freedom on, 2 % off at most.
+    """
+    terms = (
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+    )
+    return z + sum(term / max(degrees, 1) ** power for power, term in enumerate(terms, start=1))
 
 
 # Losses --------------------------------------------------------------------------------------------------
@@ -183,6 +220,11 @@ def edit_distance(a: Sequence[Hashable], b: Sequence[Hashable]) -> int:
     return int(row[-1])
 
 
+def error_rate_of(sums: Counts) -> float:
+    """Return edits per token of the references; where these are empty, the number of edits, as jiwer does."""
+    return float(sums[0] / max(sums[1], 1))
+
+
 def errors(guess: Sequence[Hashable], references: Sequence[Sequence[Hashable]]) -> tuple[int, int]:
     """Return the edits to the nearest of an example's references, and the length of that reference."""
     tried = [(edit_distance(guess, one), len(one)) for one in references]
@@ -239,6 +281,7 @@ def sacrebleu_metric(name: str, **options: Any) -> Metric:
         counts=lambda predicted, references: extract(predicted, references)[1],
         # The options matter only to the counts.
         of=lambda sums: float(made()._compute_score_from_stats([int(count) for count in sums]).score),
+        bounds=(0.0, 100.0),
         signature=lambda predicted, references: str(extract(predicted, references)[0].get_signature()),
     )
 
@@ -246,17 +289,25 @@ def sacrebleu_metric(name: str, **options: Any) -> Metric:
 # Rankings ---------------------------------------------------------------------------------------------------
 
 
+def gains(ranked: Sequence[Hashable], relevant: Mapping[Hashable, float]) -> list[float]:
+    """Return what each of the ten best gains; one that is there again gains nothing."""
+    best = ranked[:BEST]
+    return [relevant.get(one, 0) if one not in best[:rank] else 0 for rank, one in enumerate(best)]
+
+
 def reciprocal_rank(ranked: Sequence[Hashable], relevant: Mapping[Hashable, float]) -> tuple[float, int]:
     """Return 1 / the rank of the first relevant of the ten best, 0 where none is, and 1."""
-    ranks = (rank for rank, one in enumerate(ranked[:BEST], 1) if relevant.get(one, 0) > 0)
+    ranks = (rank for rank, gain in enumerate(gains(ranked, relevant), 1) if gain > 0)
     return 1 / next(ranks, math.inf), 1
 
 
 def discounted_gain(ranked: Sequence[Hashable], relevant: Mapping[Hashable, float]) -> tuple[float, int]:
     """Return the discounted gain of the ten best as a share of the largest possible (nDCG@10), and 1."""
-    gains = [relevant.get(one, 0) for one in ranked[:BEST]]
     ideal = sorted(relevant.values(), reverse=True)[:BEST]
-    found, most = (sum(gain / math.log2(n) for n, gain in enumerate(some, 2)) for some in (gains, ideal))
+    found, most = (
+        sum(gain / math.log2(n) for n, gain in enumerate(some, 2))
+        for some in (gains(ranked, relevant), ideal)
+    )
     return found / most if most else 0.0, 1
 
 
@@ -264,7 +315,8 @@ def discounted_gain(ranked: Sequence[Hashable], relevant: Mapping[Hashable, floa
 
 answer_counts = each(answer_match)
 METRICS: dict[str, Metric] = {
-    "loss": Metric(lambda losses, targets: np.stack([losses, targets], axis=1)),  # sums, numbers of targets
+    # Of sums and numbers of targets.
+    "loss": Metric(lambda losses, targets: np.stack([losses, targets], axis=1), bounds=None),
     "accuracy": Metric(accuracy_counts),
     "macro_f1": Metric(class_numbers, macro_f1_of, class_totals),
     # Of tags, with the words of a sentence: sentences are drawn, not words.
@@ -273,8 +325,8 @@ METRICS: dict[str, Metric] = {
     "span_precision": Metric(span_counts, lambda sums: ratio_of(sums[[0, 1]])),
     "span_recall": Metric(span_counts, lambda sums: ratio_of(sums[[0, 2]])),
     "exact": Metric(each(exact_match)),
-    "token_error": Metric(each(errors)),
-    "word_error": Metric(each(word_errors)),
+    "token_error": Metric(each(errors), error_rate_of),
+    "word_error": Metric(each(word_errors), error_rate_of),
     "answer_exact": Metric(answer_counts, lambda sums: ratio_of(sums[[0, 2]])),
     "answer_f1": Metric(answer_counts, lambda sums: ratio_of(sums[[1, 2]])),
     "mrr": Metric(each(reciprocal_rank)),  # of what was found, best first, and gains by what is relevant

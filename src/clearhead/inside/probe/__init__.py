@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from clearhead.api import Model
 from clearhead.data import corpus, tables
 from clearhead.errors import MissingExtraError, refuse
-from clearhead.evaluation.metrics import bootstrap, ratio_of
+from clearhead.evaluation.metrics import interval_of, ratio_of
 from clearhead.inside.inputs import AnyModel, as_model
 from clearhead.inside.probe.data import Data, ProbeItem, apart, choose_items, read_items, split_items
 from clearhead.inside.probe.states import POOLS, OnProgress, stack_of, vectors_of
@@ -296,8 +296,8 @@ def baselines(
 
 
 def interval(hits: NDArray[np.bool_], items: Numbers, seed: int) -> tuple[float, float]:
-    """Return the 95 % interval of the share of hits, by drawing items; where there is one item, words."""
+    """Return the 95 % interval of the share of hits, over items; where there is one item, over words."""
     groups = items if len(np.unique(items)) > 1 else np.arange(len(hits))
     _, place = np.unique(groups, return_inverse=True)
     counts = np.stack([np.bincount(place, weights=hits), np.bincount(place)], 1).astype(np.float64)
-    return bootstrap(counts, ratio_of, seed)
+    return interval_of(counts, ratio_of, seed)

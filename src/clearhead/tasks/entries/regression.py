@@ -110,8 +110,8 @@ def _correlation(sums: Counts) -> float:
 
 
 CORRELATIONS = {
-    "pearson": Metric(_moments, _correlation),
-    "spearman": Metric(functools.partial(_moments, ranked=True), _correlation),
+    "pearson": Metric(_moments, _correlation, bounds=(-1.0, 1.0)),
+    "spearman": Metric(functools.partial(_moments, ranked=True), _correlation, bounds=(-1.0, 1.0)),
 }
 
 

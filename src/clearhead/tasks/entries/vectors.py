@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 import torch.nn.functional as nnf
+from numpy.typing import NDArray
 from torch import Tensor
 
 from clearhead.api import Model
@@ -18,7 +19,7 @@ from clearhead.batches.vectors import ALIKE, Alike, AlikeBatches, encode_alike
 from clearhead.bundle import Bundle
 from clearhead.errors import ConfigError, refuse
 from clearhead.evaluation.judgement import Judgement
-from clearhead.evaluation.metrics import METRICS
+from clearhead.evaluation.metrics import METRICS, Counts
 from clearhead.hub.sentences import Sentences
 from clearhead.losses import Answered, Objective
 from clearhead.model.dtypes import wide
@@ -117,14 +118,23 @@ def _figures_of(said: Answers, meant: Answers) -> dict[str, tuple[list[object], 
     found, wanted = np.array(said, dtype=np.float64), np.array(meant, dtype=np.float64)
     if not np.isnan(wanted[:, 0]).any():
         return {"scored": (found[:, :1].tolist(), wanted[:, :1].tolist())}
-    anchors, texts = found[:, 1:], wanted[:, 1:]
+    # Equal texts count as one: an anchor with several positives is one query.
+    (anchors, query), (texts, own) = (_distinct(vectors[:, 1:]) for vectors in (found, wanted))
+    relevant: list[dict[int, float]] = [{} for _ in anchors]
+    for place, text in zip(query.tolist(), own.tolist()):
+        relevant[place][text] = 1.0
     ranked: list[object] = []
-    _, group = np.unique(texts.round(6), axis=0, return_inverse=True)  # equal texts count as one
-    first = np.unique(group, return_index=True)[1]
     for start in range(0, len(anchors), CHUNK):
-        order = np.argsort(-(anchors[start : start + CHUNK] @ texts[first].T), axis=1, kind="stable")
+        order = np.argsort(-(anchors[start : start + CHUNK] @ texts.T), axis=1, kind="stable")
         ranked += order[:, :10].tolist()
-    return {"ranked": (ranked, [{int(own): 1.0} for own in group])}
+    return {"ranked": (ranked, [*relevant])}
+
+
+def _distinct(vectors: Counts) -> tuple[Counts, NDArray[np.int64]]:
+    """Return the vectors that differ, in their order, and of each one its place among these."""
+    _, first, group = np.unique(vectors.round(6), axis=0, return_index=True, return_inverse=True)
+    order = np.argsort(first)
+    return vectors[first[order]], np.argsort(order)[group.reshape(-1)]
 
 
 def _scores(predicted: Answers, wanted: Answers, labels: Sequence[str]) -> dict[str, float]:
