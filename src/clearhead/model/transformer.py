@@ -12,8 +12,7 @@ from typing import Literal, cast
 import torch
 from torch import Tensor, nn
 
-from clearhead.config import ModelConfig, StackSpec
-from clearhead.config.elsewhere import CalledByName
+from clearhead.config import CalledByName, ModelConfig, StackSpec
 from clearhead.errors import InputError, refuse
 from clearhead.model import attend, checks, fronts, heads, masks
 from clearhead.model.attention import Attention
