@@ -69,7 +69,7 @@ def serve(
     log_prompts: Annotated[
         bool, option("write what is asked to stderr, a line each; else nothing of it is written anywhere")
     ] = False,
-    device: Device = "cpu",
+    device: Device = "auto",
     dtype: Dtype = None,
 ) -> None:
     """Serve a model over HTTP, with the routes of OpenAI's API: any client of it works.
@@ -148,7 +148,7 @@ def batch(
     ray: Annotated[
         int, option("engines to run as actors of Ray, on the cluster that RAY_ADDRESS names or here; 0: none")
     ] = 0,
-    device: Device = "cpu",
+    device: Device = "auto",
     dtype: Dtype = None,
 ) -> None:
     """Answer a file of requests: OpenAI's batch lines, or bodies of completions and chats.
