@@ -103,6 +103,11 @@ def test_options_show_what_to_write(command, capsys):
         cli.main([command, "--help"])
     out = capsys.readouterr().out
     assert "{None}" not in out and " STR" not in out
+    words = " ".join(out.replace("│", " ").split())
+    assert "(default: None)" not in words and "(default: )" not in words
+    if "--device " in words:
+        shown = words.split("--device ")[1].split(" --")[0]
+        assert shown.endswith("(default: auto)"), "one default of --device everywhere"
 
 
 # The public names -----------------------------------------------------------------------------------------

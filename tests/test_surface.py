@@ -13,6 +13,7 @@ import torch
 
 import clearhead as ch
 from clearhead.batches.padding import padded, real_tokens
+from clearhead.config.elsewhere import ARGUMENTS
 from clearhead.inside.parts.examples import examples_from
 from clearhead.typed import OTHER_NAMES
 from tests.harness import build, some_ids, worst
@@ -150,6 +151,10 @@ def test_a_misspelt_field_is_one_line_and_a_config_stays_a_value():
     assert [*inspect.signature(ch.ModelConfig).parameters] == [
         field.name for field in dataclasses.fields(ch.ModelConfig)
     ]
+
+
+def test_the_known_arguments_are_those_of_forward():
+    assert list(ARGUMENTS) == [*inspect.signature(ch.Transformer.forward).parameters][1:]
 
 
 @pytest.mark.parametrize(

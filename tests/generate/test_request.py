@@ -13,7 +13,7 @@ import pytest
 import tyro
 
 import clearhead as ch
-from clearhead.commands.requests import CommandRequest
+from clearhead.commands.requests import GROUPS, CommandRequest, GroupedRequest
 from clearhead.generate.request import SEQUENCES, Request, RequestOptions, make_request
 from clearhead.tasks.generation import GenerateOptions, TranslateOptions
 
@@ -37,8 +37,8 @@ def test_keywords_command_and_json_make_the_same_request():
     ]
     wanted = Request(temperature=0.8, top_p=0.9, seed=3, stop=("a", "b"), max_new_tokens=7)
     assert make_request(options) == make_request(json.loads(json.dumps(options))) == wanted
-    command = tyro.cli(CommandRequest, args=flags)
-    assert make_request(command.given()) == wanted
+    command = tyro.cli(GroupedRequest, args=flags)
+    assert make_request(command.request().given()) == wanted
     assert make_request(CommandRequest().given()) == Request()  # one set of defaults
 
 
@@ -55,12 +55,14 @@ def test_every_field_is_a_keyword_and_an_option(capsys):
         if name not in SEQUENCES:
             assert hint == hints[name], name
     with pytest.raises(SystemExit):
-        tyro.cli(CommandRequest, args=["--help"])
+        tyro.cli(GroupedRequest, args=["--help"])
     help_text = capsys.readouterr().out
     renamed = {"num_beams": "beams", "stop_tokens": "stop-token"}
     hidden = {"logprobs", "alternatives", "reuse", "banned_sequences", "renormalize"}
     for name in FIELDS - hidden:  # the command has --logprobs COUNT
         assert f"--{renamed.get(name, name.replace('_', '-'))} " in help_text, name
+    assert sorted(name for _, names in GROUPS.values() for name in names.split()) == sorted(FIELDS - hidden)
+    assert all(f"─ {group} options ─" in help_text for group in GROUPS)
 
 
 def test_sequences_are_tuples():

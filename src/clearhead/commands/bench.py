@@ -46,7 +46,7 @@ def bench(
     rounds: Annotated[int, option("runs of each program, in turn; the median counts")] = 3,
     plot: Plot = None,
     tokenizer: Tokenizer = None,
-    device: Device = "cpu",
+    device: Device = "auto",
     dtype: Dtype = None,
     quantize: Annotated[
         Literal["int8", "int4"] | None,

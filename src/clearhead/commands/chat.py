@@ -18,11 +18,11 @@ from tyro.conf import Positional, arg
 import clearhead as ch
 from clearhead.commands.common import Device, Dtype, Folder, load_model, option, print_notes
 from clearhead.commands.models import page_server
-from clearhead.commands.requests import CommandRequest
+from clearhead.commands.requests import GroupedRequest, options_with
 from clearhead.errors import ClearheadError, InputError, refuse
 from clearhead.generate.request import make_request
 
-ASKED = CommandRequest(max_new_tokens=512)  # of an answer at most, where the command does not say
+ASKED = options_with(max_new_tokens=512)  # of an answer at most, where the command does not say
 HELP = """\
 /reset         forget the conversation, but not the system message
 /system TEXT   set the system message (no text: none), forget the conversation
@@ -39,7 +39,7 @@ def chat(
         option("what to say first, in place of the lines of stdin", metavar="TEXT"),
     ] = None,
     system: Annotated[str | None, option("the system message")] = None,
-    request: Annotated[CommandRequest, arg(name="")] = ASKED,
+    asking: Annotated[GroupedRequest, arg(name="")] = ASKED,
     port: Annotated[int, option("of the page that /look opens; 0: any that is free")] = 0,
     no_open: Annotated[bool, option("/look prints its address and opens no browser")] = False,
     device: Device = "auto",
@@ -52,6 +52,7 @@ def chat(
       clearhead chat my-model/ --system "Be brief." --temperature 0.7 --seed 1
       echo "What is a heron?" | clearhead chat my-model/
     """
+    request = asking.request()
     asked = {"max_new_tokens": request.max_new_tokens, **request.given()}
     make_request(asked)  # a mistake is said before the model is loaded
     model = load_model(folder, device=device, dtype=dtype)

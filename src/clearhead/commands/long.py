@@ -59,7 +59,7 @@ def long(
     seed: Annotated[int, option("random seed of needles and tokens")] = 0,
     plot: Plot = None,
     tokenizer: Tokenizer = None,
-    device: Device = "cpu",
+    device: Device = "auto",
     dtype: Dtype = None,
     json: Json = False,
 ) -> None:

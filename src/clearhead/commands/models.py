@@ -78,9 +78,10 @@ def check(
     device: Annotated[
         str,
         option(
-            "where the model runs; elsewhere than on the CPU, the two are compared", metavar="cpu|cuda|mps"
+            "where the model runs; elsewhere than on the CPU, the two are compared",
+            metavar="cpu|cuda|mps|auto",
         ),
-    ] = "cpu",
+    ] = "auto",
     compile: Annotated[bool, option("compare with the compiled model too: 15 seconds and more")] = False,
     large: Annotated[
         bool, option("above 500 million parameters, run the rows that copy the model too")

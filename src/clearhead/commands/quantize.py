@@ -60,7 +60,7 @@ def quantize(
     report: Annotated[bool, option("list every layer, not only those of the largest errors")] = False,
     plot: Plot = None,
     tokenizer: Tokenizer = None,
-    device: Device = "cpu",
+    device: Device = "auto",
     overwrite: Annotated[bool, option("write into OUT although it holds a model already")] = False,
     json: Json = False,
 ) -> None:

@@ -49,7 +49,7 @@ def index(
         Literal["exact", "hnsw"] | None,
         option("compare every vector, or those that a graph proposes; default: as before, or exact"),
     ] = None,
-    device: Device = "cpu",
+    device: Device = "auto",
     json: Json = False,
 ) -> None:
     """Index the passages of files, to search them by meaning and by words.
@@ -116,7 +116,7 @@ def search(
 def _check_device(model: Path | None, device: str) -> None:
     """Refuse a device without the embedder that is to be on it: the index's own is loaded on the CPU."""
     refuse(
-        model is None and device != "cpu",
+        model is None and device not in ("auto", "cpu"),
         f"--device {device} is for the embedder: name it too, by --model DIR",
     )
 
@@ -203,7 +203,7 @@ def rerank(
     file: Annotated[Path | None, option("read one text per line; - : stdin")] = None,
     top: Annotated[int | None, option("show so many")] = None,
     batch_size: Annotated[int, option("texts at a time")] = 32,
-    device: Device = "cpu",
+    device: Device = "auto",
     json: Json = False,
 ) -> None:
     """Put the texts first that answer a query best, by a cross-encoder or by vectors.

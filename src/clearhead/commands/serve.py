@@ -73,7 +73,7 @@ def serve(
         bool,
         option("share cached prefixes between API keys too: cached_tokens then tells what others have asked"),
     ] = False,
-    device: Device = "cpu",
+    device: Device = "auto",
     dtype: Dtype = None,
 ) -> None:
     """Serve a model over HTTP, with the routes of OpenAI's API: any client of it works.
@@ -153,7 +153,7 @@ def batch(
     ray: Annotated[
         int, option("engines to run as actors of Ray, on the cluster that RAY_ADDRESS names or here; 0: none")
     ] = 0,
-    device: Device = "cpu",
+    device: Device = "auto",
     dtype: Dtype = None,
 ) -> None:
     """Answer a file of requests: OpenAI's batch lines, or bodies of completions and chats.

@@ -59,7 +59,7 @@ def transcribe(
     json: Annotated[bool, option("a JSON object for each file, on one line")] = False,
     batch_size: Annotated[int, option("windows of 30 seconds at a time")] = 8,
     tokenizer: Tokenizer = None,
-    device: Device = "cpu",
+    device: Device = "auto",
     dtype: Dtype = None,
 ) -> None:
     """Write down what is said in sound files; long ones are read by windows.

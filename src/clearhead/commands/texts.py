@@ -71,7 +71,7 @@ class TextOptions:
     tokenizer: Annotated[
         Path | None, option("a directory, tokenizer.json, SentencePiece .model or llama2.c .bin")
     ] = None
-    device: Device = "cpu"
+    device: Device = "auto"
     dtype: Dtype = None
 
     def load(self, folder: Path, parallel: Mapping[str, int] | None = None) -> ch.Model:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, cast
 from tyro.conf import Positional, arg
 
 from clearhead.commands.common import Beams, Folder, LengthPenalty, TokenIds, option, warnings_as_notes
-from clearhead.commands.requests import CommandRequest
+from clearhead.commands.requests import GroupedRequest
 from clearhead.commands.retrieve import Passages, Retrieve, cite, reader
 from clearhead.commands.texts import Options, Text, TextOptions, together
 from clearhead.config import TABLES
@@ -24,7 +24,7 @@ Prompt = Annotated[
     Positional[str | None],
     option(
         "the text to continue (with an encoder: to answer); - or nothing: stdin, one prompt per line",
-        metavar="PROMPT",
+        metavar="TEXT",
     ),
 ]
 
@@ -32,7 +32,7 @@ Prompt = Annotated[
 def generate(
     folder: Folder,
     prompt: Prompt = None,
-    request: Annotated[CommandRequest, arg(name="")] = CommandRequest(),  # noqa: B008
+    asking: Annotated[GroupedRequest, arg(name="")] = GroupedRequest(),  # noqa: B008
     draft: Annotated[Path | None, option("a smaller model that guesses tokens, in place of --lookup")] = None,
     best: Annotated[
         int | None,
@@ -55,6 +55,7 @@ def generate(
       clearhead generate my-model/ "We met in" --retrieve notes.index
       torchrun --nproc-per-node 2 -m clearhead generate my-model/ "Once upon"
     """
+    request = asking.request()
     asked = request.given() | ({} if best is None else {"logprobs": True, "alternatives": best})
     make_request(asked)  # a mistake is said before the model is loaded
     refuse(ids and retrieve is not None, "--retrieve looks for text, and --ids gives none: leave one out")

@@ -16,6 +16,7 @@ from typing import Any
 
 from clearhead.config.checks import MOST_LAYERS, MOST_WIDE, check_given, check_specs
 from clearhead.config.depth import check_depth
+from clearhead.config.elsewhere import CalledByName
 from clearhead.config.fields import (
     BIASES,
     LEARNED_BIASES,
@@ -39,6 +40,7 @@ __all__ = [
     "MOST_LAYERS",
     "MOST_WIDE",
     "TABLES",
+    "CalledByName",
     "Family",
     "HeadSpec",
     "Initialisation",

@@ -1,8 +1,13 @@
 """What other libraries call the arguments of a model; for fields of a config, see `typed`."""
 
-from collections.abc import Iterable
+from typing import Any
 
 from clearhead.errors import InputError, nearest
+
+ARGUMENTS = (
+    "ids", "mask", "source", "source_mask", "positions", "cache", "types", "documents", "source_documents",
+    "prefix", "bias", "global_mask", "logits",
+)  # fmt: skip
 
 # What other libraries call an argument of `forward`, or what to do in its place.
 OTHER_NAMES = {
@@ -29,11 +34,23 @@ OTHER_WAYS = {
 READ_BY_ENCODER = {"ids": "source", "mask": "source_mask"}
 
 
-def refuse_names(named: Iterable[str], arguments: Iterable[str], both: bool) -> None:
-    """Raise for the first name that is no argument, with ours; `both`: there are an encoder and a decoder."""
-    name = next(name for name in named if name not in arguments)
+class CalledByName:
+    """A model whose call refuses an argument that goes by another name, in one line with ours."""
+
+    config: Any
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        """Run the model."""
+        for name in named:
+            if name not in ARGUMENTS:
+                refuse_name(name, both=len(self.config.stacks) == 2)
+        return super().__call__(*inputs, **named)  # type: ignore[misc]  # that of nn.Module
+
+
+def refuse_name(name: str, both: bool) -> None:
+    """Raise an error about an argument, with the name or the way that we have; `both`: of two stacks."""
     ours = OTHER_NAMES.get(name, "")
     if both and not name.startswith(("decoder", "tgt")):
         ours = READ_BY_ENCODER.get(ours, ours)  # elsewhere the bare names are the encoder's
-    way = OTHER_WAYS.get(name) or f"the model takes {', '.join(arguments)}"
-    raise InputError(f'no argument is called "{name}"{nearest(ours or name, arguments)}: {way}')
+    way = OTHER_WAYS.get(name) or f"the model takes {', '.join(ARGUMENTS)}"
+    raise InputError(f'no argument is called "{name}"{nearest(ours or name, ARGUMENTS)}: {way}')

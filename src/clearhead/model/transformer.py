@@ -7,14 +7,12 @@ import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from inspect import signature
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
 
-from clearhead.config import ModelConfig, StackSpec
-from clearhead.config.elsewhere import refuse_names
+from clearhead.config import CalledByName, ModelConfig, StackSpec
 from clearhead.errors import InputError, refuse
 from clearhead.model import attend, checks, fronts, heads, masks
 from clearhead.model.attention import Attention
@@ -46,7 +44,7 @@ class Output:
 torch.utils._pytree.register_dataclass(Output)
 
 
-class Transformer(nn.Module):
+class Transformer(CalledByName, nn.Module):
     """Any model the config can describe. See `forward` for what goes in and `Output` for what comes out."""
 
     def __init__(self, config: ModelConfig) -> None:
@@ -70,12 +68,6 @@ class Transformer(nn.Module):
     def main(self) -> Stack:
         """The stack that feeds the head."""
         return cast(Stack, self.decoder if self.decoder is not None else self.encoder)
-
-    def __call__(self, *inputs: Any, **named: Any) -> Any:
-        """Run `forward`; an argument that goes by another name elsewhere is an error that says ours."""
-        if not torch.compiler.is_compiling() and not named.keys() <= ARGUMENTS.keys():
-            refuse_names(named, ARGUMENTS, both=len(self.config.stacks) == 2)
-        return super().__call__(*inputs, **named)
 
     def forward(
         self,
@@ -206,9 +198,6 @@ def model_steps(config: ModelConfig, run: Pass, length: int, source_length: int)
         yield from stack_steps(stack, run, inputs, memory, stack is config.decoder and shares_front(config))
         memory = stack.n_tokens(inputs)
     yield from heads.HEADS[config.readout.head].steps(config.readout, run, memory)
-
-
-ARGUMENTS = dict.fromkeys(name for name in signature(Transformer.forward).parameters if name != "self")
 
 
 @contextmanager
