@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import pathlib
 import pickle
+import shlex
 import wave
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -20,12 +23,15 @@ from transformers.generation.logits_process import (
 from transformers.models.whisper.generation_whisper import WhisperGenerationMixin
 
 import clearhead as ch
+from clearhead.commands.common import writing
+from clearhead.commands.speech import as_format
 from clearhead.data.sounds import read_sound, resampled
 from clearhead.generate.timestamps import Timestamps, segments_of
 from clearhead.hub.languages import CODES, LANGUAGES
 from clearhead.hub.openai_whisper import read_vocabulary, rules_of, unpack
 from clearhead.hub.spectrogram import Spectrogram
-from clearhead.tasks.fallback import WindowBatch
+from clearhead.tasks.fallback import Fallback, WindowBatch, make_fallback
+from clearhead.tasks.results import Segment
 from tests.hub.packages import packaged
 from tests.parity.harness import reference
 from tests.test_use_commands import byte_tokenizer, run
@@ -210,7 +216,9 @@ def test_transcripts_are_the_reference_s(folder, language, task, times):
         assert one.language == (language or {257 + 1: "en", 257 + 2: "de"}[int(heard)])
         windows += len(told)
         alone = ours.transcribe(clip, language=language, task=task, timestamps=times)
-        assert alone == one  # as in the batch
+        assert replace(alone, windows=()) == replace(one, windows=())  # as in the batch
+        measures = [[window.logprob for window in each.windows] for each in (alone, one)]
+        assert measures[0] == pytest.approx(measures[1], abs=1e-5)
     assert windows > len(clips) or not times
 
 
@@ -288,7 +296,10 @@ def test_what_is_drawn_depends_on_the_seed_alone(folder, tmp_path, capsys):
     assert [one.ids for one in made] == [m.transcribe(clip, **options).ids for clip in clips]
     assert made[0].ids != m.transcribe(clips[0], seed=1, **options).ids
     greedy = m.transcribe(clips[0], language="de")
-    assert greedy.windows == () and greedy.ids == m.transcribe(clips[0], language="de", temperature=0).ids
+    assert [one.temperature for one in greedy.windows] == [0.0]
+    unjudged = {"compression_ratio_threshold": math.inf, "logprob_threshold": -math.inf}
+    again = m.transcribe(clips[0], language="de", temperature=0, **unjudged)
+    assert again.windows == () and greedy.ids == again.ids
     import soundfile
 
     soundfile.write(tmp_path / "clip.wav", clips[0], 16_000)
@@ -372,11 +383,107 @@ def test_what_cannot_be_transcribed_is_said_in_one_line(folder, tmp_path, capsys
     code, out, err = run("transcribe", folder, clip, tmp_path / "text.wav", "--json", capsys=capsys)
     rows = [json.loads(line) for line in out.splitlines()]
     assert code == 1 and rows[0]["language"] in ("en", "de") and "Format not" in rows[1]["error"]
+    assert "text.wav cannot be read as sound" in err and err.endswith("1 of 2 files failed\n")
+    # What went wrong never stands among transcripts.
+    broken = [tmp_path / "text.wav", clip, tmp_path / "none.wav"]
+    for more in ([], ["--timestamps"], ["--output", tmp_path / "out.txt"], ["--format", "srt"]):
+        given = [*more, "--output", tmp_path / "subtitles"] if "srt" in more else more
+        code, out, err = run("transcribe", folder, *broken, *given, capsys=capsys)
+        said = out + "".join(path.read_text() for path in (tmp_path / "subtitles").glob("*"))
+        said += (tmp_path / "out.txt").read_text() if (tmp_path / "out.txt").exists() else ""
+        assert code == 1 and "cannot be read" not in said and "none.wav" not in said and "error" not in said
+        assert "text.wav cannot be read" in err and "none.wav is no file" in err and err.count("\n") == 3
+    assert [path.name for path in (tmp_path / "subtitles").iterdir()] == ["clip.srt"]
     assert rows[0]["text"] == ch.load(folder).transcribe(clip).text
     assert rows[0]["text"] == ch.load(folder).transcribe(tmp_path / "piped.wav").text  # length unknown then
     monkeypatch.setitem(__import__("sys").modules, "soundfile", None)
     code, out, err = run("transcribe", folder, clip, capsys=capsys)
     assert code == 2 and "pip install 'clearhead[audio]'" in err
+
+
+# Subtitles, and silence -------------------------------------------------------------------------------------
+
+
+def some_segments(count: int) -> list[Segment]:
+    random = np.random.default_rng(count)
+    ends = np.cumsum(random.uniform(0.0005, 900, 2 * count)).reshape(count, 2)
+    texts = [" a --> b ", "ein, zwei", "你好", "x\u00a0", "..."]
+    return [
+        Segment(round(float(start), 3), round(float(end), 3), texts[n % 5])
+        for n, (start, end) in enumerate(ends)
+    ]
+
+
+@pytest.mark.parametrize("format", ["txt", "srt", "vtt"])
+def test_subtitles_are_those_of_whisper_s_writers(format, tmp_path):
+    """The writers of mlx-whisper, a copy of OpenAI's: their file alone is run, which imports no mlx."""
+    source = packaged("mlx-whisper", "mlx_whisper") / "writers.py"
+    spec = importlib.util.spec_from_file_location("writers", source)
+    writers = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(writers)
+    for count in (0, 1, 2, 17):
+        made = some_segments(count)
+        result = {"segments": [{"start": one.start, "end": one.end, "text": one.text} for one in made]}
+        getattr(writers, f"Write{format.upper()}")(str(tmp_path))(result, f"{count}.wav")
+        with writing(tmp_path / "ours") as write:
+            if text := as_format(made, format):
+                write(text)
+        assert (tmp_path / "ours").read_bytes() == (tmp_path / f"{count}.{format}").read_bytes()
+
+
+def test_formats_of_the_command(folder, tmp_path, capsys):
+    import soundfile
+
+    clip, other = tmp_path / "clip.wav", tmp_path / "more" / "clip.flac"
+    other.parent.mkdir()
+    soundfile.write(clip, sounds()[2], 16_000)
+    soundfile.write(other, sounds()[0], 16_000)
+    made = ch.load(folder).transcribe(clip, timestamps=True)
+    assert len(made.segments) > 1
+    for format in ("srt", "vtt", "txt"):
+        code, out, _ = run("transcribe", folder, clip, "--format", format, capsys=capsys)
+        assert code == 0 and out == as_format(made.segments, format) + "\n"
+        target = tmp_path / f"out.{format}"
+        code, said, _ = run("transcribe", folder, clip, "--format", format, "--output", target, capsys=capsys)
+        assert code == 0 and not said and target.read_text(encoding="utf-8") == out
+    code, out, _ = run("transcribe", folder, clip, "--format", "json", capsys=capsys)
+    told = json.loads(out)["segments"]
+    assert [(one["start"], one["end"], one["text"]) for one in told] == [
+        (one.start, one.end, one.text) for one in made.segments
+    ]
+    for more, wrong in (
+        ([other, "--format", "srt"], "name a directory for them with --output"),
+        ([other, "--format", "srt", "--output", tmp_path / "out.srt"], "name a directory"),
+        (
+            [other, "--format", "vtt", "--output", tmp_path / "new"],
+            "clip.vtt: transcribe those by",
+        ),
+        (["--format", "srt", "--json"], "--json and --format srt were both given"),
+    ):
+        code, out, err = run("transcribe", folder, clip, *more, capsys=capsys)
+        assert code == 2 and not out and wrong in err and err.count("\n") == 1, err
+    assert not (tmp_path / "new").exists()
+
+
+def test_silence_gives_nothing(folder, tmp_path, capsys):
+    import soundfile
+
+    m, sound, silence = ch.load(folder), sounds()[1], np.zeros(40_000, np.float32)
+    unjudged = m.transcribe(silence, no_speech_threshold=math.inf)
+    assert unjudged.text  # the model would write something
+    made = m.transcribe(silence, timestamps=True)
+    assert (made.text, made.segments, made.ids, made.windows) == ("", [], [], ())
+    # Silent windows before a sound are passed over: it is read where it begins.
+    late = m.transcribe(np.concatenate([np.zeros(32_000, np.float32), sound]), timestamps=True)
+    assert late.ids == m.transcribe(sound, timestamps=True).ids
+    assert [one.start for one in late.segments] == [
+        pytest.approx(one.start + 2, abs=1e-3) for one in m.transcribe(sound, timestamps=True).segments
+    ]
+    assert make_fallback(0.0, {}, {}) == Fallback((0.0,), 1.35, -1.0, 0.6)
+    soundfile.write(tmp_path / "silence.wav", silence, 16_000)
+    for more, nothing in (([], ""), (["--format", "srt"], ""), (["--format", "vtt"], "WEBVTT\n\n")):
+        code, out, err = run("transcribe", folder, tmp_path / "silence.wav", *more, capsys=capsys)
+        assert (code, out, err) == (0, nothing, "")
 
 
 def test_settings_that_are_not_honoured_are_refused(folder, tmp_path):
@@ -414,6 +521,17 @@ def test_files_that_are_no_model_of_openai_s(tmp_path, capsys):
     for name, said in (("code.pt", "is refused"), ("dims.pt", "is no Whisper file"), ("no.pt", "is no file")):
         code, out, err = run("convert", tmp_path / name, tmp_path / "out", capsys=capsys)
         assert code == 2 and said in err and not out and not (tmp_path / "out").exists()
+    for name, vocabulary in (("tiny.en.pt", "gpt2"), ("my base.pt", "multilingual")):
+        weights = tmp_path / name
+        weights.write_bytes(b"")
+        target = f"{weights.with_suffix('')}/"
+        command = shlex.join(["clearhead", "convert", str(weights), target, "--tokenizer"])
+        for words in (["transcribe", weights, "a.wav"], ["check", weights]):
+            (tmp_path / "a.wav").write_bytes(b"RIFF")
+            code, out, err = run(*words[:2], *(tmp_path / one for one in words[2:]), capsys=capsys)
+            assert code == 2 and f"`{command} {vocabulary}.tiktoken`" in err and err.count("\n") == 1
+        with pytest.raises(ch.ClearheadError, match=f"{vocabulary}.tiktoken"):
+            ch.load(weights)
     (tmp_path / "bad.tiktoken").write_text("IQ== 0\nIg== 5\n")
     with pytest.raises(ch.CheckpointError, match="is no whole vocabulary"):
         read_vocabulary(tmp_path / "bad.tiktoken", 51_864)
@@ -453,6 +571,11 @@ def test_tiny_en_says_what_transformers_says(shared, tmp_path, capsys, monkeypat
             assert window.compression_ratio == seen[0]["ratio"]
             assert window.logprob == pytest.approx(seen[0]["logprob"], abs=1e-5)
             assert "my fellow Americans" in made.text and made.segments[0].end == 8.0
+    # Noise without words, of which the model would write some, and no sound at all.
+    noise = 0.01 * np.random.default_rng(0).standard_normal(80_000).astype(np.float32)
+    for clip in (noise, np.zeros(80_000, np.float32)):
+        assert ours.transcribe(clip, logprob_threshold=-math.inf, no_speech_threshold=math.inf).text
+        assert ours.transcribe(clip).text == ours.transcribe(clip, timestamps=True).text == ""
     # Of the multilingual vocabulary, the tokens and the rules that transformers states for it.
     tokenizer = read_vocabulary(vocabulary / "multilingual.tiktoken", 51_865)
     rules = rules_of(tokenizer, 448, vocabulary)

@@ -5,8 +5,10 @@ that line and exits with code 2; library users catch `ClearheadError`.
 """
 
 import difflib
+import shlex
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 LONGEST = 1500  # characters of a message
 CONTROL = {code: ascii(chr(code))[1:-1] for code in (*range(32), 127)}  # shown as escapes
@@ -63,6 +65,21 @@ def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, at most 200 characters; without one, its class."""
     lines = str(error).strip().splitlines()
     return lines[0][:200] if lines else type(error).__name__
+
+
+def no_model(path: Path) -> str:
+    """Return why a path names no model, and the way out; a .pt file is perhaps a Whisper of OpenAI's."""
+    if path.suffix == ".pt" and path.is_file():
+        folder, vocabulary = path.with_suffix(""), "gpt2" if ".en" in path.stem else "multilingual"
+        command = shlex.join(["clearhead", "convert", str(path), f"{folder}/", "--tokenizer"])
+        return (
+            f"{path} is not a model directory: make one of OpenAI's Whisper file by "
+            f"`{command} {vocabulary}.tiktoken`, with the vocabulary from whisper/assets in OpenAI's package"
+        )
+    return (
+        f"{path} is not a directory: name a model directory or a GGUF file; one from the Hub is fetched by "
+        f"`hf download {path} --local-dir DIR`"
+    )
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from functools import partial
 
 import numpy as np
 import pytest
@@ -10,6 +11,8 @@ import torch
 import clearhead as ch
 from clearhead.cli import main
 from clearhead.graph import export as graph
+from clearhead.graph.function import Function
+from clearhead.graph.inputs import example, expected, sizes_of
 from clearhead.hub.sentences import Sentences
 
 onnxruntime = pytest.importorskip("onnxruntime")
@@ -90,7 +93,7 @@ def test_the_command_writes_a_sentence_encoder_and_leaves_nothing_half_written(t
     before = out.read_bytes()
     monkeypatch.setattr(graph, "TOLERANCE", -1.0)
     for words, wrong in (
-        (["--overwrite"], "differs from the model's by"),
+        (["--overwrite"], "differs from the model's at real tokens by"),
         ([], "exists already"),
         (["--overwrite", "--dtype", "float16"], "--dtype float16 is not for a graph"),
         (["--overwrite", "--cache"], "a cache of keys is for a decoder of text"),
@@ -100,6 +103,62 @@ def test_the_command_writes_a_sentence_encoder_and_leaves_nothing_half_written(t
         said = capsys.readouterr().err.strip()
         assert stopped.value.code == 2 and wrong in said and "\n" not in said
         assert out.read_bytes() == before and [one.name for one in out.parent.iterdir()] == ["m.pt2"]
+
+
+LLAMA = {"positions": "rope", "norm": "rmsnorm", "bias": False, "gated": True, "activation": "silu"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "cache"),
+    [
+        (LLAMA, False),
+        (LLAMA, True),
+        ({"family": "encoder", "head": "none"}, False),
+        ({"family": "encoder-decoder", "input": "frames", "d_input": 3}, False),
+    ],
+)
+@torch.no_grad()
+def test_a_file_is_compared_at_real_tokens_alone(fields, cache):
+    """What stands at padding, left or right, is the runtime's own: no difference there, any other is one."""
+    function = Function(made(**fields).model.eval(), None, cache)
+    sizes = sizes_of(function.model.config)[1]
+
+    def run_with(at_padding: float, at_tokens: float, given: dict) -> dict:
+        answers = expected(
+            function, dict(given), next(size for size in sizes if size.batch == batch_of(given))
+        )
+        mask = given.get("decoder_attention_mask", given.get("attention_mask")).bool()
+        for name, value in answers.items():
+            rows = value.transpose(1, 2) if name.startswith("present") else value
+            seen = mask[:, -rows.shape[1] :] if rows.shape[1] else mask[:, :0]
+            rows[~seen] += at_padding
+            rows[seen] += at_tokens
+        return answers
+
+    assert graph._verify(function, partial(run_with, 7.0, 0.0), sizes) == 0
+    assert graph._verify(function, partial(run_with, torch.nan, 0.0), sizes) == 0
+    assert 1e-6 < graph._verify(function, partial(run_with, 0.0, 5e-6), sizes) < 1e-5
+    with pytest.raises(ch.InputError, match="at real tokens by") as told:
+        graph._verify(function, partial(run_with, 0.0, 1e-3), sizes)
+    assert "InputSizes" not in str(told.value) and "batch 3" in str(told.value)
+
+
+def batch_of(given: dict) -> int:
+    return len(next(iter(given.values())))
+
+
+def test_the_difference_is_relative_to_large_values_at_real_tokens():
+    """Logits of a thousand differ by 1e-3 where those of one differ by 1e-6; padding does not count as large."""
+    m = made(**LLAMA)
+    function, sizes = Function(m.model.eval(), None, False), sizes_of(m.config)[1]
+    with torch.no_grad():
+        m.model.head.out.weight.mul_(1000)
+        largest = max(
+            float(function(example(function, size, n + 1))["logits"].abs().max())
+            for n, size in enumerate(sizes)
+        )
+        off = graph._verify(function, lambda given: {"logits": function(given)["logits"] + 1e-3}, sizes)
+    assert largest > 100 and 1e-3 / largest <= off <= 1e-5
 
 
 @pytest.mark.parametrize(

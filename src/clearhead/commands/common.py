@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from tyro.conf import Positional, UseAppendAction, arg
 
 import clearhead as ch
-from clearhead.errors import ConfigError, InputError, nearest, refuse
+from clearhead.errors import ConfigError, InputError, nearest, no_model, refuse
 
 
 def option(help: str, **more: Any) -> Any:
@@ -72,8 +72,7 @@ def check_inputs(folder: Path, plot: Path | None = None) -> None:
     """Refuse a missing model or an unknown format of picture, before importing torch."""
     refuse(
         not folder.is_dir() and not is_gguf_file(folder) and not may_be_tower(folder),
-        f"{folder} is not a directory: name a model directory or a GGUF file; "
-        f"one from the Hub is fetched by `hf download {folder} --local-dir DIR`",
+        no_model(folder),
     )
     check_picture(plot)
 

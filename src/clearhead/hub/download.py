@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from clearhead.errors import CheckpointError, MissingExtraError
+from clearhead.errors import CheckpointError, MissingExtraError, no_model
 from clearhead.hub.files import refuse
 from clearhead.hub.gguf_file import is_gguf
 from clearhead.hub.registry import tower_path
@@ -26,9 +26,6 @@ def here_or_fetched(name: str | Path, allow_download: bool) -> Path:
     path = Path(name)
     if path.is_dir() or is_gguf(path) or tower_path(path) is not None:
         return path
-    refuse(
-        not allow_download,
-        f"{name} is not a directory: name a model directory or a GGUF file; one from the Hub is fetched by "
-        f"`hf download {name} --local-dir DIR`, or in Python by load with allow_download=True",
-    )
+    refuse(path.is_file(), no_model(path))
+    refuse(not allow_download, f"{no_model(path)}, or in Python by load with allow_download=True")
     return download(str(name))

@@ -1,8 +1,9 @@
 """Temperature fallback: a window whose transcript repeats itself or is improbable is drawn again, warmer.
 
 A transcript is taken when it passes both thresholds, and in any case at the last temperature. A window that
-is improbable and in which the model hears no speech is skipped. The measures and the decisions are those of
-transformers' long-form generation.
+is improbable and in which the model hears no speech is skipped, at one temperature too. The measures and the
+decisions are those of transformers' long-form generation; to skip a window, OpenAI's program measures and
+decides the same.
 
 Shapes: B windows read together, T frames of a window, M mel bands, V vocabulary.
 """
@@ -55,8 +56,7 @@ def make_fallback(
 
     Args:
         temperature: one, or several to try in order.
-        asked: thresholds by name. None: what generation_config.json states, else the usual one where there
-            are several temperatures or another threshold is named, else none.
+        asked: thresholds by name. None: what generation_config.json states, else the usual one.
         stated: generation_config.json.
     """
     single = isinstance(temperature, int | float)
@@ -73,11 +73,7 @@ def make_fallback(
             value is not None and (not isinstance(value, int | float) or math.isnan(value)),
             f"{name} {value!r} must be a number; {OFF[name]} switches it off",
         )
-    active = len(given) > 1 or any(value is not None for value in named.values())
-    used = {
-        name: float(value) if value is not None else (USUAL if active else OFF)[name]
-        for name, value in named.items()
-    }
+    used = {name: USUAL[name] if value is None else float(value) for name, value in named.items()}
     made = Fallback(tuple(map(float, given)), **used)
     refuse(
         not single and len(given) > 1 and not made.judges,

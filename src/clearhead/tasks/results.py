@@ -135,4 +135,4 @@ class Transcription:
     language: str | None  # its code, such as "en"; None where the model has no tokens for languages
     ids: list[int]  # the new tokens of all windows, those for times among them
     seconds: float  # how long the sound is
-    windows: tuple[WindowReading, ...] = ()  # where temperatures or thresholds were asked for
+    windows: tuple[WindowReading, ...] = ()  # as they were judged; none where no threshold is on

@@ -8,6 +8,7 @@ Shapes: B windows read together, N samples, T frames of a window, M mel bands.
 """
 
 import io
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -193,7 +194,8 @@ def transcribe(
     )
     refuse(
         timestamps and voice.no_times is None,
-        f"this model has no tokens for times ({NO_TIMES} is not in its vocabulary): leave timestamps out",
+        f"this model has no tokens for times ({NO_TIMES} is not in its vocabulary): leave timestamps and "
+        "--format out",
     )
     named = language_id(voice, language)
     heard = [_hear(voice, sound, rate, timestamps) for sound in sounds]
@@ -202,7 +204,8 @@ def transcribe(
         steps = m.engine.steps_for(runner, None)
         for group in _groups(heard, batch_size):
             _tell_languages(m, voice, group, named)
-        while waiting := [one for one in heard if one.at < len(one.frames)]:
+        skips = fallback.no_speech_threshold < math.inf
+        while waiting := [one for one in heard if _seek(voice, one, skips)]:
             # Transcripts that begin alike are read together.
             alike = [one for one in waiting if one.times == waiting[0].times][:batch_size]
             starts = [voice.begin(one.language, task, one.times) for one in alike]
@@ -270,6 +273,22 @@ def samples_of(sound: Sound, wanted: int, rate: int | None = None) -> Samples:
 
 def _groups(heard: list[Hearing], size: int) -> list[list[Hearing]]:
     return [heard[start : start + size] for start in range(0, len(heard), size)]
+
+
+def _seek(voice: Voice, heard: Hearing, skips: bool) -> bool:
+    """Move past windows without any sound, if these are skipped; return whether one is left to be read.
+
+    There no frame has anything within 80 dB of the loudest moment: all are the floor of the spectrogram. A
+    model may still write a word, and find it probable. What is left of the padding after a sound is read, as
+    transformers does.
+    """
+    while heard.at < len(heard.frames):
+        window = heard.frames[heard.at : heard.at + voice.frames]
+        within = heard.at * voice.sound.seconds < heard.seconds
+        if not (skips and within) or window.min() < window.max():
+            return True
+        heard.at += len(window)
+    return False
 
 
 def _windows(m: Bundle, voice: Voice, heard: list[Hearing]) -> Tensor:
