@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,7 +24,9 @@ from clearhead.model.cache import GrowingKeys
 from clearhead.recipe import Recipe, recipe_names
 from clearhead.report import table
 from clearhead.tasks.spec import sampled
+from clearhead.training import events, loop
 from clearhead.training.events import Validated, read_log
+from clearhead.training.rehearsal import rehearse
 from tests.test_use_commands import byte_tokenizer
 
 
@@ -333,6 +336,10 @@ def test_a_dry_run_decides_all_and_writes_nothing(capsys, tmp_path, monkeypatch)
     assert (found["task"], found["steps"], found["folder"]) == ("classify", 3, "runs/r")
     code, out, _ = inside(*flags, "--dry-run", capsys=capsys)
     assert code == 0 and f"parameters: {found['parameters']:,}" in out and "[train]" in out
+    disk, ready = out.splitlines()[-2:]
+    assert disk.startswith("disk: ") and " at most, and " in disk
+    ready_line = f"ready: 3 steps of classify with {found['parameters']:,} parameters on cpu"
+    assert ready == f"{ready_line}; nothing was trained or written"
 
 
 @pytest.mark.parametrize("recipe", list(recipe_names()))
@@ -340,6 +347,43 @@ def test_the_keys_of_a_recipe_are_shown(recipe, capsys):
     code, out, _ = inside("train", "--recipe", recipe, "--show", "--set", "train.seed=7", capsys=capsys)
     shown = Recipe.from_tables(tomllib.loads(out))
     assert code == 0 and shown == ch.read_recipe(recipe, ["train.seed=7"])
+
+
+@pytest.mark.parametrize(
+    "more",
+    [(), ("train.ema=0.9",), ("train.optimizer=muon", "train.average=2"), ("train.keep_last=3",)],
+    ids=["plain", "ema", "muon, averaged", "three kept"],
+)
+def test_a_run_takes_no_more_disk_than_was_said_and_not_much_less(tmp_path, monkeypatch, more):
+    """Looked at when a checkpoint was written and none removed yet, and at the end."""
+    (tmp_path / "a.txt").write_text("some words of a text that is read again and again\n" * 100)
+    sizes = ["model.d_model=160", "model.n_layers=2", "model.n_heads=2", "train.steps=9", "train.device=cpu"]
+    settings = [*sizes, "train.save_every=2", "train.validate_every=3", "train.samples=0", *more]
+    said = rehearse(tmp_path / "a.txt", out=tmp_path / "run", settings=settings).sizes
+    held, tidy = [], loop.tidy
+
+    def look(*given) -> None:
+        held.append(sum(path.lstat().st_size for path in (tmp_path / "run").rglob("*") if path.is_file()))
+        if given:
+            tidy(*given)
+
+    monkeypatch.setattr(loop, "tidy", look)
+    ch.train(tmp_path / "a.txt", out=tmp_path / "run", settings=settings)
+    look()
+    assert 0.6 * said["bytes on disk, at most"] < max(held) <= said["bytes on disk, at most"]
+    assert said["bytes free there"] > 0
+
+
+def test_a_step_is_told_in_the_words_of_the_field(capsys):
+    from clearhead.commands.train import Watcher
+
+    step = events.Stepped(1, 9, 2.5, 1e-3, 0.5, 1234.0, 1.0, 8.0, 2**30)
+    for task, unit in (("lm", "tok/s"), ("image", "pictures/s")):
+        watcher = Watcher()
+        watcher(events.Started(Path("run"), task, 10, 10, 9, 0, "cpu"))
+        watcher(step)
+        line = capsys.readouterr().err.splitlines()[-1]
+        assert "loss 2.5000  lr 1.00e-03  grad norm 0.50  1,234 " + unit in line
 
 
 def test_the_prediction_of_a_sample_is_never_cut(capsys):

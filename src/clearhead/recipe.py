@@ -102,7 +102,7 @@ class TrainPlan:
 
     # Machine
     device: str = "auto"  # cuda, mps, cpu; auto: the best there is
-    precision: Literal["auto", "float32", "bfloat16", "float16", "float8"] = "auto"  # auto: bfloat16, if fast
+    precision: Literal["auto", "float32", "bfloat16", "float16", "float8"] = "auto"  # auto: float32 on CPUs
     compile: bool | None = None  # None: where it pays
     checkpointing: bool = False  # recompute activations in the backward pass: slower, smaller
     offload: bool = False  # keep weights and moments in main memory: slower, for models too large for a GPU

@@ -39,12 +39,13 @@ from clearhead.commands.common import (
 from clearhead.errors import refuse
 from clearhead.parallel.launch import first_here, started
 from clearhead.recipe import recipe_names
-from clearhead.report import confusion_tables, table
+from clearhead.report import confusion_tables, size, table
 from clearhead.training import events
 
 ECHO = 3  # seconds within which a second Ctrl-C is the first one, passed on
 EVERY = 10  # seconds between the lines of a run without a terminal
 NEWLINE = "\n"
+DISK = ("bytes on disk, at most", "bytes free there")  # of a rehearsal, shown at its end
 SHOWN = ("task", "examples", "targets", "metrics", "intervals", "signatures")
 
 
@@ -98,8 +99,19 @@ def train(
         sizes = [
             f"{name}: {value:,}" if isinstance(value, int) else f"{name}: {value}"
             for name, value in found.sizes.items()
+            if name not in DISK
         ]
-        show_result(found.to_dict(), json, [found.recipe.to_toml(), *sizes, f"folder: {found.folder}"])
+        needed, free = (found.sizes[name] for name in DISK)
+        parameters, steps = (f"{found.sizes[name]:,}" for name in ("parameters", "steps"))
+        ends = [
+            f"folder: {found.folder}",
+            f"disk: {size(needed)} at most, and {size(free)} are free",
+            f"ready: {steps} steps of {found.sizes['task']} with {parameters} parameters on "
+            f"{found.sizes['device']}; nothing was trained or written",
+        ]
+        if needed > free:
+            print_notes([f"{found.folder} needs {size(needed)}, and {size(free)} are free there"])
+        show_result(found.to_dict(), json, [found.recipe.to_toml(), *sizes, *ends])
         return
     with _stopping() as signals:
         try:
@@ -189,6 +201,7 @@ class Watcher:
         self.live = live.Live(console=self.console, refresh_per_second=8, transient=True)
         self.last = 0.0
         self.validated = ""
+        self.unit = "tok"
 
     def __call__(self, event: events.Event) -> None:
         """Show one event."""
@@ -196,6 +209,9 @@ class Watcher:
             case events.Note(line):
                 self.say(line)
             case events.Started():
+                from clearhead.tasks.table import task_named
+
+                self.unit = "pictures" if task_named(event.task).tokens is None else "tok"
                 all_trained = event.trainable == event.parameters
                 also = "" if all_trained else f", {event.trainable:,} of them trained"
                 size = f"{event.parameters:,} parameters{also}, {event.steps:,} steps"
@@ -219,7 +235,7 @@ class Watcher:
             f"loss {event.loss:.4f}",
             f"lr {event.rate:.2e}",
             f"grad norm {event.norm:.2f}",
-            f"{event.tokens_per_second:,.0f} tok/s",
+            f"{event.tokens_per_second:,.0f} {self.unit}/s",
             *([f"MFU {event.mfu:.1%}"] if event.mfu is not None else []),
             f"{event.memory / 2**30:.1f} GiB",
             f"{timedelta(seconds=round(event.left))} left",
