@@ -18,7 +18,7 @@ import torch
 from transformers import MarianConfig, MarianMTModel, logging
 
 import clearhead as ch
-from common import alternate, report, save
+from common import alternate, by_processor, report, save
 
 
 def reference(folder: Path, vocabulary: int) -> MarianMTModel:
@@ -125,7 +125,7 @@ def main() -> None:
         )
         results = [report(title, alternate(jobs, options.rounds), len(sources) * options.new)]
     if options.save:
-        save("cpu_beam", results)
+        save(by_processor("cpu_beam"), results)
 
 
 if __name__ == "__main__":

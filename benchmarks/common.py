@@ -43,8 +43,16 @@ def device_name() -> str:
 
 
 def processor_name() -> str:
-    """The processor's kind and number of threads."""
-    return f"CPU {platform.machine()}, {torch.get_num_threads()} threads"
+    """The processor's kind, its name where the system says it, and the number of threads."""
+    kind = platform.machine()
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    names = {line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")}
+    return f"CPU {' '.join([kind, *sorted(names)])}, {torch.get_num_threads()} threads"
+
+
+def by_processor(name: str) -> str:
+    """The name of a result for this kind of processor: those of Arm and of x86 lie side by side."""
+    return name if platform.machine() == "aarch64" else f"{name}_{platform.machine()}"
 
 
 def report(title: str, seconds: dict[str, float], tokens: int, ours: str = "clearhead") -> dict[str, object]:

@@ -19,7 +19,7 @@ from torch import Tensor
 import clearhead as ch
 from clearhead.fast.prepare import prepared
 from clearhead.generate.decode import greedy
-from common import alternate, report, save
+from common import alternate, by_processor, report, save
 
 
 def translate2(peer: object, folder: str, threads: int) -> Callable[[Tensor, int], object]:
@@ -116,7 +116,7 @@ def main() -> None:
             results.append(report(title, alternate(jobs, options.rounds), batch * options.new))
         folder.cleanup()
     if options.save:
-        save("cpu_decode", results)
+        save(by_processor("cpu_decode"), results)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@
 Each measurement is a process of its own, so that neither inherits memory or warm caches from the other; the
 file itself is in the page cache for both. Time runs from the call to the logits, imports left out. Memory is
 the peak above what the process had after its imports. Products take one thread; both read with several.
-clearhead reads the file into memory of its own, and turns GPT-2's matrices, which are stored [in, out], once;
+clearhead reads the file into memory of its own (or with `mapped=True` maps it, the second row), and turns
+GPT-2's matrices, which are stored [in, out], once;
 transformers maps the file as it is, and pays for some of it in the forward pass. So the time of both together
 is the one to compare, and that of the load alone stands beside it.
 """
@@ -21,7 +22,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from common import save
+from common import by_processor, save
 
 DEVICE = f"CPU {platform.machine()}, 1 thread"
 MEASURE = """
@@ -30,9 +31,9 @@ import torch
 kind, folder = sys.argv[1:]
 # On a machine with neighbours, threads that wait for each other measure the neighbours.
 torch.set_num_threads(1)
-if kind == "clearhead":
+if kind.startswith("clearhead"):
     from clearhead import load as open_model
-    load = lambda: open_model(folder).model
+    load = lambda: open_model(folder, mapped=kind.endswith("mapped")).model
 else:
     import transformers
     # Import the lazy modules now, so that imports are not timed.
@@ -94,7 +95,11 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as place:
             folder = Path(place) / kind
             size = build(folder, kind, options.megabytes)
-            runs: dict[str, list[dict[str, float]]] = {"clearhead": [], "transformers": []}
+            runs: dict[str, list[dict[str, float]]] = {
+                "clearhead": [],
+                "clearhead mapped": [],
+                "transformers": [],
+            }
             for _ in range(options.rounds + 1):  # the first warms the page cache
                 for name, seen in runs.items():
                     seen.append(measure(name, folder))
@@ -111,7 +116,7 @@ def main() -> None:
             row["ours_over_this"] = round(seconds[name] / seconds["clearhead"], 2)
             row["ours_over_this_load_alone"] = round(loads[name] / loads["clearhead"], 2)
             rows[name] = row
-            print(f"  {name:<14}{row['seconds']:>7.2f} s, of which load {row['of_which_load']:.2f} s", end="")
+            print(f"  {name:<18}{row['seconds']:>7.2f} s, of which load {row['of_which_load']:.2f} s", end="")
             print(
                 f"   peak {row['peak_over_weights']:.2f} x the weights   "
                 f"clearhead is {row['ours_over_this']:.2f} x as fast, "
@@ -119,7 +124,7 @@ def main() -> None:
             )
         results.append({"title": title, "device": DEVICE, "rows": rows})
     if options.save:
-        save("load", results)
+        save(by_processor("load"), results)
 
 
 if __name__ == "__main__":

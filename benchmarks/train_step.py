@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import clearhead as ch
-from common import alternate, report, save
+from common import alternate, by_processor, report, save
 from minimal_gpt import MinimalGPT
 
 LAYERS, HEADS, WIDTH, LENGTH, BATCH, VOCAB = 6, 6, 384, 256, 8, 65
@@ -75,7 +75,7 @@ def main() -> None:
         BATCH * LENGTH,
     )
     if options.save:
-        save("cpu_train_step", [result])
+        save(by_processor("cpu_train_step"), [result])
 
 
 if __name__ == "__main__":

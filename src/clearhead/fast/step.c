@@ -181,6 +181,11 @@ static int64_t until(int64_t count, Thread thread) {
     return from(count, (Thread){thread.number + 1, thread.count});
 }
 
+/* Memory for so many numbers that begins at a line of the cache, and how many fill whole lines: a vector that
+lies across two of them is read in two steps. */
+static int64_t lines(int64_t count) { return (count + 15) / 16 * 16; }
+static float *in_lines(int64_t count) { return aligned_alloc(64, lines(count) * sizeof(float)); }
+
 #include "turn.h"
 #include "panels.h"
 #include "quantized.h"
@@ -527,13 +532,14 @@ int clearhead_blocks(const Layer *layers, int64_t count) {
         slots = larger(slots, larger(layers[i].call->own.slots, layers[i].call->source.slots));
         room = larger(room, room_of(larger(larger(z, width), f->down.columns), call->batch));
     }
-    int64_t each = 4 * call->batch * width + slots + room;
-    for (int part = 0; part < 7; part++) all += sizes[part] * call->batch;
-    float *memory = malloc((all + call->threads * each) * sizeof(float)), *next = memory;
+    slots += lines(4 * call->batch * width + slots) - (4 * call->batch * width + slots); /* the room follows */
+    int64_t each = 4 * call->batch * width + slots + lines(room);
+    for (int part = 0; part < 7; part++) all += sizes[part] = lines(sizes[part] * call->batch);
+    float *memory = in_lines(all + call->threads * each), *next = memory;
     if (!memory) return 1;
     Shared shared = {.layers = layers, .count = count, .own = memory + all, .each = each, .slots = slots};
     float **places[] = {&shared.q, &shared.k, &shared.v, &shared.z, &shared.y, &shared.gate, &shared.up};
-    for (int part = 0; part < 7; next += sizes[part++] * call->batch) *places[part] = next;
+    for (int part = 0; part < 7; next += sizes[part++]) *places[part] = next;
     GOMP_parallel(blocks_work, &shared, call->threads, 0);
     free(memory);
     return 0;
@@ -572,7 +578,7 @@ int clearhead_linear(const Linear *linear, const float *x, float *y, int64_t bat
                      int64_t alike) {
     Product job = {linear, x, y, batch, alike, NULL};
     if (linear->codes || (pays(batch) && !alike)) {
-        job.memory = malloc(room_of(linear->columns, batch) * sizeof(float));
+        job.memory = in_lines(room_of(linear->columns, batch));
         if (!job.memory) return 1;
     }
     GOMP_parallel(linear_work, &job, threads, 0);
