@@ -261,11 +261,17 @@ class Bundle:
     def prompt_ids(self, prompt: str | Sequence[int]) -> list[int]:
         """Return the ids of a prompt; of one that is continued, without the end that the tokenizer adds."""
         if not isinstance(prompt, str):
-            ids = list(prompt.tolist() if hasattr(prompt, "tolist") else prompt)
+            given: Any = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+            listed = isinstance(given, Sequence) and not isinstance(given, bytes | bytearray)
+            # One number of a tensor or an array is a number.
+            ids = [one.tolist() if hasattr(one, "tolist") else one for one in given] if listed else []
             refuse(
-                not all(isinstance(token, int) for token in ids),
-                f"a prompt is {ids[:4]}: it must be text or a list of token ids, whole numbers",
+                not listed or not all(type(token) is int for token in ids),
+                f"a prompt is {given!r:.40}: it must be text or a list of token ids, whole numbers",
             )
+            size = self.config.vocab_size
+            wrong = next((token for token in ids if not 0 <= token < size), None)
+            refuse(wrong is not None, f"ids contain {wrong}: allowed are 0 to {size - 1} (vocab_size {size})")
             return ids
         check_infilling(self.settings, [prompt])
         encoding = self.text_tokenizer.encode(clean(prompt))

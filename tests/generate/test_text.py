@@ -2,15 +2,18 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 import clearhead as ch
 from clearhead import cli
+from clearhead.errors import InputError
 from clearhead.generate.decode import Prompts, decode
 from clearhead.generate.request import Request
 from clearhead.generate.stream import TextStream
+from tests import harness
 
 SHAPES = {
     "learned, full": ch.preset("micro-decoder"),
@@ -307,3 +310,37 @@ def test_a_seed_that_no_generator_takes_is_refused():
         with pytest.raises(ch.InputError, match=rf"seed {seed} does not fit into 64 bits"):
             m.generate([1, 2], 3, temperature=1.0, seed=seed)
     assert len(m.generate([1, 2], 3, temperature=1.0, seed=2**64 - 1).ids) == 3
+
+
+ONE, MANY, NONE = "one", "many", "must be text or a list of token ids|ids contain|is empty"
+KINDS_OF_PROMPTS = [
+    *((given, ONE) for given in ([1, 2], (1, 2), range(1, 3), torch.tensor([1, 2]), np.array([1, 2]))),
+    *((given, ONE) for given in ([torch.tensor(1), torch.tensor(2)], [np.int64(1), np.uint8(2)])),
+    *((given, ONE) for given in (np.array([1, 2], dtype=np.uint8), np.array([1, 2], dtype=object))),
+    *((given, MANY) for given in ([[1, 2]], ((1, 2),), torch.tensor([[1, 2]]), np.array([[1, 2]]))),
+    *((given, MANY) for given in ([torch.tensor([1, 2])], [np.array([1, 2])])),
+    ([[torch.tensor(1), np.int8(2)]], MANY),
+    *((given, NONE) for given in (torch.tensor(5), np.int64(5), np.array(5), 5, 5.0, True, None, object())),
+    *((given, NONE) for given in (b"ab", bytearray(b"ab"), [b"ab"], {1: 2}, {1, 2}, iter([1, 2]))),
+    *((given, NONE) for given in ([1.0, 2.0], [1.5], [float("nan")], [None], [True, False], [[True]])),
+    *((given, NONE) for given in (torch.tensor([1.0]), torch.tensor([True]), torch.tensor([1j]))),
+    *((given, NONE) for given in ([-1], [10**6], [2**70], [-(2**70)], torch.tensor([-1]), [[1], [10**6]])),
+    *((given, NONE) for given in ([1, "a"], [1, [2]], [[1], 2], [[1], None], [[[1]]])),
+    (torch.ones(1, 2, 3).long(), NONE),
+    *((given, NONE) for given in ([[]], [[1], []], torch.zeros(2, 0).long())),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("number", range(len(KINDS_OF_PROMPTS)))
+def test_every_kind_of_prompt_is_ids_or_one_clear_line(number):
+    """A number of a tensor is a number; what is no list of whole numbers is refused by name."""
+    m = ch.Model(harness.build(vocab_size=64))
+    given, expected = KINDS_OF_PROMPTS[number]
+    if expected is NONE:
+        with pytest.raises(InputError, match=NONE):
+            m.generate(given, 2)
+        return
+    wanted, made = m.generate([1, 2], 2), m.generate(given, 2)
+    assert made == (wanted if expected is ONE else [wanted])
+    if expected is ONE:
+        assert m.score(given) == m.score([1, 2])

@@ -1,5 +1,7 @@
 """Chat templates: ids as transformers gives them, spans that the assistant wrote, a sandbox that holds."""
 
+import time
+
 import pytest
 from rich.cells import cell_len
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -189,3 +191,73 @@ def test_lines_of_a_terminal_break_between_words(capsys):
     out = Printed(None)
     out.add(text)
     assert capsys.readouterr().out == text
+
+
+LOOP, DONE = "{% for a in range(90000) %}", "{% endfor %}"
+GROW = "{% set n = namespace(x='ab') %}{% for a in range(60) %}{% set n.x = "
+ENDLESS = {
+    "loops in loops": LOOP * 3 + "x" + DONE * 3,
+    "loops that write nothing": LOOP * 3 + DONE * 3,
+    "a long body": LOOP + "{% if a == 1 and a != 2 %}{% endif %}" * 900 + DONE,
+    "loops that choose nothing": "{% for a in range(90000) if a < 0 %}{% endfor %}" * 900,
+    "a recursive loop": "{% for a in range(90000) recursive %}{% if loop.depth < 4 %}{{ loop(range(90000)) }}"
+    "{% endif %}{% endfor %}",
+    "a macro": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+    "filters": LOOP + "{{ range(90000) | map('string') | join | length }}" + DONE,
+    "attributes": LOOP + "{{ range(90000) | map(attribute='x') | list | length }}" + DONE,
+    "tests": LOOP + "{{ range(90000) | select('none') | list }}" + DONE,
+    "sums": LOOP + "{{ range(90000) | sum }}" + DONE,
+    "comparisons": "{% set x = 'a' * 9000000 %}" + LOOP + "{{ (x ~ a) in (x ~ 'b') }}" + DONE,
+    "slices": "{% set x = 'a' * 9000000 %}" + LOOP + "{% set y = x[1:] %}" + DONE,
+    "output": "{% set x = 'a' * 9000000 %}" + LOOP + "{{ x }}" + DONE,
+    "a block": "{% set x = 'a' * 9000000 %}{% set y %}" + LOOP + "{{ x }}" + DONE + "{% endset %}",
+    "a + a": GROW + "n.x + n.x %}{% endfor %}",
+    "a ~ a": GROW + "n.x ~ n.x %}{% endfor %}",
+    "[a, a]": GROW + "[n.x, n.x] %}{% endfor %}{{ n.x }}",
+    "a * a": GROW.replace("'ab'", "999") + "n.x * n.x %}{% endfor %}",
+    "joined": GROW + "[n.x, n.x] | join %}{% endfor %}",
+    "replaced": GROW + "n.x | replace('a', n.x) %}{% endfor %}",
+    "replaced by a method": GROW + "n.x.replace('a', n.x) %}{% endfor %}",
+    "formatted": GROW + "'%s%s' % (n.x, n.x) %}{% endfor %}",
+    "'a' * 10**9": "{{ 'a' * 10 ** 9 }}",
+    "[0] * 10**9": "{{ [0] * 10 ** 9 }}",
+    "10 ** 10**9": "{{ 10 ** (10 ** 9) }}",
+    "powers of powers": "{{ ((9 ** 60) ** 60) ** 60 }}",
+    "%": "{{ '%999999999d' % 1 }}",
+    "% *": "{{ '%*d' % (999999999, 1) }}",
+    "format": "{{ '{:999999999}'.format(1) }}",
+    "format of a width": "{{ '{:{}}'.format(1, 999999999) }}",
+    **{name: f"{{{{ 'a'.{name}(999999999) }}}}" for name in ("center", "ljust", "rjust", "zfill")},
+    "tabs": "{{ '\\t'.expandtabs(999999999) }}",
+    **{f"| {one}": f"{{{{ 'a' | {one} }}}}" for one in ("center(999999999)", "indent(999999999, true)")},
+    **{
+        f"| {one}": f"{{{{ ['a'] | {one} }}}}"
+        for one in ("batch(999999999, 'x') | list", "tojson(indent=999999999)")
+    },
+    "| slice": "{{ ['a'] | slice(999999999) | list }}",
+    "| round": "{{ 1 | round(99999999, 'ceil') }}",
+    "lipsum": "{{ lipsum(n=999999999) }}",
+    "the counter itself": LOOP * 2 + "{{ [-99999] | map('counted steps') | list }}" + DONE * 2,
+}
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_a_template_that_would_run_for_ever_is_refused_within_a_second(name):
+    """The bound is a number of steps: no clock decides, and the same templates are refused everywhere."""
+    start = time.process_time()
+    with pytest.raises(InputError, match="the chat template refuses these messages: "):
+        ChatTemplate(ENDLESS[name]).render([{"role": "user", "content": "x"}])
+    assert time.process_time() - start < 5  # about one, on a machine that is not shared
+
+
+def test_a_long_conversation_is_far_from_the_bound():
+    """2,000 long messages in a template that looks at all of them for each."""
+    source = (
+        "{% for m in messages %}"
+        "{% if loop.index0 == messages | length - 1 or m.role != messages[0]['role'] %}"
+        "{{ '<' ~ m['role'] + '>' + m.content | trim ~ '\n' }}{% endif %}{% endfor %}"
+        "{{ messages | selectattr('role', 'equalto', 'user') | list | length }}"
+    )
+    chat = [{"role": ("user", "assistant")[n % 2], "content": f" {n} " * 500} for n in range(2000)]
+    wanted = "".join(f"<assistant>{one['content'].strip()}\n" for one in chat[1::2])
+    assert ChatTemplate(source).render(chat) == f"{wanted}1000"

@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-from torch import Tensor
-
 from clearhead.tasks.results import Generation
 
 Result = TypeVar("Result")
@@ -13,7 +11,10 @@ Result = TypeVar("Result")
 def as_prompts(given: Any) -> tuple[bool, list[Any]]:
     """Return whether one prompt was given, and a list of all; tensors and arrays of ids count as lists."""
     given = given.tolist() if hasattr(given, "tolist") else given
-    single = isinstance(given, str) or (len(given) > 0 and not isinstance(given[0], str | Sequence | Tensor))
+    # What is no list of anything is one prompt, which will be refused.
+    first = given[0] if isinstance(given, Sequence) and given else None
+    several = isinstance(first, Sequence) or getattr(first, "ndim", 0) > 0
+    single = isinstance(given, str) or not isinstance(given, Sequence) or (len(given) > 0 and not several)
     return single, [given] if single else list(given)
 
 

@@ -1,7 +1,8 @@
 """Chat templates: a conversation to the text that a model reads, by a Jinja template in a sandbox.
 
-A template is code that came with a model: it is rendered without access to Python, and what it raises is one
-line. `ChatTemplate.learned` also finds the characters that the assistant wrote, which are what is trained on.
+A template is code that came with a model: it is rendered without access to Python, its work is bounded
+(`tokens/sandbox.py`), and what it raises is one line. `ChatTemplate.learned` also finds the characters that
+the assistant wrote, which are what is trained on.
 """
 
 from __future__ import annotations
@@ -17,14 +18,12 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from jinja2 import Template, TemplateError, nodes, pass_context
-from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Context, Macro
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.utils import Namespace
 
 from clearhead.errors import InputError, refuse, refusing
+from clearhead.tokens.sandbox import SafeNamespace, Sandbox, bounded
 
 Message = Mapping[str, Any]
 ASSISTANT = "assistant"
@@ -32,7 +31,6 @@ LEADING = ("system", "developer")  # roles that may stand before anything is ask
 UNWRITTEN = ("role", "content", "weight", "tool_call_id")  # fields that a template need not read
 REASONING = ("reasoning_content", "thinking", "reasoning")  # names that one field goes by
 MARKS = "clearhead_marks"  # in the context of a template: what is put around the blocks of the assistant
-LARGEST = 10**7  # characters or items that a template may make by multiplying
 # What the assistant calls, after what it says: one block of JSON for each call.
 _CALLS = (
     "{% for call in message['tool_calls'] or [] %}{% set called = call['function'] or call %}"
@@ -160,7 +158,7 @@ class ChatTemplate:
         self, messages: Sequence[Message], generation: bool, tools: Any, marks: Any = None, **more: Any
     ) -> str:
         given = {**self.tokens, "messages": messages, "add_generation_prompt": generation, "tools": tools}
-        with refusing("the chat template refuses these messages"):
+        with refusing("the chat template refuses these messages"), bounded():
             made = _compiled(self._source(tools))
             return made.render(**{**given, "documents": None, MARKS: marks, **more})
 
@@ -278,33 +276,6 @@ class WrittenBlocks(Extension):
         return str(caller()) if not marks else f"{marks[0]}{caller()}{marks[1]}"
 
 
-class Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, in which no small expression makes a large value."""
-
-    intercepted_binops = frozenset(("*", "**"))
-
-    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Multiply, unless the result would be too large."""
-        numbers = isinstance(left, int | float) and isinstance(right, int | float)
-        if operator == "**":
-            large = not numbers or abs(right) > 64 or abs(left) > 1e6
-        else:
-            repeated, times = (right, left) if isinstance(left, int) else (left, right)
-            large = not numbers and hasattr(repeated, "__len__") and len(repeated) * times > LARGEST
-        if large:
-            raise SecurityError(f"{operator} would make a value that is too large")
-        return super().call_binop(context, operator, left, right)
-
-
-class SafeNamespace(Namespace):
-    """A namespace whose attributes cannot begin with an underscore."""
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        if str(name).startswith("_"):
-            raise SecurityError(f"a template cannot set the attribute {name!r}")
-        super().__setitem__(name, value)
-
-
 @functools.lru_cache(maxsize=32)
 def _compiled(source: str) -> Template:
     found = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[WrittenBlocks, loopcontrols])
@@ -315,7 +286,7 @@ def _compiled(source: str) -> Template:
     def tojson(value: Any, **named: Any) -> str:
         return json.dumps(value, **{"ensure_ascii": False, **named})
 
-    found.filters["tojson"] = tojson
+    found.add_counted(found.filters, "tojson", tojson)
     found.globals["raise_exception"] = raise_exception
     found.globals["namespace"] = SafeNamespace
     found.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
