@@ -35,7 +35,7 @@ from clearhead.hub.architecture import Architecture
 from clearhead.hub.files import read_json_if_any
 from clearhead.hub.tower_tables import SECTIONS, Tower, TowersTable
 
-MODELS_LISTED = 'docs/checkpoints.md, "Which ones",'
+MODELS_LISTED = "docs/checkpoints.md"
 
 # In the order in which `nearest_to` tries them: of several that are exact, the best known comes first.
 KNOWN = (
@@ -71,9 +71,9 @@ def architecture_of(theirs: dict[str, Any]) -> Architecture:
             f"{kind} has two towers, and this needs one: add /text or /image to the name of the directory"
         )
     if not isinstance(kind, str) or kind not in known:
+        names = ", ".join(sorted({**ARCHITECTURES, **TOWERS}))
         raise CheckpointError(
-            f"config.json has model_type {kind!r}, which is not supported: {MODELS_LISTED} lists the models "
-            f"that are; their model_types are {', '.join(sorted({**ARCHITECTURES, **TOWERS}))}"
+            f"config.json has model_type {kind!r}: see {MODELS_LISTED} for the models; known are {names}"
         )
     return known[kind]
 

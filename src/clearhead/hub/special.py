@@ -131,7 +131,9 @@ def add_named(
     wanted = [numbers[number] for number in sorted(numbers)]
     for token in (*named, *others):
         text = token_text(token)
-        if text and text not in known:
+        # Named again without a role, a token loses the flags that its role gave it.
+        again = token in others and any(isinstance(one, dict) and token_text(one) == text for one in named)
+        if text and (text not in known or again):
             wanted.append(_added(token, special=True))
             known.add(text)
     with_role = {token_text(token) for token in named}
