@@ -187,13 +187,22 @@ def load_model(
     direct, whole = desk.divided(unread.sources)
     # Of what is read whole and then converted, one reader at a time holds one tensor twice at most.
     some = READERS if mapped and dtype is None else 1
-    check = finite if check_finite and not mapped else lambda folder, name, tensors: tensors
-    for way, sources, readers in ((read, whole, some), (desk.fill, direct, READERS)):
-        each = shared(lambda source, way=way: check(folder, source[0].theirs, way(source)), sources, readers)
-        for (rule, _), tensors in each:
+    checks = check_finite and not mapped
+
+    def checked(name: str, tensors: list[Tensor]) -> list[Tensor]:
+        return finite(folder, name, tensors) if checks else tensors
+
+    def read_whole(source: tuple[Rule, Entry]) -> list[Tensor]:
+        return checked(source[0].theirs, read(source))
+
+    def fill(source: tuple[Rule, Entry]) -> list[Tensor]:
+        return checked(source[0].theirs, desk.fill(source))
+
+    for way, sources, readers in ((read_whole, whole, some), (fill, direct, READERS)):
+        for (rule, _), tensors in shared(way, sources, readers):
             _put(parts, dict(zip(rule.ours, tensors)))
     for name, reading in early.items():
-        _put(parts, {name: check(folder, names[name], [reading.result()])[0]})
+        _put(parts, {name: checked(names[name], [reading.result()])[0]})
     model.tie()
     if not mapped:
         carried = {name: held(entry.read()) for name, entry in description.carried.items()}
