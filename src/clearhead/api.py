@@ -1,6 +1,7 @@
 """A model ready to use: `Model`, a bundle with the tasks as methods, and `load`, which opens a directory."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Unpack, overload
 
@@ -302,6 +303,7 @@ def load(
     mapped: bool = False,
     parallel: Mapping[str, int] | None = None,
     quantize: str | QuantPlan | None = None,
+    check_finite: bool = True,
 ) -> Model:
     """Open a model directory, clearhead's, Hugging Face's or PEFT's with its base, or a GGUF file.
 
@@ -313,12 +315,15 @@ def load(
     not be written to while the model is in use. `parallel`, such as {"tensor": 2}, splits the model by heads
     over the processes that `torchrun` has started; each reads its part, and all call it with the same inputs.
     `quantize`, "int8", "int4" (groups of 32, no data) or a `QuantPlan`, rounds weights once they are read.
+    Weights that are NaN or infinite are refused unless `check_finite` is False; mapped ones are not checked.
     """
     cast, place, rounding = float_dtype(dtype), best_device(device), plan_of(quantize, parallel is not None)
     path = here_or_fetched(folder, allow_download)
     if adapters.is_adapter(path):
         refuse(bool(parallel or rounding), f"{path} is an adapter: merge it, clearhead convert {path} OUT")
-        adapted = load(adapters.base_of(path), dtype, device, False, tokenizer, mapped)
+        adapted = load(
+            adapters.base_of(path), dtype, device, False, tokenizer, mapped, check_finite=check_finite
+        )
         adapted.adapters.add(path.name, path)
         adapted.adapters.use(path.name)
         return adapted
@@ -327,15 +332,17 @@ def load(
 
         empty, unread = open_empty(path, cast, tokenizer)
         refuse_quantized(empty.model, "split over processes")
-        split_for_use(empty.model, unread, parallel, place)
+        split_for_use(empty.model, replace(unread, check_finite=check_finite), parallel, place)
         return empty
     if has_towers(path):
         refuse(rounding is not None, f"{path} has two towers: they are not quantized; load {path / 'text'}")
-        joined = load_towers(path, cast, mapped).to(place)
+        joined = load_towers(path, cast, mapped, check_finite).to(place)
         described = joined.description.tower("text")
         beside = read_beside(path, described, tokenizer)
         return Model(joined.text, description=described, folder=path, towers=joined, **beside)
-    model, description = checkpoint.load_model(path, checkpoint.describe(path), cast, mapped)
+    model, description = checkpoint.load_model(
+        path, checkpoint.describe(path), cast, mapped, check_finite=check_finite
+    )
     beside = read_beside(path, description, tokenizer)
     model = model if place.type == "cpu" else model.to(place)
     return Model(rounded(model, rounding), description=description, folder=path, **beside)

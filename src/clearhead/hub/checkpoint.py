@@ -30,7 +30,7 @@ from clearhead.hub.quantized import Packed, is_packed, place_like
 from clearhead.hub.registry import ARCHITECTURES, ONE_TOWER, architecture_of, tower_path
 from clearhead.hub.rules import Rule, Shape, matches
 from clearhead.hub.stored import as_stored, check_bounds, common_dtype, equal
-from clearhead.hub.weights import Entry, allocated, cast, held, open_weights
+from clearhead.hub.weights import Entry, allocated, cast, finite, held, open_weights
 from clearhead.model.transformer import Transformer
 
 READERS = min(4, os.cpu_count() or 1)  # threads: they wait for memory
@@ -149,11 +149,13 @@ def load_model(
     dtype: torch.dtype | None = None,
     mapped: bool = False,
     entries: dict[str, Entry] | None = None,
+    check_finite: bool = True,
 ) -> tuple[Transformer, Description]:
     """Return the model of a directory, on the CPU, and the description with what its weights add.
 
     The dtype is that of the file unless `dtype` is given. Where the file has several, `common_dtype` decides.
     `mapped` weights are pages of the file. `entries` are the tensors to read, where it holds those of others.
+    With `check_finite`, weights that are NaN or infinite are refused; mapped ones are not looked at.
     """
     if entries is None:
         description, entries = _open(folder, description, mapped)
@@ -162,6 +164,7 @@ def load_model(
     model, description, unread = open_model(folder, description, dtype, mapped, entries)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
+    names = {name: rule.theirs for rule, _ in unread.sources for name in rule.ours}
     early = ahead.claim(unread.sources, shapes, dtypes)
     room = {} if mapped else allocated({name: shapes[name] for name in shapes if name not in early}, dtypes)
     desk, parts = Desk(room), dict(model.named_modules())
@@ -184,10 +187,22 @@ def load_model(
     direct, whole = desk.divided(unread.sources)
     # Of what is read whole and then converted, one reader at a time holds one tensor twice at most.
     some = READERS if mapped and dtype is None else 1
-    for way, sources, readers in ((read, whole, some), (desk.fill, direct, READERS)):
+    checks = check_finite and not mapped
+
+    def checked(name: str, tensors: list[Tensor]) -> list[Tensor]:
+        return finite(folder, name, tensors) if checks else tensors
+
+    def read_whole(source: tuple[Rule, Entry]) -> list[Tensor]:
+        return checked(source[0].theirs, read(source))
+
+    def fill(source: tuple[Rule, Entry]) -> list[Tensor]:
+        return checked(source[0].theirs, desk.fill(source))
+
+    for way, sources, readers in ((read_whole, whole, some), (fill, direct, READERS)):
         for (rule, _), tensors in shared(way, sources, readers):
             _put(parts, dict(zip(rule.ours, tensors)))
-    _put(parts, {name: reading.result() for name, reading in early.items()})
+    for name, reading in early.items():
+        _put(parts, {name: checked(names[name], [reading.result()])[0]})
     model.tie()
     if not mapped:
         carried = {name: held(entry.read()) for name, entry in description.carried.items()}
@@ -203,6 +218,7 @@ class Unread:
     config: ModelConfig
     shapes: dict[str, Shape]  # of the parameters
     sources: list[tuple[Rule, Entry]]
+    check_finite: bool = False  # of what `each` reads
 
     def read(self, rule: Rule, entry: Entry) -> list[Tensor]:
         """Return the parameters that one tensor of the file becomes."""
@@ -219,7 +235,10 @@ class Unread:
         """Yield parameters by name, one tensor of the file at a time, in the dtype of the file."""
         for rule, entry in self.sources:
             if not set(rule.ours).isdisjoint(wanted):
-                yield from zip(rule.ours, self.read(rule, entry))
+                tensors = self.read(rule, entry)
+                yield from zip(
+                    rule.ours, finite(self.folder, rule.theirs, tensors) if self.check_finite else tensors
+                )
                 entry.release()
 
 

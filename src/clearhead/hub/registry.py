@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from clearhead.config import ModelConfig
-from clearhead.errors import CheckpointError, nearest
+from clearhead.errors import CheckpointError
 from clearhead.hub import (
     bart,
     bert,
@@ -34,6 +34,8 @@ from clearhead.hub import (
 from clearhead.hub.architecture import Architecture
 from clearhead.hub.files import read_json_if_any
 from clearhead.hub.tower_tables import SECTIONS, Tower, TowersTable
+
+MODELS_LISTED = "docs/checkpoints.md"
 
 # In the order in which `nearest_to` tries them: of several that are exact, the best known comes first.
 KNOWN = (
@@ -69,9 +71,10 @@ def architecture_of(theirs: dict[str, Any]) -> Architecture:
             f"{kind} has two towers, and this needs one: add /text or /image to the name of the directory"
         )
     if not isinstance(kind, str) or kind not in known:
-        names = sorted({**ARCHITECTURES, **TOWERS})
-        hint = nearest(kind, names) if isinstance(kind, str) else ""
-        raise CheckpointError(f"config.json has model_type {kind!r}{hint}: known are {', '.join(names)}")
+        names = ", ".join(sorted({**ARCHITECTURES, **TOWERS}))
+        raise CheckpointError(
+            f"config.json has model_type {kind!r}: see {MODELS_LISTED} for the models; known are {names}"
+        )
     return known[kind]
 
 

@@ -21,6 +21,8 @@ from clearhead.hub.sentence_layers import (
 )
 
 MODULES, POOLING, READING = "modules.json", "1_Pooling", "sentence_bert_config.json"
+# The names that the file of what is read has had, in the order in which the library looks for them.
+READERS = ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 PROMPTS = "config_sentence_transformers.json"
 KIND = "SentenceTransformer"  # the class of which config_sentence_transformers.json is
 TYPE, MODE = "sentence_transformers.models.", "pooling_mode"  # how their names begin
@@ -98,7 +100,9 @@ def read_sentences(folder: Path, d_model: int) -> Sentences | None:
     stated = read_json(places[1] / "config.json") if "Pooling" in kinds else {}
     layers = [read_layer(kind, place) for kind, place in zip(kinds, places) if kind in LAYERS]
     unit = bool(layers) and isinstance(layers[-1], UnitVector)
-    reads = read_json_if_any(next(iter(sorted(folder.glob("sentence_*_config.json"))), folder / READING))
+    reads = next(
+        filter(None, (read_json_if_any(folder / f"sentence_{name}_config.json") for name in READERS)), {}
+    )
     named = read_json_if_any(folder / PROMPTS)
     unread = [name for name, usual in ONLY.items() if reads.get(name) not in (None, usual)]
     refuse(unread, f"{folder / READING} has {', '.join(unread)}, which are not supported: remove them")

@@ -92,7 +92,7 @@ def extra_tokens(settings: Mapping[str, Any], kind: str = "") -> list[Any]:
 def _model_tokens(settings: Mapping[str, Any], kind: str) -> list[Any]:
     """Return special tokens whose role is the model's own, such as `image_token`."""
     roles = {f"{role}_token" for role in ROLES}
-    stated = OWN_ROLES.get(kind, {}) | settings
+    stated = {**OWN_ROLES.get(kind, {}), **settings}
     own = [value for key, value in stated.items() if key.endswith("_token") and key not in roles]
     named = settings.get("extra_special_tokens")
     return [value for value in own if isinstance(value, str)] + [
@@ -131,7 +131,9 @@ def add_named(
     wanted = [numbers[number] for number in sorted(numbers)]
     for token in (*named, *others):
         text = token_text(token)
-        if text and text not in known:
+        # Named again without a role, a token loses the flags that its role gave it.
+        twice = token in others and any(isinstance(one, dict) and token_text(one) == text for one in named)
+        if text and (text not in known or twice):
             wanted.append(_added(token, special=True))
             known.add(text)
     with_role = {token_text(token) for token in named}

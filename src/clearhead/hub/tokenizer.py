@@ -102,6 +102,12 @@ def open_tokenizer(path: Path, folder: Path) -> tuple[Tokenizer, dict[str, Any]]
 def _from_json(path: Path) -> Tokenizer:
     with refusing(f"{path} is no tokenizer", CheckpointError):
         stated = Tokenizer.from_file(str(path))
+    left = stated.truncation is not None and stated.truncation["direction"] == "left"
+    refuse(
+        left and read_settings(path.parent).get("truncation_side") is None,
+        f'{path} cuts texts at the left: say so, "truncation_side": "left" in {SETTINGS}',
+        CheckpointError,
+    )
     stated.no_padding()
     stated.no_truncation()
     with refusing(f"{path} and {SETTINGS} beside it make no tokenizer", CheckpointError):

@@ -16,7 +16,7 @@ from clearhead.hub.registry import TOWERS
 from clearhead.hub.rules import Rule, matches
 from clearhead.hub.stored import common_dtype
 from clearhead.hub.tower_tables import PREFIXES, Tower, TowersTable
-from clearhead.hub.weights import cast, open_weights
+from clearhead.hub.weights import cast, finite, open_weights
 from clearhead.hub.writing import Outgoing
 from clearhead.model.kinds.towers import Towers, TowersConfig
 from clearhead.model.transformer import Transformer
@@ -96,15 +96,20 @@ class JoinedTowers(Towers):
 
 
 @torch.inference_mode(False)
-def load_towers(folder: Path, dtype: torch.dtype | None = None, mapped: bool = False) -> JoinedTowers:
+def load_towers(
+    folder: Path, dtype: torch.dtype | None = None, mapped: bool = False, check_finite: bool = True
+) -> JoinedTowers:
     """Return the towers of a directory, on the CPU; see `checkpoint.load_model`."""
     description = describe_towers(folder)
     table, config = description.table, description.config
     entries = open_weights(folder, mapped)
     dtype = dtype or common_dtype(description.theirs, entries.values())
     found = table.tensors(entries, folder)
-    text, _ = checkpoint.load_model(folder, description.tower("text"), dtype, mapped, found["text"])
-    image, _ = checkpoint.load_model(folder, description.tower("image"), dtype, mapped, found["image"])
+    how = (dtype, mapped)
+    text, image = (
+        checkpoint.load_model(folder, description.tower(tower), *how, found[tower], check_finite)[0]
+        for tower in ("text", "image")
+    )
     model = JoinedTowers(config, text, image, description)
     parameters = dict(model.named_parameters())
     own = {name for name in parameters if not name.startswith(("text.", "image."))}
@@ -116,6 +121,8 @@ def load_towers(folder: Path, dtype: torch.dtype | None = None, mapped: bool = F
         entry = found["joint"].pop(rule.theirs)
         shapes = [tuple(parameters[name].shape) for name in rule.ours]
         read = entry.read()
+        if check_finite and not mapped:
+            finite(folder, rule.theirs, [read])
         fits = read.numel() == sum(parameters[name].numel() for name in rule.ours)
         refuse(
             not fits or not read.is_floating_point(),
