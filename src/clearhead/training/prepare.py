@@ -35,7 +35,7 @@ from clearhead.recipe import BASE, Recipe, TrainPlan
 from clearhead.tasks import spec, table
 from clearhead.tasks.chat import chat_template, template_for
 from clearhead.tasks.corpus import RenderedChats, Texts, open_examples
-from clearhead.tokens.training import choose, train_tokenizer
+from clearhead.tokens.training import SPELLS_ALL, choose, train_tokenizer
 from clearhead.training import build, machine, optim, weights
 from clearhead.training.events import Note, OnEvent
 from clearhead.training.recorded import record_steps, recordable
@@ -230,8 +230,9 @@ def find_tokenizer(
         refuse(base.tokenizer is None, f"{base.folder} has no tokenizer: add tokenizer.json to it")
         return base.tokenizer, base.special
     chosen, sentence = choose(plan, task.tokens, corpus.size)
-    on_event(Note(sentence))
     assert chosen.kind is not None
+    elsewhere = task.usual is spec.DECODER and chosen.kind not in SPELLS_ALL
+    on_event(Note(sentence + (f"; for GGUF, set tokens.kind={' or '.join(SPELLS_ALL)}" if elsewhere else "")))
     texts, specials = Texts(corpus.train), task.tokens
     if task.chats:  # the model reads what the template writes, and a turn ends with one token
         template = template_for(plan.template, specials)
