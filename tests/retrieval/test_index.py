@@ -347,17 +347,15 @@ def test_commands_index_search_and_generate_with_passages(model, texts, tmp_path
     assert stop.value.code == 2 and "no passage fits before the prompt" in capsys.readouterr().err
 
 
-def test_passages_are_as_long_as_the_embedder_reads(tmp_path, encoder, recwarn):
+def test_passages_are_as_long_as_the_embedder_reads(tmp_path, model, recwarn):
     """By default every passage is read whole and no word is lost; a longer one that was asked for is said."""
     words = [f"{WORDS[n % len(WORDS)]}{n}" for n in range(400)]
     (tmp_path / "a.txt").write_text(" ".join(words))
-    m = ch.load(encoder)
-    made = build_index(tmp_path / "index", m, [tmp_path / "a.txt"])
+    made = build_index(tmp_path / "index", model, [tmp_path / "a.txt"])
     texts = [made.passage(number).text for number in range(len(made))]
     assert " ".join(texts).split() == words
-    assert (
-        max(len(ids) for ids in m.encode(texts)) <= m.max_length < len(m.encode([" ".join(words[:150])])[0])
-    )
+    whole = len(model.encode([" ".join(words[:150])])[0])
+    assert max(len(ids) for ids in model.encode(texts)) <= model.max_length < whole
     assert not [one for one in recwarn if "passages have more" in str(one.message)]
-    with pytest.warns(UserWarning, match=rf"3 of 3 passages have more than the {m.max_length} tokens"):
-        build_index(tmp_path / "long", m, [tmp_path / "a.txt"], words=150)
+    with pytest.warns(UserWarning, match=rf"3 of 3 passages have more than the {model.max_length} tokens"):
+        build_index(tmp_path / "long", model, [tmp_path / "a.txt"], words=150)

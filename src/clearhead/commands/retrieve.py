@@ -44,7 +44,7 @@ def index(
     words: Annotated[
         int | None,
         option(
-            "words of a passage of plain text, at most; default: as before, or 150 and no more than MODEL reads"
+            "words of a passage of plain text, at most; default: as before, or 150 and what --model reads"
         ),
     ] = None,
     skip_unreadable: Annotated[bool, option("leave out files that cannot be read, and name them")] = False,

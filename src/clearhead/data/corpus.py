@@ -269,8 +269,8 @@ def _row_sides(
         train, test = rows, [row for _, row in given]
         found = ((place, name) for place, row in given for name in row.names())
         _check_known(_names(shape, rows), found, "tag" if shape is TAGS else "label")
-        both = _keys([*train, *test])
-        notes += _shared(both[: len(train)], both[len(train) :])
+        keys = _keys([*train, *test])
+        notes += _shared(keys[: len(train)], keys[len(train) :])
     elif split:
         keys = _keys(rows)
         near = len({key_of(*row.key()) for row in rows}) - len(set(keys))

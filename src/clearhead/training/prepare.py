@@ -2,7 +2,7 @@
 
 import functools
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -233,7 +233,8 @@ def find_tokenizer(
     assert chosen.kind is not None
     elsewhere = task.usual is spec.DECODER and chosen.kind not in SPELLS_ALL
     on_event(Note(sentence + (f"; for GGUF, set tokens.kind={' or '.join(SPELLS_ALL)}" if elsewhere else "")))
-    texts, specials = Texts(corpus.train), task.tokens
+    texts: Iterable[str] = Texts(corpus.train)
+    specials = task.tokens
     if task.chats:  # the model reads what the template writes, and a turn ends with one token
         template = template_for(plan.template, specials)
         specials = replace(specials, sentinels=template.markers)
