@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import random
 import subprocess
 import sys
+import unicodedata
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ from hypothesis import strategies as st
 from clearhead.data import split as text_module
 from clearhead.data.examples import Chunk
 from clearhead.data.plan import DataPlan
-from clearhead.data.split import Stream, cut, key_of, split_keys, split_text
+from clearhead.data.split import Stream, cut, key_of, normal, split_keys, split_text
 from clearhead.tasks.corpus import open_data
 
 
@@ -227,3 +229,61 @@ def test_a_long_text_is_never_whole_in_memory(tmp_path):
     length, grown = map(int, run.stdout.split())
     assert length == count // 10_000 * 10_000 * len(line)
     assert grown < 100_000_000
+
+
+VARIANTS = {
+    "case": str.upper,
+    "spaces": lambda text: "  " + text.replace(" ", " \t "),
+    "nfd": lambda text: unicodedata.normalize("NFD", text),
+    "nfkc": lambda text: text.replace("fi", "ﬁ"),
+    "title": str.title,
+}
+
+
+@given(st.text())
+def test_a_normal_text_is_that_of_its_variants(text):
+    assert normal(normal(text)) == normal(text)
+    assert normal(unicodedata.normalize("NFD", text)) == normal(unicodedata.normalize("NFC", text))
+    assert normal(f" {text}\n") == normal(text)
+
+
+@pytest.mark.parametrize("shape", ["labels", "pairs", "pairs with a label", "similar"])
+def test_near_duplicates_are_on_one_side_and_counted(shape, tmp_path):
+    """Rows come with variants of themselves, and pairs swapped: no validation row is like a training row."""
+    texts = [f"Größe fin {n} çedilla" for n in range(150)]
+    both = [(f"{text} one", f"{text} two") for text in texts]
+    forms = list(VARIANTS.values())
+    near = [(change(a), change(b)) for n, (a, b) in enumerate(both) for change in (forms[n % len(forms)],)]
+    if shape != "labels":
+        near += [(b, a) for a, b in both]
+    names = {
+        "labels": ("text",), "pairs": ("source", "target"), "pairs with a label": ("sentence1", "sentence2"),
+        "similar": ("anchor", "positive"),
+    }[shape]  # fmt: skip
+    lines = [dict(zip(names, pair)) for pair in (*both, *near)]
+    if "label" in shape:
+        lines = [{**line, "label": n % 2} for n, line in enumerate(lines)]
+    (tmp_path / "x.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    corpus = opened(tmp_path / "x.jsonl", task="embed" if shape == "similar" else None)
+
+    def key(row) -> frozenset[str]:
+        own = [
+            getattr(row, name, None) for name in ("text", "pair", "source", "target", "anchor", "positive")
+        ]
+        return frozenset(normal(text) for text in own if text)
+
+    train, held = ({key(row) for row in side} for side in (corpus.train, corpus.validation))
+    assert held and not train & held
+    (note,) = [note for note in corpus.notes if "near-duplicate" in note]
+    assert note.startswith("150 near" if shape == "labels" else "300 near"), note
+
+
+def test_labels_that_may_be_missing_are_said(tmp_path):
+    rows = ["good,a film", "bad,a book", "nan,a song", "NA,a play"] * 5
+    (tmp_path / "x.csv").write_text("label,text\n" + "".join(f"{row} {n}\n" for n, row in enumerate(rows)))
+    corpus = opened(tmp_path / "x.csv")
+    assert (
+        "10 rows with the label NA, nan, taken as a class: remove them if their label is missing"
+        in corpus.notes
+    )
+    assert corpus.labels == ("NA", "bad", "good", "nan")

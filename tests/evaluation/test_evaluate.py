@@ -602,3 +602,21 @@ def test_the_command_shows_classes(tmp_path, capsys, gpt2):
     with pytest.raises(SystemExit):
         main(["eval", str(gpt2), "x.txt", "--plot", "c.png"])
     assert "--plot c.png draws the confusion matrix" in capsys.readouterr().err
+
+
+def test_rows_in_memory_are_judged_as_their_file_is(tmp_path):
+    """Lists, columns, frames and data sets in parts, as `train` takes them."""
+    rows = [{"text": f"{WORDS[n % len(WORDS)]} {n}", "label": ("x", "y")[n % 2]} for n in range(24)]
+    tiny = {
+        "train.steps": 2, "train.samples": 0, "train.threads": 1, "model.d_model": 16, "model.n_layers": 1,
+        "model.n_heads": 2, "model.max_positions": 16,
+    }  # fmt: skip
+    m = ch.train(rows, out=tmp_path / "run", settings=tiny).model
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    wanted = ch.evaluate(m, tmp_path / "rows.jsonl")
+    columns = {name: [row[name] for row in rows] for name in rows[0]}
+    parts = {"train": rows[:4], "validation": rows}
+    for data in (rows, iter(rows), columns, [*map(tuple, map(dict.values, rows))], parts):
+        found = ch.evaluate(m, data)
+        assert (found.metrics, found.outputs) == (wanted.metrics, wanted.outputs)
+    assert "the part validation is validated on" in found.notes

@@ -345,3 +345,17 @@ def test_commands_index_search_and_generate_with_passages(model, texts, tmp_path
     with pytest.raises(SystemExit) as stop:
         main([*asked[:-1], "300"])
     assert stop.value.code == 2 and "no passage fits before the prompt" in capsys.readouterr().err
+
+
+def test_passages_are_as_long_as_the_embedder_reads(tmp_path, model, recwarn):
+    """By default every passage is read whole and no word is lost; a longer one that was asked for is said."""
+    words = [f"{WORDS[n % len(WORDS)]}{n}" for n in range(400)]
+    (tmp_path / "a.txt").write_text(" ".join(words))
+    made = build_index(tmp_path / "index", model, [tmp_path / "a.txt"])
+    texts = [made.passage(number).text for number in range(len(made))]
+    assert " ".join(texts).split() == words
+    whole = len(model.encode([" ".join(words[:150])])[0])
+    assert max(len(ids) for ids in model.encode(texts)) <= model.max_length < whole
+    assert not [one for one in recwarn if "passages have more" in str(one.message)]
+    with pytest.warns(UserWarning, match=rf"3 of 3 passages have more than the {model.max_length} tokens"):
+        build_index(tmp_path / "long", model, [tmp_path / "a.txt"], words=150)

@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 import clearhead as ch
+from clearhead.errors import TrainingError
 from clearhead.training.folder import BEFORE, LOCK, MOVING
+from clearhead.training.prepare import FINGERPRINT
 from clearhead.training.state import newest
 from tests.training.kills import survive
 from tests.training.test_run import StopAt, child, run, same, text, weights
@@ -131,3 +133,28 @@ def test_a_run_killed_while_it_overwrites_another_loses_neither(text, tmp_path):
         else:
             run(text, folder, *QUICK, overwrite=True)
     assert 4 <= survived < 7
+
+
+def test_a_run_whose_data_was_split_otherwise_is_not_resumed(tmp_path):
+    """A fingerprint of an earlier way of reading data is told from one of other data."""
+    (tmp_path / "a.txt").write_text("some text to learn from, line by line\n" * 20)
+    small = {
+        "train.steps": 2, "train.samples": 0, "train.threads": 1, "model.d_model": 16, "model.n_layers": 1,
+        "model.n_heads": 2, "model.max_positions": 16,
+    }  # fmt: skip
+    notes: list[str] = []
+    ch.train(
+        tmp_path / "a.txt", out=tmp_path / "run", settings=small,
+        on_event=lambda event: notes.append(getattr(event, "line", "")),
+    )  # fmt: skip
+    assert any("for GGUF, set tokens.kind=byte or bpe" in note for note in notes)
+    fingerprint = tmp_path / "run" / FINGERPRINT
+    version, _, content = fingerprint.read_text().partition(":")
+    assert version.isdigit()
+    for written, says in (
+        (content, r"begun by a version of clearhead that read and split its data in another way"),
+        (f"{version}:0{content}", r"the data of .* has changed since the run began"),
+    ):
+        fingerprint.write_text(written)
+        with pytest.raises(TrainingError, match=says):
+            ch.train(resume=tmp_path / "run", settings={"train.steps": 3})

@@ -30,6 +30,7 @@ class Alike(Example):
     """Two texts that are alike, perhaps one that is not, or how alike the two are."""
 
     TEXTS, KEY = ("anchor", "positive", "negative"), ("anchor",)
+    PAIRED = ("anchor", "positive")
     anchor: str
     positive: str
     negative: str | None = None

@@ -42,7 +42,10 @@ def index(
     out: Annotated[Path, option("the folder of the index", metavar="INDEX")] = Path("index"),
     model: Embedder = None,
     words: Annotated[
-        int | None, option("words of a passage of plain text, at most; default: as before, or 150")
+        int | None,
+        option(
+            "words of a passage of plain text, at most; default: as before, or 150 and what --model reads"
+        ),
     ] = None,
     skip_unreadable: Annotated[bool, option("leave out files that cannot be read, and name them")] = False,
     nearest: Annotated[

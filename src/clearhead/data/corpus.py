@@ -20,9 +20,21 @@ import numpy as np
 from clearhead.data import corpora, formats, pictures, tables
 from clearhead.data.examples import IMAGES, LABELS, PAIRS, TAGS, TEXT, Corpus, Example, Images, Rows, Shape
 from clearhead.data.files import digest, encoding_notes
+from clearhead.data.headers import MISSING
 from clearhead.data.layout import Layout, check_roles, lay_out
 from clearhead.data.plan import DataPlan
-from clearhead.data.split import Stream, key_of, look, percent, split_keys, split_text, stream
+from clearhead.data.split import (
+    Stream,
+    joined,
+    key_of,
+    look,
+    near_key,
+    normal,
+    percent,
+    split_keys,
+    split_text,
+    stream,
+)
 from clearhead.errors import InputError, refuse
 
 VERSION = 5  # of the readers: raised when the same files would give other examples
@@ -107,7 +119,8 @@ def _guessed(layout: Layout) -> Iterator[None]:
 
 def _corpus(shape: Shape, sides: Sides, fingerprint: str, notes: Sequence[str]) -> Corpus:
     train, validation, names, size = sides
-    return Corpus(shape.name, train, validation, names, fingerprint, tuple(notes), size)
+    stamp = f"{VERSION}:{fingerprint}"  # a resumed run tells other data from another way of reading it
+    return Corpus(shape.name, train, validation, names, stamp, tuple(notes), size)
 
 
 def place_of(plan: DataPlan, wanted: Shape | None, name: str) -> str:
@@ -256,14 +269,29 @@ def _row_sides(
         train, test = rows, [row for _, row in given]
         found = ((place, name) for place, row in given for name in row.names())
         _check_known(_names(shape, rows), found, "tag" if shape is TAGS else "label")
-        notes += _shared(_keys(train), _keys(test))
+        keys = _keys([*train, *test])
+        notes += _shared(keys[: len(train)], keys[len(train) :])
     elif split:
-        validates = split_keys(_keys(rows), plan.validation_share, names if any(names) else ())
+        keys = _keys(rows)
+        near = len({key_of(*row.key()) for row in rows}) - len(set(keys))
+        validates = split_keys(keys, plan.validation_share, names if any(names) else ())
         notes.append(
             f"{percent(plan.validation_share)} of the examples for validation, chosen by their content"
         )
+        if near:
+            notes.append(
+                f"{tables.counted(near, 'near-duplicate')}: like another example but for case, spaces, "
+                "Unicode form or the order of a pair; they stay on one side"
+            )
         train, test = ([row for row, held in zip(rows, validates) if held is side] for side in (False, True))
     known = _names(shape, [*train, *test])
+    missing = [name for name in known if name.lower() in MISSING] if shape is LABELS else []
+    if missing:
+        count = sum(row.names()[0] in missing for row in (*train, *test))
+        notes.append(
+            f"{tables.counted(count, 'row')} with the label {tables.listed(missing)}, taken as a class: "
+            "remove them if their label is missing"
+        )
     if known:
         notes.append(
             f"{tables.counted(len(known), 'tag' if shape is TAGS else 'class')}: {tables.listed(known)}"
@@ -326,8 +354,17 @@ def _numbered(part: pictures.Pictures, names: Sequence[str]) -> Images:
     return Images(part.pixels, np.array([numbers[name] for name in part.names], np.int64), part.cropped)
 
 
-def _keys(rows: Iterable[Example]) -> list[int]:
-    return [key_of(*row.key()) for row in rows]
+def _keys(rows: Sequence[Example]) -> list[int]:
+    """Return a number for each row that near-duplicates share."""
+    pairs = [near_pair(row) for row in rows]
+    keys = [near_key(*row.key()) for row in rows]
+    return joined(keys, pairs) if any(pair is not None for pair in pairs) else keys
+
+
+def near_pair(row: Example) -> int | None:
+    """Return a number that a pair and the same one swapped share; None for an example that is no pair."""
+    pair = row.pair_key()
+    return key_of(*sorted(map(normal, pair))) if pair else None
 
 
 def _shared(train: Sequence[int], validation: Sequence[int]) -> list[str]:

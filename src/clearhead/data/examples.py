@@ -26,6 +26,7 @@ class Example:
 
     TEXTS: ClassVar[tuple[str, ...]] = ()  # fields that hold text
     KEY: ClassVar[tuple[str, ...]] = ()  # those that the model is shown and that do not tell the answer
+    PAIRED: ClassVar[tuple[str, ...]] = ()  # two fields with texts that may be swapped
     ASKED: ClassVar[tuple[str, ...]] = ()  # where a text is the answer: the fields that ask for it
     ANSWER: ClassVar[str] = ""  # and the field that holds it
     NAMED: ClassVar[str] = ""  # the field that holds a label or tags
@@ -45,6 +46,11 @@ class Example:
     def key(self) -> tuple[str, ...]:
         """Return what decides the side of a split: rows with equal keys stay together."""
         return tuple(part for name in self.KEY for part in _parts(getattr(self, name)))
+
+    def pair_key(self) -> tuple[str, ...]:
+        """Return the texts of a pair, which stays together with the same one swapped; () for others."""
+        texts = tuple(getattr(self, name) for name in self.PAIRED)
+        return () if None in texts else texts
 
     def names(self) -> tuple[str, ...]:
         """Return the label or the tags; () where the example has none."""
@@ -99,6 +105,7 @@ class Pair(Example):
     """A source text and its target text."""
 
     TEXTS, KEY, ASKED, ANSWER = ("source", "target"), ("source",), ("source",), "target"
+    PAIRED = ("source", "target")
     source: str
     target: str
 
@@ -108,6 +115,7 @@ class Labelled(Example):
     """A text, or two texts that are read together, and its class."""
 
     TEXTS, KEY, NAMED = ("text", "pair"), ("text", "pair"), "label"
+    PAIRED = ("text", "pair")
     text: str
     label: str
     pair: str | None = None

@@ -116,7 +116,7 @@ UNNAMED = re.compile(r"unnamed:? \d+(\.\d+)?", re.IGNORECASE)
 MOST_CLASSES = 1000
 LONGEST = 100  # letters of a column's name
 _COUNTS = frozenset(("#", "№"))  # names without a letter
-_MISSING = frozenset(("n/a", "na", "nan", "none", "null", "nil", "missing"))
+MISSING = frozenset(("n/a", "na", "nan", "none", "null", "nil", "missing"))
 # Signs that names have more often than labels.
 _WRITTEN = re.compile(r"[()\[\]{}<>/\\|_#=（）［］【】「」／｜]|[a-z][A-Z]|[:：]$")
 
@@ -166,7 +166,7 @@ def _below(rows: Sequence[Sequence[str]]) -> list[list[str]]:
 def _may_name(cell: str) -> bool:
     """Return True for one short line with letters, no sentence, that does not say "missing"."""
     sentence = cell.endswith((".", "!", "。", "！", "…")) or ". " in cell or "! " in cell
-    named = _has_letters(cell) and cell.isprintable() and cell.lower() not in _MISSING
+    named = _has_letters(cell) and cell.isprintable() and cell.lower() not in MISSING
     return cell in _COUNTS or (named and len(cell) <= LONGEST and not sentence)
 
 

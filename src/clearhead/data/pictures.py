@@ -44,16 +44,18 @@ class Pictures(NamedTuple):
 
     def keys(self) -> list[int]:
         """Return a number for each picture that depends on its content alone."""
-        return [
-            key_of(picture.read_bytes() if isinstance(picture, Path) else picture.tobytes())
-            for picture in self.pixels
-        ]
+        return [key_of(content(picture)) for picture in self.pixels]
 
     def sided(self, side: int | None) -> Self:
         """Return the pictures brought to a square of this side; None: as they are."""
         if side is None or isinstance(self.pixels, list) or self.pixels.shape[1:3] == (side, side):
             return self
         return self._replace(pixels=np.stack([crop(picture, side) for picture in self.pixels]), cropped=True)
+
+
+def content(picture: NDArray[np.uint8] | Path) -> bytes:
+    """Return the bytes of a picture, or of its file."""
+    return picture.read_bytes() if isinstance(picture, Path) else picture.tobytes()
 
 
 Parts = tuple[Pictures, Pictures | None, list[str]]

@@ -1,10 +1,11 @@
 """Split training from validation by the content of examples, never by their order.
 
-Equal examples are on one side. Plain text is a stream of chunks, read again at each pass, never whole in
-memory, and split on the way.
+Equal examples are on one side, and so are those that differ only in case, white space or Unicode form. Plain
+text is a stream of chunks, read again at each pass, never whole in memory, and split on the way.
 """
 
 import hashlib
+import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +27,39 @@ def key_of(*parts: str | bytes) -> int:
         data = part.encode() if isinstance(part, str) else part
         whole.update(len(data).to_bytes(8, "little") + data)
     return int.from_bytes(whole.digest(), "little")
+
+
+def normal(text: str) -> str:
+    """Return a text without differences of case, white space and Unicode form."""
+    if text.isascii():
+        return " ".join(text.lower().split())
+    folded = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold())
+    return " ".join(folded.split())
+
+
+def near_key(*parts: str) -> int:
+    """Return a key that is the same for near-duplicates."""
+    return key_of(*map(normal, parts))
+
+
+def joined(keys: Sequence[int], pairs: Sequence[int | None]) -> list[int]:
+    """Return one key for all examples that share a key or a pair, directly or through others: the lowest."""
+    parent: dict[tuple[str, int], tuple[str, int]] = {}
+
+    def root(node: tuple[str, int]) -> tuple[str, int]:
+        while (above := parent.setdefault(node, node)) != node:
+            parent[node] = parent[above]
+            node = above
+        return node
+
+    for key, pair in zip(keys, pairs):
+        if pair is not None:
+            parent[root(("key", key))] = root(("pair", pair))
+    lowest: dict[tuple[str, int], int] = {}
+    for key in keys:
+        own = root(("key", key))
+        lowest[own] = min(lowest.get(own, key), key)
+    return [lowest[root(("key", key))] for key in keys]
 
 
 def percent(share: float) -> str:
@@ -134,7 +168,7 @@ def look(source: Stream) -> Seen:
     seen, begins, length = Seen(), True, 0
     for chunk in source:
         if begins:
-            key = key_of(chunk.text)
+            key = near_key(chunk.text)
             seen.low, seen.high, length = min(seen.low, key), max(seen.high, key), 0
         length, begins = length + len(chunk.text), chunk.ends
         if chunk.ends:
@@ -174,7 +208,7 @@ def _by_key(source: Stream, limit: int, validation: bool) -> Iterator[Chunk]:
     begins, wanted = True, False
     for chunk in source:
         if begins:
-            wanted = (key_of(chunk.text) < limit) is validation
+            wanted = (near_key(chunk.text) < limit) is validation
         begins = chunk.ends
         if wanted:
             yield chunk

@@ -12,6 +12,7 @@ from clearhead.api import Model
 from clearhead.batches import batch, batching, encoded
 from clearhead.data import files, formats
 from clearhead.data.examples import TEXT, Corpus, Images
+from clearhead.data.given import Given, given_or_paths
 from clearhead.data.plan import DataPlan
 from clearhead.errors import InputError, refuse
 from clearhead.evaluation.examples import SeenPictures, begun, examine, examples, led, renamed
@@ -51,7 +52,7 @@ class Evaluation:
 
 def evaluate(
     loaded: Model,
-    data: str | Path | Sequence[str | Path] = (),
+    data: Any = (),
     plan: DataPlan | None = None,
     *,
     seed: int = 0,
@@ -70,7 +71,8 @@ def evaluate(
 
     Args:
         loaded: the model.
-        data: files, folders, globs, or the name of an embedded corpus; none: the plan's.
+        data: files, folders, globs, or the name of an embedded corpus; none: the plan's. Or rows in memory,
+            as `train` takes them: of a data set in parts, those to validate on.
         plan: how to read them; None: as the run that made the model read its own, else as they look.
         seed: of the masks of mlm and denoise, and of the groups of examples that intervals come from.
         batch_size: rows at a time; None: by their length.
@@ -79,7 +81,16 @@ def evaluate(
         on_progress: told what is being done, and how much of how much is.
         generation: of pairs: options of `translate`, such as num_beams; else the model's own.
     """
-    given = [data] if isinstance(data, str | Path) else list(data)
+    given = given_or_paths(data)
+    if isinstance(given, Given):
+        plan = replace(data_plan(loaded.folder) if plan is None else plan, format=None, pattern=None)
+        rows = given if given.validation is None else replace(given, paths=given.validation, validation=None)
+        with tempfile.TemporaryDirectory() as folder:
+            found = evaluate(
+                loaded, rows.write(Path(folder))["paths"], plan, seed=seed, batch_size=batch_size,
+                tokenize=tokenize, lowercase=lowercase, on_progress=on_progress, **generation,
+            )  # fmt: skip
+        return replace(found, notes=(*given.notes, *found.notes))
     plan = data_plan(loaded.folder, given) if plan is None else plan
     task = table.task_named(task_for(loaded, plan.task))
     refuse(

@@ -207,7 +207,8 @@ def tokenizer_fields(
         if _agrees(tokenizer, fields | way):
             return fields | way
     raise CheckpointError(
-        "GGUF has no name for how this tokenizer splits text: it would be read otherwise by llama.cpp"
+        "GGUF has no name for how this tokenizer splits text, and llama.cpp would split it otherwise: "
+        "a model trained with tokens.kind=byte or tokens.kind=bpe can be converted"
     )
 
 

@@ -40,6 +40,7 @@ PROBES = ("A quiet town by the river.", "Do 17 proteins fold within 3.5 seconds?
 AGREE = 1e-3  # between vectors of length one that the same embedder made on different machines
 TINY = 1e-30  # below every score of BM25 that is not 0
 DEPTH = 100  # of fusing two rankings: passages of each
+PROMPTS = {"query": ("query",), "passage": ("passage", "document")}  # names of prompts, by what is embedded
 By = Literal["meaning", "words", "both"]
 Nearest = Literal["exact", "hnsw"]
 OnPassages = Callable[[str, int, int], None]
@@ -181,9 +182,9 @@ class Index:
 
 def embedded(model: Model, texts: Sequence[str], side: Literal["query", "passage"]) -> Vectors:
     """Return vectors of length one [N, D]; a model with prompts for queries and passages gets them."""
-    names = {"query": ("query",), "passage": ("passage", "document")}[side]
     known = model.sentences.prompts if model.sentences is not None else {}
-    vectors = model.embed(list(texts), prompt=next((name for name in names if name in known), None)).numpy()
+    prompt = next((name for name in PROMPTS[side] if name in known), None)
+    vectors = model.embed(list(texts), prompt=prompt).numpy()
     made: Vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
     return made
 
@@ -206,7 +207,8 @@ def build_index(
         folder: to write; an index that is there is brought up to date.
         model: the embedder; None: that of the index.
         files: files and folders of text; none: those of the index.
-        words: of a passage of plain text, at most; None: as before, or 150.
+        words: of a passage of plain text, at most; None: as before, or 150, and no more than the embedder
+            reads whole.
         skip: leave out files that cannot be read, with a warning that names each, in place of refusing them.
         nearest: "exact" compares every vector with a query, "hnsw" those that a graph proposes; None: as
             before, or exact.
@@ -231,10 +233,11 @@ def build_index(
             model = load_model(str((before or {})["model"]))
         if before is not None:
             _fitting(model, before, folder)
-        words = words or (before or {}).get("words", WORDS)
-        read = list(_read_all(find_files(given), words, skip, folder))
+        words = words or (before or {}).get("words")
+        read = list(_read_all(find_files(given), words, skip, folder, model))
         total, done, sources = sum(len(passages) for _, passages in read), 0, []
         refuse(not total, f"there is no text in {', '.join(given[:3])}: name files of text")
+        _tell_cut(model, [one.text for _, passages in read for one in passages], words)
         manifest = before or _empty(folder, model, words)
         for source, passages in read:
             parts = []
@@ -255,7 +258,7 @@ def build_index(
     return Index(folder, model)
 
 
-def _empty(folder: Path, model: Model, words: int) -> dict[str, Any]:
+def _empty(folder: Path, model: Model, words: int | None) -> dict[str, Any]:
     """Write the manifest of an index that is still to be built, which says by whom; return it."""
     probes = embedded(model, PROBES, "passage")
     name = hashlib.sha256(probes.tobytes()).hexdigest()[:16]
@@ -267,16 +270,53 @@ def _empty(folder: Path, model: Model, words: int) -> dict[str, Any]:
 
 
 def _read_all(
-    paths: Sequence[Path], words: int, skip: bool, folder: Path
+    paths: Sequence[Path], words: int | None, skip: bool, folder: Path, model: Model
 ) -> Iterator[tuple[IndexedFile, list[IndexedPassage]]]:
     for path in paths:
         if folder.resolve() in path.resolve().parents:
             continue  # the index itself lies among its files
         try:
-            yield read_passages(path, words)
+            file, passages = read_passages(path, words or WORDS)
+            whole = (
+                words is not None or ".jsonl" in path.suffixes
+            )  # what is one passage by its file stays one
+            yield file, passages if whole else _halved(model, passages)
         except InputError as error:
             refuse(not skip, f"{error}; leave it out, or skip what cannot be read (--skip-unreadable)")
             warnings.warn(f"left out: {error}", stacklevel=3)
+
+
+def _halved(model: Model, passages: Sequence[IndexedPassage]) -> list[IndexedPassage]:
+    """Return passages that the embedder reads whole: longer ones are cut in halves, as often as it takes."""
+    made, lengths = list[IndexedPassage](), _lengths(model, [one.text for one in passages])
+    for passage, length in zip(passages, lengths):
+        words = passage.text.split()
+        if length <= model.max_length or len(words) == 1:
+            made.append(passage)
+        else:
+            middle = (len(words) + 1) // 2
+            halves = (words[:middle], words[middle:])
+            made += _halved(model, [replace(passage, text=" ".join(half)) for half in halves])
+    return made
+
+
+def _lengths(model: Model, texts: Sequence[str]) -> list[int]:
+    """Return how many tokens each passage has for the embedder, its prompt and special tokens included."""
+    prompts = model.sentences.prompts if model.sentences is not None else {}
+    before = prompts.get(next((name for name in PROMPTS["passage"] if name in prompts), ""), "")
+    return [len(ids) for ids in model.encode([before + text for text in texts])]
+
+
+def _tell_cut(model: Model, texts: Sequence[str], words: int | None) -> None:
+    """Warn of passages whose end the embedder does not read."""
+    cut = sum(length > model.max_length for length in _lengths(model, texts))
+    if cut:
+        way_out = "leave --words out, or give fewer" if words is not None else "write shorter ones"
+        warnings.warn(
+            f"{cut:,} of {len(texts):,} passages have more than the {model.max_length:,} tokens that the "
+            f"embedder reads, and their end is found by words alone: {way_out}",
+            stacklevel=3,
+        )
 
 
 def _part(folder: Path, model: Model, embedder: str, passages: Sequence[IndexedPassage]) -> dict[str, Any]:

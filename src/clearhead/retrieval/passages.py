@@ -65,7 +65,7 @@ def read_passages(path: Path, words: int = WORDS) -> tuple[IndexedFile, list[Ind
     try:
         raw, stat = path.read_bytes(), path.stat()
         plain = gzip.decompress(raw) if path.suffix == ".gz" else raw
-        text = plain.decode("utf-8")
+        text = plain.decode("utf-8-sig").replace("\r\n", "\n")
     except (OSError, EOFError, zlib.error) as error:
         raise InputError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     except UnicodeDecodeError as error:

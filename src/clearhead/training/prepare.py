@@ -2,7 +2,7 @@
 
 import functools
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -37,7 +37,7 @@ from clearhead.recipe import BASE, Recipe, TrainPlan
 from clearhead.tasks import spec, table
 from clearhead.tasks.chat import chat_template, template_for
 from clearhead.tasks.corpus import RenderedChats, Texts, open_examples
-from clearhead.tokens.training import choose, train_tokenizer
+from clearhead.tokens.training import SPELLS_ALL, choose, train_tokenizer
 from clearhead.training import build, machine, optim, weights
 from clearhead.training.events import Note, OnEvent
 from clearhead.training.recorded import record_steps, recordable
@@ -266,9 +266,11 @@ def find_tokenizer(
         refuse(base.tokenizer is None, f"{base.folder} has no tokenizer: add tokenizer.json to it")
         return base.tokenizer, base.special
     chosen, sentence = choose(plan, task.tokens, corpus.size)
-    on_event(Note(sentence))
     assert chosen.kind is not None
-    texts, specials = Texts(corpus.train), task.tokens
+    elsewhere = task.usual is spec.DECODER and chosen.kind not in SPELLS_ALL
+    on_event(Note(sentence + (f"; for GGUF, set tokens.kind={' or '.join(SPELLS_ALL)}" if elsewhere else "")))
+    texts: Iterable[str] = Texts(corpus.train)
+    specials = task.tokens
     if task.chats:  # the model reads what the template writes, and a turn ends with one token
         template = template_for(plan.template, specials)
         specials = replace(specials, sentinels=template.markers)

@@ -63,8 +63,16 @@ def restore(
     corpus, name = open_examples(recipe.data)
     task = table.task_named(name)
     fingerprint = folder / FINGERPRINT
+    began = fingerprint.read_text().strip() if fingerprint.is_file() else corpus.fingerprint
     refuse(
-        fingerprint.is_file() and fingerprint.read_text() != corpus.fingerprint,
+        began.partition(":")[0] != corpus.fingerprint.partition(":")[0],
+        f"{folder} was begun by a version of clearhead that read and split its data in another way, so that "
+        "training and validation would mix: finish it with that version, or begin a new run with "
+        f"--set model.base={folder}",
+        TrainingError,
+    )
+    refuse(
+        began != corpus.fingerprint,
         f"the data of {folder} has changed since the run began: put the old files back, or begin a new run",
         TrainingError,
     )

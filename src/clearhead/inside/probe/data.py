@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from clearhead.data import corpora, files, formats, plan, split, tables
 from clearhead.data.examples import Images, Labelled, Tagged
+from clearhead.data.pictures import content
 from clearhead.data.treebank import Sentence, Span, TreeWord, locate, read_treebank
 from clearhead.errors import nearest, refuse
 from clearhead.tasks.corpus import open_examples
@@ -47,7 +48,7 @@ class ProbeItem:
     @property
     def key(self) -> int:
         """Equal for items of the same content."""
-        return split.key_of(self.text, self.pair or "", b"" if self.image is None else self.image.tobytes())
+        return split.key_of(self.text, self.pair or "", b"" if self.image is None else content(self.image))
 
     @property
     def count(self) -> int:
@@ -86,12 +87,9 @@ def read_items(data: Data, column: str | None = None) -> tuple[list[ProbeItem], 
         f'column "{column}" is for a treebank (CoNLL-U), and these are {KINDS[kind]}: leave it out',
     )
     if kind is Images:
-        contents = (
-            pixels.read_bytes() if isinstance(pixels, Path) else pixels.tobytes() for pixels in rows.pixels
-        )
         return [
-            ProbeItem((f"{split.key_of('', '', content):x}",), (str(label),), image=pixels)
-            for content, pixels, label in zip(contents, rows.pixels, rows.labels)
+            ProbeItem((f"{split.key_of('', '', content(pixels)):x}",), (str(label),), image=pixels)
+            for pixels, label in zip(rows.pixels, rows.labels)
         ], "class"
     if kind is Tagged:
         texts = [" ".join(row.words) for row in rows]

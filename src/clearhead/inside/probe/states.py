@@ -9,6 +9,7 @@ Shapes: B batch, T tokens, D model, L depths (the embedding and every block), N 
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -40,7 +41,7 @@ class ProbeInput:
     places: tuple[tuple[int, ...], ...]  # tokens of each thing
     types: tuple[int, ...] = ()
     source: tuple[int, ...] = ()  # what the encoder reads while the decoder is probed
-    image: NDArray[np.uint8] | None = None
+    image: NDArray[np.uint8] | Path | None = None
 
     def __len__(self) -> int:
         return max(len(self.ids), len(self.source)) if self.image is None else len(self.places[0])
