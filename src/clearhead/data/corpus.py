@@ -233,9 +233,8 @@ def _row_sides(
         notes += _shared(_keys(train), _keys(test))
     elif split:
         validates = split_keys(_keys(rows), plan.validation_share, names if any(names) else ())
-        notes.append(
-            f"{percent(plan.validation_share)} of the examples for validation, chosen by their content"
-        )
+        real = percent(sum(validates) / len(rows))
+        notes.append(f"{real} of the examples for validation, chosen by their content")
         train, test = ([row for row, held in zip(rows, validates) if held is side] for side in (False, True))
     known = _names(shape, [*train, *test])
     if known:
@@ -269,9 +268,8 @@ def _picture_sides(
     if given is None:
         keys, names = train.keys(), [(name,) for name in train.names]
         validates = np.array(split_keys(keys, plan.validation_share, names))
-        notes.append(
-            f"{percent(plan.validation_share)} of the pictures for validation, chosen by their content"
-        )
+        real = percent(float(validates.mean()))
+        notes.append(f"{real} of the pictures for validation, chosen by their content")
         train, given = (train.take(np.flatnonzero(validates == side)) for side in (False, True))
     else:
         notes += _shared(train.keys(), given.keys())

@@ -51,6 +51,7 @@ class State:
     scale_age: int = 0  # steps since it was last changed
     stale: int = 0  # validations since the best one
     validations: list[dict[str, float]] = field(default_factory=list)
+    missing: str = ""  # what the best validation found that the model never predicts
 
     def best(self, metric: str, larger: bool, count: int = 1) -> list[int]:
         """Return the steps of the best validations, best first; of equals the lower loss, then the first."""
