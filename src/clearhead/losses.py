@@ -151,17 +151,21 @@ def default_chunk(vocab_size: int, device: torch.device) -> int:
     return max(1, CPU_LOGITS // vocab_size)
 
 
-def summed(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
+def summed(logits: Tensor, targets: Tensor, smoothing: float = 0.0, weights: Tensor | None = None) -> Tensor:
     """Return the cross-entropy summed over targets but IGNORE: logits [..., C] and classes [...] -> [].
 
     Targets may also be shares of classes [B, K], for logits [B, C]; classes from K on have a share of 0.
+    `weights` [C] are of the classes.
     """
     flat = dtypes.wide(logits).reshape(-1, logits.shape[-1])
     if targets.is_floating_point():
         wanted = nnf.pad(targets, (0, flat.shape[-1] - targets.shape[-1]))
     else:
         wanted = targets.reshape(-1)
-    return nnf.cross_entropy(flat, wanted, ignore_index=IGNORE, reduction="sum", label_smoothing=smoothing)
+    weights = None if weights is None else weights.to(flat)
+    return nnf.cross_entropy(
+        flat, wanted, weights, ignore_index=IGNORE, reduction="sum", label_smoothing=smoothing
+    )
 
 
 def span_loss(logits: Tensor, batch: Batch, smoothing: float = 0.0) -> Tensor:
@@ -202,6 +206,15 @@ def span_answers(logits: Tensor, batch: Batch) -> Answered:
     """Return the best first and last token of each row's answer, and the right ones."""
     scores = logits if batch.mask is None else logits.masked_fill(~batch.mask[..., None], -torch.inf)
     return scores.argmax(1).tolist(), batch.targets.tolist()
+
+
+def class_weighted(answers: Callable[[Tensor, Batch], Answered], weights: Tensor) -> Objective:
+    """Return the objective of classes with weights [C]; validation has the loss without them."""
+
+    def loss(logits: Tensor, batch: Batch, smoothing: float = 0.0) -> Tensor:
+        return summed(logits, batch.targets, smoothing, weights)
+
+    return Objective(loss, answers, rows=Objective(class_loss, answers).of_rows)
 
 
 CLASSES = Objective(class_loss, class_answers)

@@ -25,6 +25,7 @@ from clearhead.batches.batch import IGNORE, Batch, Batches
 from clearhead.cli import main
 from clearhead.data.examples import Pair
 from clearhead.data.plan import DataPlan
+from clearhead.errors import InputError
 from clearhead.evaluation.evaluate import data_plan
 from clearhead.evaluation.examples import examine
 from clearhead.evaluation.judgement import Figures, count_classes
@@ -353,6 +354,20 @@ def test_tags_by_hand(tmp_path):
     assert found.outputs == tuple(map(" ".join, said))
     assert {"span_f1", "span_precision", "span_recall"} <= set(found.intervals)
     assert any("have no tag" in line for line in found.notes)
+
+
+def test_a_tag_the_model_does_not_have_is_missed(tmp_path):
+    m = ch.load(saved(tmp_path / "model", "BertForTokenClassification", id2label=dict(enumerate(LABELS))))
+    known = write(tmp_path / "known.conll", ["rain\tB-PER", "sun\tO", ""])
+    data = write(tmp_path / "data.conll", ["rain\tB-PER", "sun\tO", "wind\tB-NEW", ""])
+    found = ch.evaluate(m, data)
+    said = [word.label for word in m.tag(["rain", "sun", "wind"]).words]
+    assert found.metrics["accuracy"] == pytest.approx(np.mean([said[0] == "B-PER", said[1] == "O", False]))
+    assert found.targets == 2
+    assert any(line.startswith("B-NEW: not among the model's tags, so 1 word") for line in found.notes)
+    assert not any("not among" in line for line in ch.evaluate(m, known).notes)
+    with pytest.raises(InputError, match="the tag 'NOUN' is none of the model's"):
+        ch.evaluate(m, write(tmp_path / "other.conll", ["rain\tNOUN", "sun\tVERB", ""]))
 
 
 def test_answers_as_squad_judges_them(tmp_path):

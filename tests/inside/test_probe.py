@@ -96,7 +96,7 @@ def test_a_planted_label_is_read_from_its_layer_on_and_by_chance_before(family: 
     chance = [layer.accuracy for layer in found.layers[:2]]
     assert max(chance) < 0.45, chance
     assert min(layer.accuracy for layer in found.layers[2:]) > 0.98
-    assert found.layers[2].interval[0] > 0.9
+    assert found.layers[2].interval[0] > 0.85  # of 30 sentences
     assert found.layers[0].interval[0] < found.layers[0].accuracy < found.layers[0].interval[1]
     assert (found.column, found.unit, found.labels, found.train + found.test) == (
         "tag",
@@ -282,10 +282,10 @@ def test_baselines_by_hand() -> None:
     assert baselines(types, test, y, y_test) == (2 / 5, 3 / 5, 3 / 5)
 
 
-def test_the_interval_draws_sentences() -> None:
+def test_the_interval_is_over_sentences() -> None:
     hits, items = np.repeat([True, False], 500), np.repeat(np.arange(10), 100)
     low, high = interval(hits, items, 0)
-    assert (low, high) == (0.2, 0.8)  # ten sentences, of which five are right throughout: 2 to 8 of ten draws
+    assert (low, high) == pytest.approx((0.2, 0.8), abs=0.01)  # ten sentences, of which five are right
     alone = interval(hits, np.zeros(1000, int), 0)
     assert alone == pytest.approx((0.469, 0.531), abs=0.01)
 

@@ -5,12 +5,20 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 import clearhead as ch
+from clearhead.batches.batch import Batch
+from clearhead.data.examples import Corpus, Labelled, Tagged
+from clearhead.data.plan import DataPlan
+from clearhead.errors import ConfigError
+from clearhead.losses import class_answers, class_weighted
 from clearhead.recipe import read_recipe
-from clearhead.training.events import Note, read_log
+from clearhead.tasks.corpus import open_data
+from clearhead.tasks.spec import balanced_weights
+from clearhead.training.events import Note, Validated, read_log
 from tests.harness import worst
 
 WORDS = ["sea", "ship", "storm", "wind", "sail", "rope", "captain", "island"]
@@ -196,3 +204,137 @@ def test_transformers_writes_no_more_than_the_decoder_has_positions(place, tmp_p
     theirs.generation_config.eos_token_id = None  # as a model that has not learned to stop
     # The token that the decoder begins with is one more.
     assert theirs.generate(torch.arange(5, 12)[None]).shape[1] == done.model.config.max_positions + 1
+
+
+# What a run says of itself ----------------------------------------------------------------------------------
+
+
+def notes_of(events: list) -> list[str]:
+    return [event.line for event in events if isinstance(event, Note)]
+
+
+def test_a_base_is_validated_before_the_first_step_and_kept_if_nothing_is_better(place, tmp_path):
+    """A rate that ruins the model: the run ends with the weights it began with, and says so."""
+    events: list = []
+    base = place / "gpt2"
+    done = learn(
+        place, tmp_path / "bad", "text.txt", f"model.base={base}", "train.lr=1000", "train.warmup=0",
+        on_event=events.append,
+    )  # fmt: skip
+    first = next(event for event in events if isinstance(event, Validated))
+    judged = ch.evaluate(ch.load(base), place / "text.txt")
+    assert first.step == 0 and first.best and abs(first.metrics["loss"] - judged.metrics["loss"]) < 0.5
+    assert [line["step"] for line in read_log(tmp_path / "bad") if line["event"] == "validated"] == [0, 2]
+    assert any("nothing improved on the base (loss" in line for line in notes_of(events))
+    assert done.metrics["step"] == 0
+    before, after = ch.load(base).model.state_dict(), done.model.model.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert (tmp_path / "bad" / "best").resolve().name == "step-0"
+
+
+def test_a_base_that_is_improved_is_not_kept_and_a_new_model_has_no_baseline(place, tmp_path):
+    events: list = []
+    done = learn(place, tmp_path / "good", "text.txt", f"model.base={place / 'gpt2'}", on_event=events.append)
+    assert done.metrics["step"] == 2 and not any("nothing improved" in line for line in notes_of(events))
+    steps = [line["step"] for line in read_log(place / "gpt2") if line["event"] == "validated"]
+    assert 0 not in steps
+
+
+def test_a_stopped_run_goes_on_with_the_same_baseline(place, tmp_path):
+    """Stopped at once and resumed: the baseline is in the log once, and decides as in one run."""
+    whole = learn(place, tmp_path / "whole", "text.txt", f"model.base={place / 'gpt2'}")
+    learn(place, tmp_path / "cut", "text.txt", f"model.base={place / 'gpt2'}", stop=lambda: True)
+    resumed = ch.train(resume=tmp_path / "cut")
+    assert resumed.metrics == whole.metrics
+    for name in ("whole", "cut"):
+        steps = [line["step"] for line in read_log(tmp_path / name) if line["event"] == "validated"]
+        assert steps == [0, 2]
+
+
+def rare(path: Path) -> Path:
+    """Texts of two classes, one of which is a tenth of all."""
+    labels = ["rare" if i % 10 == 0 else "usual" for i in range(160)]
+    rows = [(f"{WORDS[i % 8]} {label[0]} {i}", label) for i, label in enumerate(labels)]
+    path.write_text("".join(f"{text}\t{label}\n" for text, label in rows))
+    return path
+
+
+def test_a_class_that_is_never_predicted_is_named(place, tmp_path):
+    events: list = []
+    data = rare(tmp_path / "rare.tsv")
+    settings = [*TINY, "data.validation_share=0.3", "train.steps=20"]
+    ch.train(data, out=tmp_path / "run", settings=settings, on_event=events.append)
+    (line,) = [line for line in notes_of(events) if "never predicted" in line]
+    assert line.startswith("never predicted: rare, ") and "class_weights=balanced" in line
+    # With weights both classes have the same share of the loss.
+    events.clear()
+    settings = [
+        *settings,
+        "train.class_weights=balanced",
+        "train.steps=60",
+        "train.lr=0.01",
+        "train.metric=macro_f1",
+    ]
+    ch.train(data, out=tmp_path / "weighted", settings=settings, on_event=events.append)
+    assert not any("never predicted" in line for line in notes_of(events))
+    assert 'class_weights = "balanced"' in (tmp_path / "weighted" / "train.toml").read_text()
+
+
+def test_a_tagger_without_spans_says_so(tmp_path):
+    rows = [
+        {"words": [*"abcdefg", str(i)], "tags": ["B-P" if n == i % 8 else "O" for n in range(8)]}
+        for i in range(64)
+    ]
+    events: list = []
+    settings = [*TINY, "train.steps=20", "data.validation_share=0.3"]
+    ch.train(rows, out=tmp_path / "run", settings=settings, on_event=events.append)
+    assert any(line.startswith("no span is predicted, and ") for line in notes_of(events))
+
+
+@pytest.mark.parametrize("kind", ["classes", "tags"])
+def test_balanced_weights_are_scikit_learns(kind):
+    from sklearn.utils.class_weight import compute_class_weight
+
+    if kind == "classes":
+        rows = [Labelled("x", "b" if i % 7 else "a") for i in range(50)]
+        names = [row.label for row in rows]
+    else:
+        rows = [Tagged(tuple("xyz"), ("O", "O", "B-a" if i % 7 else "O")) for i in range(50)]
+        names = [tag for row in rows for tag in row.tags]
+    labels = sorted(set(names))
+    corpus = Corpus("labels", rows, rows, tuple(labels), "", (), 0)
+    right = compute_class_weight("balanced", classes=np.array(labels), y=names)
+    assert balanced_weights(corpus, labels) == pytest.approx(right.tolist())
+
+
+def test_weights_are_those_of_cross_entropy_and_not_of_validation():
+    logits, targets = torch.randn(6, 3), torch.tensor([0, 1, 2, 2, 1, -100])
+    weights = torch.tensor([0.5, 1.0, 3.0])
+    objective = class_weighted(class_answers, weights)
+    batch = Batch(torch.zeros(6, 1, dtype=torch.long), targets)
+    theirs = torch.nn.functional.cross_entropy(logits, targets, weights, reduction="sum", label_smoothing=0.1)
+    assert torch.allclose(objective.loss(logits, batch, 0.1), theirs)
+    plain = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
+    assert torch.allclose(objective.of_rows(logits, batch), plain)
+
+
+def test_class_weights_are_refused_where_there_are_no_classes(place, tmp_path):
+    with pytest.raises(ConfigError, match="class_weights is for tasks that choose one class"):
+        learn(
+            place,
+            tmp_path / "run",
+            "text.txt",
+            f"model.base={place / 'gpt2'}",
+            "train.class_weights=balanced",
+        )
+
+
+def test_the_share_that_is_printed_is_the_real_one(tmp_path):
+    """Equal texts go together, so that a tenth of few examples is seldom a tenth."""
+    data = tmp_path / "rows.tsv"
+    for seed in range(5):
+        rows = [(f"text {seed} {i // 4}", "ab"[i % 2]) for i in range(40)]
+        data.write_text("".join(f"{text}\t{label}\n" for text, label in rows))
+        corpus = open_data(DataPlan(paths=(str(data),)))
+        share = len(corpus.validation) / (len(corpus.train) + len(corpus.validation))
+        assert any(line.startswith(f"{share * 100:.3g}% of the examples") for line in corpus.notes)

@@ -200,7 +200,7 @@ def encode_texts(group: Sequence[Labelled], encoder: Encoder) -> Columns:
 def encode_tagged(rows: Iterable[Tagged], encoder: Encoder) -> Iterator[Columns]:
     """Encode the tokens of each word; the first has the word's tag as its target, the others IGNORE.
 
-    `lost` counts the words without a token.
+    `lost` counts the words without a token. A tag that the model does not have is no target.
     """
     for group in groups(rows, characters):
         for row in group:
@@ -217,7 +217,7 @@ def encode_tagged(rows: Iterable[Tagged], encoder: Encoder) -> Iterator[Columns]
         for row, encoding in zip(group, encodings):
             places = reversed(list(enumerate(encoding.word_ids)))
             first = {word: place for place, word in places if word is not None}
-            numbers = {place: encoder.number(row.tags[word], "tag") for word, place in first.items()}
+            numbers = {place: encoder.numbers.get(row.tags[word], IGNORE) for word, place in first.items()}
             targets += [numbers.get(place, IGNORE) for place in range(len(encoding))]
             lost += len(row.words) - len(first)
         yield {

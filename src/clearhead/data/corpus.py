@@ -275,9 +275,8 @@ def _row_sides(
         keys = _keys(rows)
         near = len({key_of(*row.key()) for row in rows}) - len(set(keys))
         validates = split_keys(keys, plan.validation_share, names if any(names) else ())
-        notes.append(
-            f"{percent(plan.validation_share)} of the examples for validation, chosen by their content"
-        )
+        real = percent(sum(validates) / len(rows))
+        notes.append(f"{real} of the examples for validation, chosen by their content")
         if near:
             notes.append(
                 f"{tables.counted(near, 'near-duplicate')}: like another example but for case, spaces, "
@@ -326,9 +325,8 @@ def _picture_sides(
     if given is None:
         keys, names = train.keys(), [(name,) for name in train.names]
         validates = np.array(split_keys(keys, plan.validation_share, names))
-        notes.append(
-            f"{percent(plan.validation_share)} of the pictures for validation, chosen by their content"
-        )
+        real = percent(float(validates.mean()))
+        notes.append(f"{real} of the pictures for validation, chosen by their content")
         train, given = (train.take(np.flatnonzero(validates == side)) for side in (False, True))
     else:
         notes += _shared(train.keys(), given.keys())

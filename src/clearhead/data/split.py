@@ -6,6 +6,7 @@ text is a stream of chunks, read again at each pass, never whole in memory, and 
 
 import hashlib
 import unicodedata
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -159,8 +160,7 @@ class Seen:
 
     lengths: list[int] = field(default_factory=list)  # characters of the first `FEW` documents
     documents: int = 0
-    low: int = KEYS
-    high: int = 0
+    keys: "array[int]" = field(default_factory=lambda: array("Q"))  # of the documents
 
 
 def look(source: Stream) -> Seen:
@@ -168,8 +168,8 @@ def look(source: Stream) -> Seen:
     seen, begins, length = Seen(), True, 0
     for chunk in source:
         if begins:
-            key = near_key(chunk.text)
-            seen.low, seen.high, length = min(seen.low, key), max(seen.high, key), 0
+            seen.keys.append(near_key(chunk.text))
+            length = 0
         length, begins = length + len(chunk.text), chunk.ends
         if chunk.ends:
             seen.documents += 1
@@ -183,10 +183,10 @@ def split_text(source: Stream, share: float) -> tuple[Stream, Stream, str]:
     seen = look(source)
     cuts = [int(length * (1 - share)) for length in seen.lengths]
     if seen.documents >= FEW:
-        side = partial(_by_key, source, bound(seen.low, seen.high, share))
-        note = (
-            f"{seen.documents:,} documents, {percent(share)} of them for validation, chosen by their content"
-        )
+        limit = bound(min(seen.keys), max(seen.keys), share)
+        side = partial(_by_key, source, limit)
+        real = percent(sum(key < limit for key in seen.keys) / len(seen.keys))
+        note = f"{seen.documents:,} documents, {real} of them for validation, chosen by their content"
     else:
         refuse(
             not sum(cuts) or cuts == seen.lengths,

@@ -25,6 +25,7 @@ from clearhead.batches.rows import Ints
 from clearhead.data.corpus import place_of
 from clearhead.data.examples import TAGS, Corpus, Example, Images
 from clearhead.data.plan import DataPlan
+from clearhead.data.tables import counted, listed
 from clearhead.errors import InputError, nearest, refuse
 from clearhead.evaluation.metrics import METRICS, Counts
 from clearhead.hub.pixels import to_pixels
@@ -96,7 +97,8 @@ def examples(rows: Sequence[Example]) -> tuple[dict[tuple[str, ...], int], list[
 def renamed(corpus: Corpus, loaded: Model, plan: DataPlan, notes: list[str]) -> Corpus:
     """Return the examples with the model's labels.
 
-    Numbers stand for classes that the model has no names for.
+    Numbers stand for classes that the model has no names for. Tags that it does not have stay, to be counted
+    as missed, unless it has none of them.
     """
     labels = loaded.class_names
     theirs = {label: label for label in labels}
@@ -107,14 +109,24 @@ def renamed(corpus: Corpus, loaded: Model, plan: DataPlan, notes: list[str]) -> 
                 "the model's classes have no names: "
                 f"labels 0 to {len(labels) - 1} of the data are their numbers"
             )
-    unknown = next((name for name in corpus.labels if name not in theirs), None)
+    others = [name for name in corpus.labels if name not in theirs]
+    tagged = corpus.shape == TAGS.name and any(name in theirs for name in corpus.labels if name != "O")
+    if tagged and others:
+        rows = cast(Sequence[Example], corpus.validation)
+        words = sum(name in others for row in rows for name in row.names())
+        notes.append(
+            f"{listed(others)}: not among the model's tags, so {counted(words, 'word')} count as missed "
+            "and are no part of the loss"
+        )
+        theirs |= {name: name for name in others}
+    unknown = None if tagged else next(iter(others), None)
     if unknown is not None:
         place = place_of(plan, shape_of(plan.task), unknown)
-        listed = ", ".join(labels[:12]) + (" and more" if len(labels) > 12 else "")
+        shown = ", ".join(labels[:12]) + (" and more" if len(labels) > 12 else "")
         raise InputError(
             f"{place}{': ' if place else ''}the {'tag' if corpus.shape == TAGS.name else 'label'} "
             f"{unknown!r} "
-            f"is none of the model's{nearest(unknown, theirs)}: {listed}"
+            f"is none of the model's{nearest(unknown, theirs)}: {shown}"
         )
     if isinstance(corpus.validation, Images):
         numbers = np.array([labels.index(theirs[name]) for name in corpus.labels])
@@ -181,8 +193,11 @@ def validate(
     autocast: Autocast,
     device: torch.device,
     world: World = ALONE,
-) -> dict[str, float]:
-    """Return the mean loss over all targets, perplexity for a vocabulary, and the metrics of the task."""
+) -> tuple[dict[str, float], str]:
+    """Return the mean loss over all targets, perplexity for a vocabulary, and the metrics of the task.
+
+    And a sentence on what the model never predicts, or "".
+    """
     seen = list(examine(loaded.model, batches, device, autocast, task.objective, world))
     count = sum(float(part.counts.sum()) for part in seen)
     refuse(
@@ -195,8 +210,9 @@ def validate(
         predicted, wanted = (
             [row for part in seen for row in getattr(part, side)] for side in ("said", "meant")
         )
-        return found | task.scores(predicted, wanted, loaded.labels)
-    return found | {"perplexity": math.exp(min(found["loss"], 700))}
+        scores, missing = (of(predicted, wanted, loaded.labels) for of in (task.scores, task.missing))
+        return found | scores, missing
+    return found | {"perplexity": math.exp(min(found["loss"], 700))}, ""
 
 
 @torch.no_grad()

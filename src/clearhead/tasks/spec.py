@@ -4,15 +4,19 @@
 what they need.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from clearhead.batches.batching import Batching
 from clearhead.bundle import Bundle
 from clearhead.config import ModelConfig
 from clearhead.config.fields import HeadName
-from clearhead.data.examples import Corpus, Shape
+from clearhead.data.examples import Corpus, Images, Shape
 from clearhead.errors import ConfigError, InputError, refuse
 from clearhead.losses import Objective
 from clearhead.presets import preset
@@ -39,6 +43,16 @@ def sampled(given: str, said: object, wanted: object) -> str:
         text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…" for text in (given, str(wanted))
     )
     return f"{shown} -> {said}  ({right})"
+
+
+def balanced_weights(corpus: Corpus, labels: Sequence[str]) -> list[float]:
+    """Return a weight for each class: all examples / (classes · its own examples), as scikit-learn does."""
+    rows: Any = corpus.train
+    if isinstance(rows, Images):
+        count = Counter(labels[number] for number in rows.labels.tolist())
+    else:
+        count = Counter(name for row in rows for name in row.names())
+    return [count.total() / (len(labels) * max(count[name], 1)) for name in labels]
 
 
 @dataclass(frozen=True)
@@ -109,6 +123,10 @@ class TaskSpec:
     metric: str | Callable[[Sequence[str]], str] = "loss"  # the default, perhaps by the labels
     # (answers, targets, labels) -> scores by name.
     scores: Callable[[Answers, Answers, Sequence[str]], dict[str, float]] = lambda *given: {}
+    # (answers, targets, labels) -> a sentence on what is never predicted; "": nothing.
+    missing: Callable[[Answers, Answers, Sequence[str]], str] = lambda *given: ""
+    # Makes the objective of weights by class, for `train.class_weights`.
+    weighted: Callable[[Tensor], Objective] | None = None
     pretrain: bool = False  # whether masked language modelling on the same texts may come first
     chats: bool = False  # whether rows are conversations, which need a chat template
     one_shape: bool = False  # whether all batches of a stream have one shape, without padding
@@ -136,9 +154,18 @@ class TaskSpec:
         """Return the families of models that fit, the usual one first."""
         return preset(self.usual.preset).family, *self.families
 
-    def settled(self, plan: TrainPlan, loaded: Bundle) -> "TaskSpec":
+    def settled(self, plan: TrainPlan, loaded: Bundle, corpus: Corpus) -> "TaskSpec":
         """Return the task with the objective that a recipe asks for."""
         made = None if self.objective_for is None else self.objective_for(plan, loaded)
+        if plan.class_weights is not None:
+            refuse(
+                self.weighted is None,
+                f"train.class_weights is for tasks that choose one class, and this is {self.name}: "
+                "leave it out",
+                ConfigError,
+            )
+            assert self.weighted is not None
+            made = self.weighted(torch.tensor(balanced_weights(corpus, loaded.labels)))
         return self if made is None else replace(self, objective=made)
 
     def n_classes(self, labels: Sequence[str]) -> int:

@@ -91,7 +91,7 @@ def validate_run(run: TrainingRun) -> Validated:
     """Validate, and record whether this is the best validation so far."""
     state, samples = run.state, tuple[str, ...]()
     with run.usable() as usable:
-        metrics = validate(
+        metrics, missing = validate(
             usable, run.task, run.validation, run.precision.autocast, run.precision.device, run.world
         )
         if run.plan.samples or run.metric in WRITTEN:
@@ -101,6 +101,7 @@ def validate_run(run: TrainingRun) -> Validated:
     state.validations.append({"step": state.step, **metrics})
     best = run.best_steps() == [state.step] and not math.isnan(metrics[run.metric])
     state.stale = 0 if best else state.stale + 1
+    state.missing = missing if best else state.missing
     run.model.train()
     return Validated(state.step, metrics, best, samples)
 

@@ -112,7 +112,8 @@ def assemble(
     `unread`: the weights of a model that has none yet, of which each process reads its part. `began`: the
     choices of a run that goes on, see `State`.
     """
-    plan, device, task = recipe.train, precision.device, task.settled(recipe.train, loaded)
+    plan, device = recipe.train, precision.device
+    task = task.settled(plan, loaded, corpus)
     assert plan.steps is not None and plan.metric is not None, "the recipe is not settled"
     began = began if began.get("device") == device.type else {}  # on another one, all is chosen anew
     threads = _set_threads(plan, began, world, on_event)
@@ -353,9 +354,14 @@ def settled(
         warmup=_warmup(plan, steps),
         precision=precision,
     )
-    if BASE in recipe.model and recipe.model[BASE] not in PRESETS:
+    if is_based(recipe):
         return recipe  # the rest of the model is described by that directory
     return recipe.replace("model", **loaded.config.to_dict())
+
+
+def is_based(recipe: Recipe) -> bool:
+    """Return True if a run goes on from the weights of a model."""
+    return BASE in recipe.model and recipe.model[BASE] not in PRESETS
 
 
 def _steps(plan: TrainPlan, train: batch.Batches) -> int:

@@ -2,7 +2,7 @@
 
 import glob
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,7 +27,7 @@ from clearhead.recipe import BASE, SECTIONS, Recipe, Settings, read_recipe
 from clearhead.tasks import corpus, table
 from clearhead.training import faults, loop, prepare, weights
 from clearhead.training import resume as continued
-from clearhead.training.events import Finished, Note, OnEvent, Reason, Started, logged
+from clearhead.training.events import Finished, Note, OnEvent, Reason, Started, Validated, logged
 from clearhead.training.folder import mark, new_folder, ours, resumed_folder
 from clearhead.training.leaving import leave_adapter, leave_card
 from clearhead.training.running import TrainingRun
@@ -152,11 +152,15 @@ def _start(
         recipe = recipe.replace("model", base=str(first.folder.absolute()))
         recipe = recipe.replace("tokens", kind=None).replace("train", pretrain=0)
     run = prepare.prepare(recipe, folder, on_event, world)
+    baseline = None
+    if prepare.is_based(recipe):
+        with run.world.waiting("the validation of the base"):
+            baseline = loop.validate_run(run)
     with run.world.waiting("the first checkpoint"):
         loop.save(run)
         run.saver.finish(wait=True)
     keep()
-    return _finish(run, on_event, stop)
+    return _finish(run, on_event, stop, baseline)
 
 
 def _pretrain(
@@ -198,8 +202,13 @@ def _resume(
     return _finish(continued.restore(recipe, folder, checkpoint, on_event, world), on_event, stop)
 
 
-def _finish(run: TrainingRun, on_event: OnEvent, stop: Callable[[], bool]) -> Trained:
-    """Train to the end, choose the weights, and write them to the folder itself."""
+def _finish(
+    run: TrainingRun, on_event: OnEvent, stop: Callable[[], bool], baseline: Validated | None = None
+) -> Trained:
+    """Train to the end, choose the weights, and write them to the folder itself.
+
+    `baseline` is the validation before the first step.
+    """
     state, first, whole = run.state, run.world.first, run.empty or run.model
     log = logged(run.folder, state.step, on_event, run.plan.tensorboard) if first else nullcontext(on_event)
     with log as tell:
@@ -214,16 +223,29 @@ def _finish(run: TrainingRun, on_event: OnEvent, stop: Callable[[], bool]) -> Tr
                 device=str(run.precision.device),
             )
         )
+        if baseline is not None:
+            tell(baseline)
         with faults.naming_memory(state, run.world), run.saver.completing():
             reason = loop.learn(run, tell, stop)
             run.saver.finish(tell, wait=True)
         run.world.meet()  # the links are moved
         chosen, metrics = _chosen(run, reason)
+        for line in _verdict(run, metrics) if reason != "stopped" else ():
+            tell(Note(line))
         tell(Finished(run.folder, state.step, state.seconds, metrics, reason, state.skipped))
     use = command_to_try(run.task, run.example, chosen, run.folder) if reason != "stopped" else ""
     if first and reason != "stopped":
         leave_card(run, chosen, metrics, use)
     return Trained(chosen, run.folder, state.step, metrics, reason, use, state.skipped)
+
+
+def _verdict(run: TrainingRun, metrics: Mapping[str, float]) -> Iterator[str]:
+    """Yield a sentence where nothing was better than the base, and one on what is never predicted."""
+    if metrics.get("step") == 0:
+        kept = f"{run.metric} {metrics[run.metric]:.4g}"
+        yield f"nothing improved on the base ({kept}): the base is kept as it was"
+    if run.state.missing and metrics.get("step") in run.best_steps():
+        yield run.state.missing
 
 
 def _chosen(run: TrainingRun, reason: Reason) -> tuple[Model, dict[str, float]]:
@@ -281,7 +303,7 @@ def _judged(run: TrainingRun, chosen: Model) -> dict[str, float]:
             judged.model = staged(judged.model, run.world, device)
         split(judged.model, run.world)
         materialise(judged.model, device, unread)
-    metrics = validate(judged, run.task, run.validation, run.precision.autocast, device, run.world)
+    metrics, _ = validate(judged, run.task, run.validation, run.precision.autocast, device, run.world)
     chosen.model.to("cpu")
     return metrics | run.world.once(lambda: written_scores(chosen, run.task, run.validation, run.metric))
 

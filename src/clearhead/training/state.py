@@ -54,6 +54,7 @@ class State:
     skipped: int = 0  # steps that were not taken, because loss or gradient was not finite
     skipped_last: int = 0  # how many of them are the last ones, in a row
     validations: list[dict[str, float]] = field(default_factory=list)
+    missing: str = ""  # what the best validation found that the model never predicts
     # What the run chose by the machine at its beginning, and keeps: see docs/decisions/choices-and-bits.md.
     choices: dict[str, Any] = field(default_factory=dict)
 

@@ -1,5 +1,7 @@
 """Tasks whose targets are labels: classes of texts and pictures, tags of words, the place of an answer."""
 
+import functools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -8,10 +10,11 @@ from clearhead.api import Model
 from clearhead.batches import bucketed, encoding, pictures
 from clearhead.batches.batching import Batching
 from clearhead.data.examples import IMAGES, LABELS, QUESTIONS, TAGS, Corpus, Labelled, Question, Tagged
+from clearhead.data.tables import listed
 from clearhead.data.tagging import by_labels, recognise
 from clearhead.evaluation.judgement import Judgement, count_classes
-from clearhead.evaluation.metrics import METRICS
-from clearhead.losses import CLASSES, SPANS, TAGGED
+from clearhead.evaluation.metrics import METRICS, span_counts
+from clearhead.losses import CLASSES, SPANS, TAGGED, class_answers, class_weighted, tag_answers
 from clearhead.recipe import GeneratePlan
 from clearhead.tasks.reading import tag
 from clearhead.tasks.spec import ENCODER, VISION, Answers, TaskSpec, sampled
@@ -32,6 +35,19 @@ def _seen(loaded: Model, row: tuple[int, Any, int], plan: GeneratePlan, seed: in
 def _class_scores(predicted: Answers, wanted: Answers, labels: Sequence[str]) -> dict[str, float]:
     flat = [[answer for row in rows for answer in row] for rows in (predicted, wanted)]
     return {name: METRICS[name](*flat) for name in ("accuracy", "macro_f1")}
+
+
+def _missing_classes(predicted: Answers, wanted: Answers, labels: Sequence[str]) -> str:
+    """Return a sentence on the classes that occur and are never predicted."""
+    said, meant = (Counter(answer for row in rows for answer in row) for rows in (predicted, wanted))
+    missing = [label for number, label in enumerate(labels) if meant[number] and not said[number]]
+    if not missing:
+        return ""
+    count = sum(meant[number] for number, label in enumerate(labels) if label in missing)
+    return (
+        f"never predicted: {listed(missing)}, {count:,} of {meant.total():,} validation examples; "
+        "train.class_weights=balanced may help"
+    )
 
 
 def _class_figures(judgement: Judgement) -> list[str]:
@@ -65,6 +81,15 @@ def _tag_scores(predicted: Answers, wanted: Answers, labels: Sequence[str]) -> d
     flat = [[answer for row in rows for answer in row] for rows in (predicted, wanted)]
     named = [[[labels[index] for index in row] for row in rows] for rows in (predicted, wanted)]
     return {"accuracy": METRICS["accuracy"](*flat), "span_f1": METRICS["span_f1"](*named)}
+
+
+def _no_spans(predicted: Answers, wanted: Answers, labels: Sequence[str]) -> str:
+    """Return a sentence where the data has spans and no sentence is given one."""
+    named = [[[labels[index] for index in row] for row in rows] for rows in (predicted, wanted)]
+    _, said, meant = span_counts(*named).sum(0)
+    if said or not meant:
+        return ""
+    return f"no span is predicted, and {meant:,.0f} are wanted: train longer, or set train.class_weights"
 
 
 def _tag_figures(judgement: Judgement) -> list[str]:
@@ -113,6 +138,8 @@ _TEXTS = TaskSpec(
     metrics=("loss", "accuracy", "macro_f1"),
     metric="accuracy",
     scores=_class_scores,
+    missing=_missing_classes,
+    weighted=functools.partial(class_weighted, class_answers),
     pretrain=True,
     command="classify {folder} TEXT",
     sample=_classified,
@@ -146,6 +173,8 @@ TASKS = (
         metric=_tag_metric,
         remarks=_scheme,
         scores=_tag_scores,
+        missing=_no_spans,
+        weighted=functools.partial(class_weighted, tag_answers),
         pretrain=True,
         command="tag {folder} TEXT",
         sample=_tagged,
