@@ -345,3 +345,22 @@ def test_commands_index_search_and_generate_with_passages(model, texts, tmp_path
     with pytest.raises(SystemExit) as stop:
         main([*asked[:-1], "300"])
     assert stop.value.code == 2 and "no passage fits before the prompt" in capsys.readouterr().err
+
+
+def test_search_prints_three_lines_a_hit_or_all(model, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    file, out = tmp_path / "texts.jsonl", str(tmp_path / "index")
+    long = " ".join(f"baker number {number}" for number in range(40))
+    file.write_text("".join(json.dumps({"id": f"doc{n}", "text": f"{n} {long}"}) + "\n" for n in range(3)))
+    index = build_index(out, model, [file])
+    main(["search", out, "baker", "--by", "words", "--k", "2"])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 6 and max(map(len, lines[1:3] + lines[4:6])) <= 80 and lines[2].endswith(" ...")
+    hits = ch.Index(out).search("baker", 2, "words")
+    for at, hit in enumerate(hits):
+        assert lines[3 * at].startswith(f"{at + 1}. {hit.score:.4f}  ") and hit.name in lines[3 * at]
+        assert (hit.name, hit.text, hit.line) == (hit.passage.name, hit.passage.text, hit.passage.line)
+        assert hit.name.startswith("doc") and hit.file == str(file)
+    main(["search", out, "baker", "--by", "words", "--k", "2", "--full"])
+    out = capsys.readouterr().out
+    assert all(hit.text in out for hit in index.search("baker", 2, "words"))
