@@ -69,6 +69,20 @@ def test_a_drill_that_is_not_in_the_tree_applies_and_works(drill, tmp_path):
     assert proof.returncode == 0, proof.stderr
 
 
+@pytest.mark.parametrize("drill", ["position-scheme", "attention-option", "task", "architecture"])
+def test_the_code_of_a_drill_passes_lint(drill, tmp_path):
+    patch = DRILLS / f"{drill}.patch"
+    touched = re.findall(r"^diff --git a/(\S+)", patch.read_text(), re.MULTILINE)
+    shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    if drill in PROVE:  # the others are in the tree
+        subprocess.run(["git", "apply", str(patch)], cwd=tmp_path, check=True, capture_output=True)
+    for how in (["check", "--no-cache"], ["format", "--check", "--no-cache"]):
+        command = [sys.executable, "-m", "ruff", *how, *touched]
+        linted = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert linted.returncode == 0, linted.stdout
+
+
 def test_a_task_may_come_from_outside_the_package(tmp_path, monkeypatch):
     """`TASKS[name] = spec` is all it takes to train and judge by a task of one's own."""
     monkeypatch.setitem(TASKS, "stars", dataclasses.replace(TASKS["regress"], name="stars"))

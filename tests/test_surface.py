@@ -13,10 +13,15 @@ import torch
 
 import clearhead as ch
 from clearhead.batches.padding import padded, real_tokens
+from clearhead.cli import main
+from clearhead.commands.common import show_result
 from clearhead.config.elsewhere import ARGUMENTS
+from clearhead.evaluation.judgement import ClassCounts
 from clearhead.inside.parts.examples import examples_from
+from clearhead.report import confusion_tables
 from clearhead.typed import OTHER_NAMES
 from tests.harness import build, some_ids, worst
+from tests.test_use_commands import byte_tokenizer
 
 ROWS = [some_ids(1, 6, seed=seed)[0].tolist() for seed in range(1, 13)]
 
@@ -179,3 +184,39 @@ def test_an_argument_by_the_name_of_another_library_is_refused_with_ours(family,
         with pytest.raises(ch.InputError, match=words) as refused:
             model(**others, **{given: ids})
         assert "\n" not in str(refused.value)
+
+
+# Tables at 80 columns ---------------------------------------------------------------------------------------
+
+
+def test_memories_fit_80_columns_with_a_line_for_each_context(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    torch.manual_seed(0)
+    model = ch.Transformer(ch.preset("micro-decoder").replace(vocab_size=257))
+    ch.Model(model, byte_tokenizer(), special={"eos": 256}).save(tmp_path / "m")
+    text = " ".join(f"The quick brown fox number {n} jumps over the lazy dog." for n in range(9))
+    asked = ["memories", str(tmp_path / "m"), "--text", text]
+    main([*asked, "--top", "5"])
+    listed = capsys.readouterr().out.splitlines()
+    main([*asked, "--neuron", "0.3"])
+    one = capsys.readouterr().out.splitlines()
+    main([*asked, "--token", "e"])
+    found = capsys.readouterr().out.splitlines()
+    assert max(map(len, listed + one + found)) <= 80
+    assert sum("⟦" in line for line in listed) == 25 and sum("⟦" in line for line in one) == 10
+    cut = [line for line in listed + one if "⟦" in line and "⟧" not in line]
+    assert not cut, "a context is one line"
+
+
+def test_a_confusion_matrix_fits_80_columns(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    labels = tuple(f"class-{n}-with-a-long-name" for n in range(8))
+    counts = ClassCounts(
+        labels, torch.randint(2000, (8, 8), generator=torch.Generator().manual_seed(0)).tolist()
+    )
+    show_result({}, False, confusion_tables(counts))
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    rows = [line for line in lines if "long-name" in line]
+    assert len(rows) == 8 and all(f"{n} {label} " in rows[n - 1] for n, label in enumerate(labels, start=1))
+    assert len(lines) == 2 * (8 + 5), "no row is broken"

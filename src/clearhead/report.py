@@ -145,15 +145,20 @@ def class_table(result: ch.Classification) -> Table:
 
 def confusion_tables(counts: ClassCounts) -> list[Table]:
     """Show the figures of each class, then the confusion matrix, or of many classes the main mistakes."""
+    labels = counts.labels
+    few = len(labels) <= MATRIX
     figures = (
-        (one.label, *(f"{value:.4f}" for value in (one.precision, one.recall, one.f1)), f"{one.examples:,}")
-        for one in counts
+        (
+            f"{number} {one.label}" if few else one.label,
+            *(f"{value:.4f}" for value in (one.precision, one.recall, one.f1)),
+            f"{one.examples:,}",
+        )
+        for number, one in enumerate(counts, start=1)
     )
     classes = table("classes", ("class", ">precision", ">recall", ">F1", ">examples"), figures)
-    labels = counts.labels
-    if len(labels) <= MATRIX:
-        rows = ((label, *map(str, row)) for label, row in zip(labels, counts.confusion))
-        headings = ("class", *(f">{label}" for label in labels))
+    if few:  # by their numbers: names would leave no room for the counts
+        rows = ((str(number), *map(str, row)) for number, row in enumerate(counts.confusion, start=1))
+        headings = ("class", *(f">{number}" for number in range(1, len(labels) + 1)))
         return [classes, table("rows taken for columns", headings, rows)]
     mistakes = sorted(
         (-count, wanted, said)

@@ -13,6 +13,7 @@ import pytest
 import tyro
 
 import clearhead as ch
+from clearhead.cli import main
 from clearhead.commands.requests import GROUPS, CommandRequest, GroupedRequest
 from clearhead.generate.request import SEQUENCES, Request, RequestOptions, make_request
 from clearhead.tasks.generation import GenerateOptions, TranslateOptions
@@ -62,7 +63,11 @@ def test_every_field_is_a_keyword_and_an_option(capsys):
     for name in FIELDS - hidden:  # the command has --logprobs COUNT
         assert f"--{renamed.get(name, name.replace('_', '-'))} " in help_text, name
     assert sorted(name for _, names in GROUPS.values() for name in names.split()) == sorted(FIELDS - hidden)
-    assert all(f"─ {group} options ─" in help_text for group in GROUPS)
+    with pytest.raises(SystemExit):
+        main(["generate", "--help"])
+    help_text = capsys.readouterr().out
+    places = [help_text.index(f"─ {group} options ─") for group in GROUPS]
+    assert places == sorted(places) and help_text.index("--temperature") > places[0]
 
 
 def test_sequences_are_tuples():

@@ -359,3 +359,22 @@ def test_passages_are_as_long_as_the_embedder_reads(tmp_path, model, recwarn):
     assert not [one for one in recwarn if "passages have more" in str(one.message)]
     with pytest.warns(UserWarning, match=rf"3 of 3 passages have more than the {model.max_length} tokens"):
         build_index(tmp_path / "long", model, [tmp_path / "a.txt"], words=150)
+
+
+def test_search_prints_three_lines_a_hit_or_all(model, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    file, out = tmp_path / "texts.jsonl", str(tmp_path / "index")
+    long = " ".join(f"baker number {number}" for number in range(40))
+    file.write_text("".join(json.dumps({"id": f"doc{n}", "text": f"{n} {long}"}) + "\n" for n in range(3)))
+    index = build_index(out, model, [file])
+    main(["search", out, "baker", "--by", "words", "--k", "2"])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 6 and max(map(len, lines[1:3] + lines[4:6])) <= 80 and lines[2].endswith(" ...")
+    hits = ch.Index(out).search("baker", 2, "words")
+    for at, hit in enumerate(hits):
+        assert lines[3 * at].startswith(f"{at + 1}. {hit.score:.4f}  ") and hit.name in lines[3 * at]
+        assert (hit.name, hit.text, hit.line) == (hit.passage.name, hit.passage.text, hit.passage.line)
+        assert hit.name.startswith("doc") and hit.file == str(file)
+    main(["search", out, "baker", "--by", "words", "--k", "2", "--full"])
+    out = capsys.readouterr().out
+    assert all(hit.text in out for hit in index.search("baker", 2, "words"))

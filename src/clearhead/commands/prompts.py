@@ -291,7 +291,7 @@ def patch(
       clearhead patch my-model/ "Ann met Tom. Ann" "Ann met Tom. Tom" --plot map.png
       clearhead patch my-model/ "Paris is in" "Rome is in" --answer " France"
       clearhead patch my-model/ "Paris is in" "New York is in" --align words
-      clearhead patch my-model/ "Paris is in" "New York is in" --subject Paris "New York"
+      clearhead patch my-model/ "Oslo is" "New York is" --subject Oslo "New York"
     """
     model = load_model(folder, tokenizer=tokenizer, plot=plot)
     from clearhead.inside.patch import patch as run

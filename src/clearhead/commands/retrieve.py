@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import textwrap
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -86,13 +88,14 @@ def search(
     exact: Annotated[bool, option("compare every vector, even where the index has a graph (hnsw)")] = False,
     model: Embedder = None,
     stale: Stale = False,
+    full: Annotated[bool, option("print whole passages, not the first two lines of each")] = False,
     options: Options = TextOptions(),  # noqa: B008
 ) -> None:
     """Find the passages nearest to a query.
 
     For example:
       clearhead search notes.index "where did we meet?"
-      clearhead search notes.index "error 1402" --by words --k 3
+      clearhead search notes.index "error 1402" --by words --k 3 --full
       clearhead search notes.index --file queries.txt --json --output found.jsonl
     """
     _check_device(model, options.device)
@@ -103,9 +106,8 @@ def search(
     def line(fields: dict[str, Any], hits: list[Any]) -> str:
         return "\n".join(f"{hit.score:.4f}\t{hit.passage.place}\t{hit.passage.text}" for hit in hits)
 
-    def show(hits: list[Any]) -> Any:
-        rows = [[f"{hit.score:.4f}", hit.passage.place, hit.passage.text] for hit in hits]
-        return table("", (">score", "place", "passage"), rows)
+    def show(hits: list[Any]) -> str:
+        return "\n".join(_shown(number, hit, full) for number, hit in enumerate(hits, start=1))
 
     options.run(
         {"query": query},
@@ -114,6 +116,19 @@ def search(
         line=line,
         show=show,
     )
+
+
+def _shown(number: int, hit: Any, full: bool) -> str:
+    """Return a passage for people: its score and place, and below the first two lines of its text, or all."""
+    width, indent = shutil.get_terminal_size().columns, "   "
+    if full:
+        text = textwrap.indent(hit.text, indent)
+    else:
+        words = " ".join(hit.text.split())
+        text = textwrap.fill(
+            words, width, initial_indent=indent, subsequent_indent=indent, max_lines=2, placeholder=" ..."
+        )
+    return f"{number}. {hit.score:.4f}  {hit.passage.place}\n{text}"
 
 
 def _check_device(model: Path | None, device: str) -> None:

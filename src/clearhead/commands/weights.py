@@ -35,7 +35,7 @@ FORMS = (
     "neighbours WORD; analogy A B C; map [WORDS]; positions and similarity (of positions); "
     "word WORD SENTENCE SENTENCE"
 )
-SIDE = 24  # letters of a context on each side
+SIDE = 18  # letters of a context on each side: it stays on one line of 80 columns
 SHOWN = 5  # contexts and tokens of each neuron, where many neurons are listed
 
 
@@ -211,7 +211,9 @@ def memories(
     else:
         listed = [found.neuron(name) for name in neuron] or found.ranked(sort, top)
         body |= {"top": found.top, "depth": found.depth, "neurons": [one.to_dict() for one in listed]}
-        tables = [_neuron_table(one) for one in listed] if neuron else [_list_table(listed)]
+        tables = [_list_table(listed)]
+        if neuron:
+            tables = [shown for one in listed for shown in _neuron_tables(one)]
     notes = [
         f"{found.tokens:,} tokens read, {found.top} contexts kept for each neuron.",
         *([f"Agreement: the answer is among the first {found.depth} promoted."] if found.agrees else ()),
@@ -261,18 +263,17 @@ def _inputs(model: ch.Model, corpus: str | None, texts: tuple[str, ...]) -> Iter
 def _list_table(listed: list[Neuron]) -> Table:
     rows: list[Sequence[Cell]] = []
     for memory in listed:
-        shares = ("-" if value is None else f"{value:.0%}" for value in (memory.agreement, memory.chance))
-        promoted = " ".join(name for name, _ in memory.promoted[:SHOWN])
+        shares = {"agreement": memory.agreement, "chance": memory.chance}
+        figures = [f"{name} {value:.0%}" for name, value in shares.items() if value is not None]
+        about = "\n".join([memory.name, *figures, f"highest {memory.activation:.2f}"])
+        promoted = "\n".join(name for name, _ in memory.promoted[:SHOWN])
         contexts = [piece for context in memory.contexts[:SHOWN] for piece in ("\n", *_context(context))]
-        rows += [(memory.name, *shares, f"{memory.activation:.2f}", promoted, contexts[1:]), ()]
-    return table(
-        "what fires neurons, and what they promote",
-        ("neuron", ">agreement", ">chance", ">highest", "promotes", "fired by"),
-        rows,
-    )
+        rows += [(about, promoted, contexts[1:]), ()]
+    return table("what fires neurons, and what they promote", ("neuron", "promotes", "fired by"), rows)
 
 
-def _neuron_table(memory: Neuron) -> Table:
+def _neuron_tables(memory: Neuron) -> list[Table]:
+    """Show what fires a neuron, and below what it promotes and suppresses."""
     fired = [
         (f"{context.activation:.3f}", _context(context), context.answer or "") for context in memory.contexts
     ]
@@ -280,11 +281,12 @@ def _neuron_table(memory: Neuron) -> Table:
         [(name, f"{value:+.3f}") for name, value in side] for side in (memory.promoted, memory.suppressed)
     )
     agreed = f", agreement {memory.agreement:.0%}, by chance {memory.chance:.0%}"
-    return table(
-        f"neuron {memory.name}{'' if memory.agreement is None else agreed}",
-        (">activation", "fired by", "goes on with", "promotes", ">", "suppresses", ">"),
-        _side_by_side((3, fired), (2, promoted), (2, suppressed)),
-    )
+    title = f"neuron {memory.name}{'' if memory.agreement is None else agreed}"
+    sides = _side_by_side((2, promoted), (2, suppressed))
+    return [
+        table(title, (">activation", "fired by", "goes on with"), fired),
+        table("", ("promotes", ">by", "suppresses", ">by"), sides),
+    ]
 
 
 def _search_table(hits: Found) -> Table:

@@ -53,6 +53,26 @@ class Hit:
     passage: IndexedPassage
     score: float
 
+    @property
+    def text(self) -> str:
+        """The passage itself."""
+        return self.passage.text
+
+    @property
+    def name(self) -> str:
+        """The id that a JSON object gave the passage, else where it stands: file and line."""
+        return self.passage.name or self.passage.place
+
+    @property
+    def file(self) -> str:
+        """The file that it is of."""
+        return self.passage.file
+
+    @property
+    def line(self) -> int:
+        """Its first line in the file, from 1."""
+        return self.passage.line
+
 
 class Index:
     """An open index."""
