@@ -12,7 +12,7 @@ import contextlib
 import functools
 import importlib.util
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import ParamSpec, cast
 
 import torch
@@ -37,9 +37,11 @@ def available(x: Tensor) -> bool:
     )
 
 
-def without_plans() -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def without_plans() -> Iterator[None]:
     """Do without cuDNN's attention, which makes a plan for every new length: texts that grow have many."""
-    return attend.without_cudnn()
+    with attend.without_cudnn():
+        yield
 
 
 Given = ParamSpec("Given")

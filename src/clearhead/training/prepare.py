@@ -114,12 +114,12 @@ def assemble(
     """
     plan, device = recipe.train, precision.device
     task = task.settled(plan, loaded, corpus)
-    assert plan.steps is not None and plan.metric is not None, "the recipe is not settled"
     began = began if began.get("device") == device.type else {}  # on another one, all is chosen anew
     threads = _set_threads(plan, began, world, on_event)
     if plan.loss_chunk is None and isinstance(loaded.model.head, LanguageHead):
         usual_chunk = default_chunk(loaded.config.vocab_size, device)  # on a GPU by its memory
         plan = replace(plan, loss_chunk=began.get("loss_chunk", usual_chunk))
+    assert plan.steps is not None and plan.metric is not None, "the recipe is not settled"
     refuse(
         plan.offload and precision.scaled,
         "train.offload does not work with float16, whose gradients are scaled: "
