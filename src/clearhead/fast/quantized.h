@@ -21,9 +21,7 @@ Sizes: B rows of x, N width out, D width in, K = D / 32 blocks, rounded up. */
 #endif
 
 enum { BLOCK = 32, ACROSS_ROUNDED = 4 };
-#ifndef AHEAD_ROUNDED
-#define AHEAD_ROUNDED 1024 /* bytes between the codes that are read and those fetched for later */
-#endif
+enum { CODES_AHEAD = 1024 }; /* bytes between the codes that are read and those fetched for later */
 
 /* Inputs in 8 bits, the sum of each block as a number, and its sum of codes times -1. */
 typedef struct {
@@ -209,10 +207,14 @@ ALWAYS Vector from_bfloat16(const uint16_t *const *tiles, int64_t place) {
     return (Vector)vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(tiles[0] + place), 16));
 #else
     typedef uint16_t Half __attribute__((vector_size(2 * LANES)));
-    typedef uint32_t Bits __attribute__((vector_size(4 * LANES)));
     union { uint64_t fours[TILES]; Half all; } read;
     EACH(t, TILES) memcpy(&read.fours[t], tiles[t] + place, sizeof read.fours[t]);
+#if defined(WITH_AVX512) /* in one step, of which compilers make four */
+    return (Vector)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)read.all), 16);
+#else
+    typedef uint32_t Bits __attribute__((vector_size(4 * LANES)));
     return (Vector)(__builtin_convertvector(read.all, Bits) << 16);
+#endif
 #endif
 }
 
@@ -222,7 +224,6 @@ ALWAYS void rounded_tile(const int bits, const int C, const int offset, const Li
                          int64_t share, int64_t stop, const Rounded *x, int64_t b, float *y, int64_t stride) {
     const int64_t K = x->blocks, per = linear->group / BLOCK, G = (K + per - 1) / per;
     const int64_t width = BLOCK * bits / 2, last = (linear->rows - 1) / 4, apart = QUARTERS ? share : 1;
-    const int64_t ahead = QUARTERS ? AHEAD_ROUNDED : TILES == 1 ? 1024 : TILES * K * width; /* the next rows */
     const uint8_t *codes[TILES];
     const uint16_t *scales[TILES], *offsets[TILES];
     EACH(t, TILES) {
@@ -242,8 +243,8 @@ ALWAYS void rounded_tile(const int bits, const int C, const int offset, const Li
         Vector added = offset ? from_bfloat16(offsets, 4 * g) : (Vector){0};
         for (int64_t end = k + per < K ? k + per : K; k < end; k++) {
             EACH(t, TILES) {
-                __builtin_prefetch(codes[t] + k * width + ahead);
-                if (bits == 8) __builtin_prefetch(codes[t] + k * width + ahead + 64);
+                __builtin_prefetch(codes[t] + k * width + CODES_AHEAD);
+                if (bits == 8) __builtin_prefetch(codes[t] + k * width + CODES_AHEAD + 64);
             }
             Codes w = read_codes(codes, k * width, bits);
             EACH(c, C) {
