@@ -18,7 +18,7 @@ from clearhead.config.fields import Fields
 from tests.equality.test_random_kinds import some_kind
 from tests.harness import V, build
 
-COUNT = int(os.environ.get("CLEARHEAD_CONFIGS", "0")) or 40
+COUNT = int(os.environ.get("CLEARHEAD_CONFIGS", "0")) or 28
 SCALINGS = (
     ch.RopeScaling(kind="linear", factor=2.0),
     ch.RopeScaling(kind="dynamic", factor=2.0, original_positions=16),

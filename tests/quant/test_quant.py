@@ -9,7 +9,7 @@ from safetensors import safe_open
 import clearhead as ch
 from clearhead.errors import ClearheadError
 from clearhead.fast import library
-from clearhead.fast.native import NativeBlock, NativeQuantized
+from clearhead.fast.native import NativeBlock, NativeQuantized, NativeQuantizedTwice
 from clearhead.fast.parts import like
 from clearhead.fast.prepare import prepared
 from clearhead.generate.decode import greedy
@@ -167,6 +167,51 @@ def test_products_in_c_keep_to_the_error_they_state_and_each_row_is_as_if_alone(
         assert torch.equal(fast(x), torch.cat([fast(row[None]) for row in x]))
         x[2, 1] = torch.nan
         assert fast(x)[2].isnan().all() and not fast(x)[1].isnan().any()
+
+
+def routed(model, ids):
+    """Logits, and the experts of every token in every layer."""
+    with torch.no_grad(), ch.record(model, "*.router") as seen:
+        logits = model(ids).logits
+    active = model.config.n_active_experts
+    return logits, torch.stack([one.topk(active, -1).indices.sort(-1).values for one in seen.values()])
+
+
+@pytest.mark.cpu
+@pytest.mark.skipif(library.library() is None, reason="no C compiler, or other threads than GNU's")
+def test_a_mixture_sends_tokens_where_the_model_does():
+    """Inputs of 8 bits sent 19 of 1,536 tokens another way: what they leave over is added."""
+    sizes = {"d_model": 64, "n_heads": 4, "n_layers": 4, "vocab_size": 61, "d_ff": 128, "init": "xavier"}
+    config = DECODER.replace(**sizes, **LLAMA, n_experts=2, n_active_experts=1, tie_embeddings=False)
+    torch.manual_seed(2)
+    model = quantize_model(ch.Transformer(config).eval(), ch.QuantPlan(8, method="rtn")).model
+    ids = torch.randint(61, (8, 48))
+    exact, chosen = routed(model, ids)
+    _, ours = routed(prepared(model), ids)
+    assert chosen.numel() == 1536 and int((chosen != ours).sum()) <= 3
+    with torch.inference_mode():
+        fast, cache = prepared(model), Cache()
+        steps = torch.cat([fast(ids[:, place : place + 1], cache=cache).logits for place in range(48)], dim=1)
+    below = exact.amax(-1) - exact.gather(-1, steps.argmax(-1, keepdim=True))[..., 0]
+    assert below.quantile(0.99) < 0.02 * exact.abs().max()
+    for name, layer in quantized_parts(model).items():
+        if isinstance(layer, QuantizedLinear) and name.startswith("decoder"):
+            x = torch.randn(5, layer.in_features)
+            allowed = rounding_bound(layer, x) / 50 + 1e-5 * (1 + layer(x).abs())
+            assert type(fast.get_submodule(name)) is NativeQuantizedTwice
+            assert ((fast.get_submodule(name)(x) - layer(x)).abs() <= allowed).all()
+    assert type(fast.head.out) is NativeQuantized  # nothing is routed after it
+
+
+def test_no_router_is_rounded():
+    experts = DECODER.replace(n_experts=3, gated=True, d_shared_expert=20, dense_layers=(0,))
+    for config, routers in (
+        (experts, ("router", "shared_gate")),
+        (DECODER.replace(depth_capacity=0.5), ("score",)),
+    ):
+        model = quantize_model(drawn(config), ch.QuantPlan(8, method="rtn")).model
+        names = [name for name, part in model.named_modules() if isinstance(part, torch.nn.Linear)]
+        assert sorted({name.rsplit(".", 1)[1] for name in names}) == sorted(routers)
 
 
 @pytest.mark.cpu

@@ -22,7 +22,7 @@ from clearhead.model.cache import CrossKeys, GrowingKeys, LayerKeys, RingKeys
 from clearhead.model.feedforward import ACTIVATIONS, FeedForward
 from clearhead.model.stack import Block, Residual
 from clearhead.model.taps import SILENT, Tap
-from clearhead.quant.layers import QuantizedLinear
+from clearhead.quant.layers import QuantizedLinear, rounded_inputs
 
 MOST_ROWS = 64  # up to so many rows our product is quicker than the plain one, on any processor
 WIDE = 64  # where it is for any number of rows, it is so with layers of so many outputs
@@ -169,6 +169,22 @@ class NativeQuantized(Direct, QuantizedLinear):
             pointers = Pointers()
             self.described = pointers, pointers.linear(self)
         return native_linear(self.described[1], x, self.out_features)
+
+
+class NativeQuantizedTwice(NativeQuantized):
+    """The same for a model with routers: what one product rounds away from its inputs goes through a second.
+
+    A router takes the largest of its scores, so that a small error below it may send a token another way.
+    Inputs have about 16 bits so, and tokens go where the model itself sends them.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., D] -> [..., N]."""
+        product = super().forward(x)
+        if not x.numel() or not plain(x):
+            return product
+        left = super().forward(x - rounded_inputs(self, x))
+        return product + (left if self.bias is None else left - self.bias)
 
 
 def native_linear(fields: Any, x: Tensor, width: int, alike: bool = False) -> Tensor:

@@ -44,7 +44,8 @@ from clearhead.fast.training import OF_TRAINING, all_known, original
 from clearhead.model import masks, norms, positions
 from clearhead.model.attention import Attention
 from clearhead.model.cache import Cache, CrossKeys, LayerKeys
-from clearhead.model.feedforward import ACTIVATIONS, FeedForward
+from clearhead.model.feedforward import ACTIVATIONS, Experts, FeedForward
+from clearhead.model.kinds.depth import Router
 from clearhead.model.stack import Block, Residual, Stack
 from clearhead.model.taps import SILENT, Tap
 from clearhead.model.transformer import Transformer
@@ -69,7 +70,7 @@ def prepared(
     kernels = available(weight) if kernels is None else kernels
     plain = not kernels and weight.device.type == "cpu" and weight.dtype == torch.float32
     compiled = plain and native and library.library() is not None
-    way = Way(kernels, compiled, packs=plain and not compiled and can_pack())
+    way = Way(kernels, compiled, packs=plain and not compiled and can_pack(), exact=_below_routers(model))
     made: dict[nn.Module, nn.Module] = {}  # a part that occurs twice is built once
 
     def built(part: nn.Module) -> nn.Module:
@@ -91,6 +92,15 @@ class Way(NamedTuple):
     kernels: bool
     native: bool
     packs: bool
+    exact: frozenset[nn.Module]  # quantized layers whose rounded inputs could change what a router chooses
+
+
+def _below_routers(model: Transformer) -> frozenset[nn.Module]:
+    """Return the quantized layers of stacks that route tokens, to experts or past layers."""
+    stacks = [stack for stack in (model.encoder, model.decoder) if stack is not None]
+    routed = [one for one in stacks if any(isinstance(part, Experts | Router) for part in one.modules())]
+    parts = (part for stack in routed for part in stack.modules())
+    return frozenset(part for part in parts if isinstance(part, QuantizedLinear))
 
 
 def _replacement(part: nn.Module, way: Way) -> nn.Module:
@@ -99,7 +109,7 @@ def _replacement(part: nn.Module, way: Way) -> nn.Module:
     if way.native and kind is nn.Linear:
         return in_c.NativeLinear(cast(nn.Linear, part))
     if way.native and kind is QuantizedLinear:
-        return like(part, in_c.NativeQuantized)
+        return like(part, in_c.NativeQuantizedTwice if part in way.exact else in_c.NativeQuantized)
     if way.kernels and kind is QuantizedLinear:
         return FewBitsLinear(cast(QuantizedLinear, part))
     if way.kernels and kind is QuantizedTable:
@@ -117,7 +127,8 @@ def _replacement(part: nn.Module, way: Way) -> nn.Module:
     if way.kernels and kind is norms.RMSNorm:
         return like(part, StepNorm)
     if isinstance(part, Block) and way.native:
-        return cast(nn.Module, like(part, in_c.NativeBlock if in_c.suits_native(part) else direct(kind)))
+        suits = in_c.suits_native(part) and way.exact.isdisjoint(part.modules())
+        return cast(nn.Module, like(part, in_c.NativeBlock if suits else direct(kind)))
     if isinstance(part, Block):
         return _fused(part, StepBlock if way.kernels and suits_kernels(part) else direct(kind), way.kernels)
     return cast(nn.Module, like(part, kind if kind is nn.ModuleList else direct(kind)))

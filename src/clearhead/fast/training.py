@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from clearhead.fast.parts import bias_of, like
 from clearhead.model import dtypes, feedforward, stack
 from clearhead.model.attention import Attention
+from clearhead.model.kinds.depth import Router
 from clearhead.model.transformer import Transformer
 
 Activation = Callable[[Tensor], Tensor]
@@ -87,7 +88,8 @@ def original(part: nn.Module) -> type[nn.Module]:
 def block_linears(model: Transformer) -> dict[str, nn.Linear]:
     """Return the linear layers of blocks by their names, without routers, which are small and decide much."""
     mixtures = [part for part in model.modules() if isinstance(part, feedforward.Experts)]
-    routers = {layer for part in mixtures for layer in (part.router, part.shared_gate)}
+    routers: set[nn.Module | None] = {one for part in mixtures for one in (part.router, part.shared_gate)}
+    routers |= {part.score for part in model.modules() if isinstance(part, Router)}
     return {
         name: cast(nn.Linear, part)
         for name, part in model.named_modules()

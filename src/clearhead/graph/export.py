@@ -225,9 +225,9 @@ def _verify(function: Function, run: Runner, sizes: list[InputSizes]) -> float:
             difference = float((theirs - ours).abs().max()) / scale if ours.numel() else 0.0
             refuse(
                 not difference <= TOLERANCE,
-                f"the graph's {name} differs from the model's at real tokens by {difference:.1e} of the largest "
-                f"value with {size}, and {TOLERANCE:.0e} is allowed: nothing was written. Please report this "
-                "model",
+                f"the graph's {name} differs from the model's at real tokens by {difference:.1e} of the "
+                f"largest value with {size}, and {TOLERANCE:.0e} is allowed: nothing was written. "
+                "Please report this model",
             )
             worst = max(worst, difference)
     return worst
