@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as nnf
 
 from clearhead.model import attend
+from clearhead.model.kinds import torch_kernel
 
 PLAIN = torch.ones(1, 1, 8, 8, dtype=torch.bool).tril()
 
@@ -33,7 +34,7 @@ def chosen(monkeypatch) -> list[bool]:
         found.append(torch.backends.cuda.cudnn_sdp_enabled())
         return right(*given, **named)
 
-    monkeypatch.setattr(attend.F, "scaled_dot_product_attention", watched)
+    monkeypatch.setattr(torch_kernel.F, "scaled_dot_product_attention", watched)
     return found
 
 
@@ -65,7 +66,7 @@ def test_a_gradient_is_taken_by_cudnn_only_without_a_mask(chosen, how, length, s
 def test_a_choice_of_the_caller_is_kept():
     torch.backends.cuda.enable_cudnn_sdp(False)
     try:
-        with attend.sound():
+        with torch_kernel.sound():
             pass
         assert not torch.backends.cuda.cudnn_sdp_enabled()
     finally:
@@ -74,7 +75,7 @@ def test_a_choice_of_the_caller_is_kept():
 
 def test_a_compiler_takes_it_whole():
     def product(q: torch.Tensor) -> torch.Tensor:
-        with attend.sound():
+        with torch_kernel.sound():
             return nnf.scaled_dot_product_attention(q, q, q)
 
     q = torch.randn(1, 2, 8, 4)

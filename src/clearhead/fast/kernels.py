@@ -22,6 +22,7 @@ from torch import Tensor
 from clearhead.fast.codes import Codes
 from clearhead.fast.forms import HeadForm
 from clearhead.model import attend, feedforward, norms, positions
+from clearhead.model.kinds.torch_kernel import without_cudnn
 
 MOST_ROWS = 2  # rows for which our product, with norm and gate in the same kernel, beats all others
 MOST_TOGETHER = 32  # rows for which our product on matrix units, in bfloat16, beats the library's
@@ -40,7 +41,7 @@ def available(x: Tensor) -> bool:
 @contextlib.contextmanager
 def without_plans() -> Iterator[None]:
     """Do without cuDNN's attention, which makes a plan for every new length: texts that grow have many."""
-    with attend.without_cudnn():
+    with without_cudnn():
         yield
 
 

@@ -7,22 +7,18 @@ attend to nothing.
 Shapes: B batch, H heads, K key/value heads (H a multiple of K), T query length, S key length, E head width.
 """
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from clearhead.config import BIASES, LEARNED_BIASES, StackSpec
 from clearhead.config.kinds import Kind
 from clearhead.model.dtypes import wide
+from clearhead.model.kinds.torch_kernel import attend_by_torch
 from clearhead.model.steps import Pass
 from clearhead.model.taps import SILENT, Tap
-
-SOUND = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 class Attend(Protocol):
@@ -118,8 +114,6 @@ def fused(
         )
     B, H, T, E = q.shape
     K = k.shape[1]
-    learning = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    doubtful = q.is_cuda and learning and not (causal and bias is None)
     if k.shape[0] < B and T == 1:  # rows that share keys become the queries of one row: no key is copied
         together = q.reshape(k.shape[0], -1, H, E).transpose(1, 2)  # B/N H N E
         return fused(together, k, v, mask, bias, scale, dropout=dropout).transpose(1, 2).reshape(B, H, 1, -1)
@@ -132,46 +126,8 @@ def fused(
         # One query per head: the heads of a group become the queries of one head, so that no key is copied.
         grouped = q.reshape(B, K, H // K, E)
         # What comes back is laid out as the kernel likes it: on some GPUs it has no view of this shape.
-        with sound() if doubtful else nullcontext():
-            out = F.scaled_dot_product_attention(grouped, k, v, mask, dropout, scale=scale)
-        out = out.reshape(B, H, 1, -1)
-    else:
-        if mask is not None and K < H and q.is_cuda and (doubtful or not _may_use_cudnn()):
-            k, v = (x.repeat_interleave(H // K, 1) for x in (k, v))  # else a slow kernel takes it
-        with sound() if doubtful else nullcontext():
-            out = F.scaled_dot_product_attention(
-                q, k, v, mask, dropout, is_causal=causal, scale=scale, enable_gqa=k.shape[1] < H
-            )
-    if mask is not None and mask.dtype == torch.bool and q.is_cuda:
-        # For a query that may attend to nothing, one of the GPU's kernels returns a mean, not zeros.
-        out = out.masked_fill(~mask.any(-1, keepdim=True), 0.0)
-    return out
-
-
-def sound() -> AbstractContextManager[object]:
-    """Return a context in which attention has gradients that can be trusted: any kernel but cuDNN's.
-
-    Its gradient of the queries is NaN under a mask where the keys fill half of their last tile of 128, and
-    all scores of a query are below about -89: the rest of the tile is scored 0, and exp(0 + 89) overflows.
-    A query that sees one key comes to such scores first. (pytorch/pytorch#196678.)
-    """
-    return sdpa_kernel(SOUND) if torch.compiler.is_compiling() else without_cudnn()
-
-
-@contextmanager
-def without_cudnn() -> Iterator[None]:
-    """Do without cuDNN's attention for the length of a `with` block."""
-    before = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    try:
-        yield
-    finally:
-        torch.backends.cuda.enable_cudnn_sdp(before)
-
-
-def _may_use_cudnn() -> bool:
-    """Return True if cuDNN's attention may be chosen; compiled code takes what was chosen outside of it."""
-    return torch.compiler.is_compiling() or torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
+        return attend_by_torch(grouped, k, v, mask, dropout, scale=scale).reshape(B, H, 1, -1)
+    return attend_by_torch(q, k, v, mask, dropout, causal, scale)
 
 
 # "flex" is `fused`, but for rows that are planned by blocks: those go through `kinds.flex` where it serves.
