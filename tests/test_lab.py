@@ -215,3 +215,30 @@ def test_without_matplotlib_the_numbers_are_kept_and_drawn_later(tmp_path, capsy
     main(["lab", "tying", "--effort", "0.01", "--seeds", "1", "--out", str(folder)])
     assert "--redraw" in capsys.readouterr().err
     assert (folder / "results.json").exists() and (folder / "report.md").exists()
+
+
+@pytest.mark.parametrize("name", list(EXPERIMENTS))
+@pytest.mark.parametrize("effort", [0.1, 1.0, 10.0])
+def test_an_experiment_records_the_steps_that_it_takes(name, effort):
+    experiment, setting = find(name), Conditions(effort=effort)
+    usual, found = experiment.setup_in(Conditions()), experiment.setup_in(setting)
+    assert json.loads(json.dumps(found)).keys() == usual.keys()
+    if "steps" in usual:
+        assert found["steps"] == setting.steps(usual["steps"]) == round(usual["steps"] * effort)
+    for key in ("teacher", "recall task"):
+        if key in usual and "steps" in str(usual[key]):
+            assert str(found[key]) != str(usual[key]) or effort == 1
+
+
+def test_the_record_of_a_short_experiment_is_of_what_ran(tmp_path):
+    taken = []
+
+    def run(arm, setting):
+        taken.append(setting.steps(200))
+        return {"loss": 1.0}
+
+    experiment = Experiment("t", "q", {"a": 1}, run, [], {"loss": "loss"}, setup={"steps": 200, "warmup": 20})
+    findings = conduct("t", experiment, tmp_path, seeds=1, setting=Conditions(effort=0.1))
+    assert taken == [20] and findings.to_dict()["setup"] == {"steps": 20, "warmup": 10}
+    stored = json.loads(next((tmp_path / "trials").iterdir()).read_text())
+    assert stored["setup"] == {"steps": 20, "warmup": 10}

@@ -115,7 +115,7 @@ class TrainPlan:
     freeze: tuple[str, ...] = ()  # names of parameters that stay as they are, with * for any part
     lora: int = 0  # rank of low-rank updates; 0: every weight is trained
     lora_alpha: float = 16.0  # they are scaled by this over their rank
-    lora_targets: tuple[str, ...] = ("q", "v")  # last names of the linear layers that get them
+    lora_targets: tuple[str, ...] = ("q", "v")  # last names of the layers that get them; or all-linear
 
     # Validation
     validate_every: int | None = None  # steps; None: about twenty times in all, at least 50 steps apart

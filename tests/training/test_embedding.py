@@ -168,3 +168,29 @@ def test_several_classes_of_a_text_as_transformers_gives_them(tmp_path):
         with torch.no_grad():
             wanted = theirs(**tokenizer(text, return_tensors="pt")).logits.sigmoid()[0]
         assert np.allclose(list(m.classify(text).scores.values()), wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("scored", [False, True])
+def test_what_is_judged_does_not_grow_with_the_pairs_of_a_batch(scored):
+    """Vectors at random: the loss of training grows with the batch, the loss of validation does not."""
+    random = torch.Generator().manual_seed(0)
+    found = {}
+    for rows in (4, 16, 128):
+        both = []
+        for _ in range(2048 // rows):
+            vectors = torch.nn.functional.normalize(
+                torch.randn(rows, 2, 8, generator=random).double(), dim=-1
+            )
+            scores, keys = torch.rand(rows, generator=random), torch.arange(rows)[:, None].expand(-1, 2)
+            given = (order_loss, vectors, scores) if scored else (ranking_losses, vectors, keys)
+            both.append([float(given[0](*given[1:], 2.0, judged).mean()) for judged in (False, True)])
+        found[rows] = np.mean(both, 0)
+    assert found[128][0] > found[4][0] + 2  # log of the number of pairs
+    assert abs(found[128][1] - found[4][1]) < 0.15 and abs(found[128][1] - math.log(2)) < 0.3
+    alone = torch.nn.functional.normalize(torch.randn(1, 2, 8, generator=random), dim=-1)
+    one = (
+        order_loss(alone, torch.ones(1), 20.0, True)
+        if scored
+        else ranking_losses(alone, torch.zeros(1, 2), 20.0, True)
+    )
+    assert float(one.sum()) == 0  # nothing to be told from

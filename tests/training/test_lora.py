@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from clearhead.fast.lora import LoraLinear, merge, merged, unmerge
 from clearhead.fast.prepare import prepared
 from clearhead.recipe import TrainPlan
 from clearhead.training.optim import make_optimizer
-from clearhead.training.weights import add_lora
+from clearhead.training.weights import adapted_note, add_lora
 from tests.harness import build, config, some_ids, worst
 
 MODELS = {
@@ -147,3 +148,53 @@ def test_wrong_targets_and_ranks_say_what_is_right():
     assert all(parameter.requires_grad for parameter in model.parameters())  # nothing was frozen on the way
     names = add_lora(model, 2, 4.0, ("out",))
     assert "head.out" not in names  # in the blocks alone
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("experts", [0, 2])
+def test_all_linear_follows_the_model(gated, experts):
+    """Every matrix of attention and feed-forward has an update, the gate too; a router has none."""
+    config = ch.ModelConfig(
+        vocab_size=32, d_model=16, n_layers=2, n_heads=2, gated=gated, n_experts=experts or 0,
+        **({"n_active_experts": 1} if experts else {}),
+    )  # fmt: skip
+    model = ch.Transformer(config)
+    names = add_lora(model, 2, 4.0, ["all-linear"])
+    wanted = {"q", "k", "v", "out", "up", "down"} | ({"gate"} if gated else set())
+    assert {name.rpartition(".")[2] for name in names} == wanted
+    assert len(names) == 2 * (4 + (len(wanted) - 4) * max(experts, 1))
+    line = adapted_note(names, 2)
+    assert (
+        line.startswith(f"low-rank updates of rank 2 in {len(names)} layers: ") and ("gate" in line) is gated
+    )
+    assert not any(letter.isdigit() for letter in line.partition(": ")[2])
+
+
+def test_sft_lora_adapts_the_gate_and_its_adapter_opens_in_peft(tmp_path):
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    chats = [
+        {"messages": [{"role": "user", "content": f"say {w}"}, {"role": "assistant", "content": w}]}
+        for w in "abcdefgh"
+    ]
+    small = {"train.device": "cpu", "train.precision": "float32", "train.samples": 0, "train.steps": 2}
+    shape = {"model.base": "llama-1b-like", "model.d_model": 32, "model.n_layers": 1, "model.n_heads": 2}
+    more = {"model.n_kv_heads": 2, "model.d_ff": 64, "model.max_positions": 128, "data.max_length": 128}
+    ch.train(chats, out=tmp_path / "base", settings={**small, **shape, **more, "data.task": "chat"})
+    notes: list = []
+    given = {**small, "train.steps": 4, "train.lora": 2, "model.base": str(tmp_path / "base")}
+    done = ch.train(
+        chats, recipe="sft-lora", out=tmp_path / "run", settings={**given, "data.max_length": 128},
+        on_event=lambda event: notes.append(str(event)),
+    )  # fmt: skip
+    assert any(
+        "low-rank updates of rank 2 in 7 layers" in line and "feedforward.gate" in line for line in notes
+    )
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base").eval()
+    theirs = PeftModel.from_pretrained(base, tmp_path / "run" / "adapter").eval()
+    targets = json.loads((tmp_path / "run" / "adapter" / "adapter_config.json").read_text())["target_modules"]
+    assert "gate_proj" in str(targets)
+    ids = torch.tensor([[1, 2, 3, 4]])
+    with torch.no_grad():
+        assert worst(done.model.model(ids).logits, theirs(ids).logits) < 1e-4

@@ -8,8 +8,10 @@ import pytest
 import torch
 
 import clearhead as ch
+from clearhead.batches.batch import Batch
 from clearhead.errors import ConfigError
-from clearhead.tasks.entries.turns import PREFERENCE, preference_losses
+from clearhead.tasks.entries.turns import PREFERENCE, pair_objective, preference_losses
+from clearhead.tasks.table import TASKS
 from tests import harness
 
 SETTINGS = {
@@ -87,7 +89,7 @@ def test_a_run_begins_at_its_reference_and_learns_the_pairs(tuned):
     first = next(line for line in log if line["event"] == "stepped")
     validated = [line["metrics"] for line in log if line["event"] == "validated"]
     assert abs(first["loss"] - math.log(2)) < 0.05  # dropout is all that is apart
-    assert validated[-1]["loss"] < 0.3 and validated[-1]["accuracy"] == 1.0 and validated[-1]["margin"] > 5
+    assert validated[-1]["loss"] < 0.3 and validated[-1]["accuracy"] == 1.0 and validated[-1]["margin"] > 0.5
 
 
 def test_the_loss_is_that_of_each_conversation_alone(tuned, tmp_path):
@@ -168,3 +170,17 @@ def test_settings_that_are_not_honoured_are_refused(settings, says, tmp_path):
     with pytest.raises(ConfigError, match=says):
         ch.train(rows(), recipe="dpo", out=tmp_path / "run", settings={**SETTINGS, **settings})
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("beta", [0.05, 0.1, 2.0])
+def test_the_margin_has_beta_as_trls_rewards_have(beta):
+    """trl: rewards are beta · (log-probability - that of the reference), margins chosen - rejected."""
+    random = torch.Generator().manual_seed(0)
+    logprobs, reference = (torch.randn(5, 2, generator=random) for _ in range(2))
+    ids = torch.zeros(5, 4, dtype=torch.long)
+    batch = Batch(ids, ids, documents=torch.tensor([[0, 0, 1, 1]] * 5), reference=reference)
+    said, meant = pair_objective(beta=beta).answers(logprobs, batch)
+    rewards = beta * (logprobs - reference)
+    found = TASKS["prefer"].scores(said, meant, ())
+    assert found["margin"] == pytest.approx(float((rewards[:, 0] - rewards[:, 1]).mean()), abs=1e-6)
+    assert found["accuracy"] == pytest.approx(float((rewards[:, 0] > rewards[:, 1]).float().mean()))

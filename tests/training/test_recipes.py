@@ -22,7 +22,7 @@ import transformers
 import clearhead as ch
 from clearhead.cli import main
 from clearhead.hub.files import read_json
-from clearhead.recipe import SECTIONS, Recipe, _comments, recipe_names
+from clearhead.recipe import SECTIONS, Recipe, _comments, read_recipe, recipe_names
 from clearhead.training.events import draw, read_log
 
 transformers.logging.set_verbosity_error()
@@ -676,3 +676,22 @@ def test_settings_change_a_recipe():
     )
     assert recipe.generate.temperature == 0
     assert Recipe.from_tables(tomllib.loads(recipe.to_toml())) == recipe
+
+
+@pytest.mark.parametrize("recipe", ["classify", "mlm-then-classify"])
+@pytest.mark.parametrize(
+    ("task", "metric"), [("classify", "accuracy"), ("multilabel", "micro_f1"), ("regress", "loss")]
+)
+def test_the_metric_of_a_recipe_follows_its_task(tmp_path, recipe, task, metric):
+    labels = {"classify": ("a", "b"), "multilabel": ("a|b", "b"), "regress": ("1.5", "3")}[task]
+    rows = [{"text": f"word {i}", "label": labels[i % 2]} for i in range(40)]
+    small = {
+        "train.device": "cpu",
+        "train.steps": 1,
+        "train.samples": 0,
+        "train.pretrain": 0,
+        "model.d_model": 16,
+    }
+    shape = {"model.n_heads": 2, "model.n_layers": 1, "model.max_positions": 16, "tokens.vocab_size": 100}
+    done = ch.train(rows, recipe=recipe, out=tmp_path / "run", settings={"data.task": task, **small, **shape})
+    assert read_recipe(tmp_path / "run" / "train.toml").train.metric == metric and metric in done.metrics

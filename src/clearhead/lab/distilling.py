@@ -111,7 +111,7 @@ EXPERIMENT = Experiment(
     ),
     seconds=90,
     setup={
-        "teacher": f"4 layers, {TEACHER.steps} steps",
+        "teacher": lambda setting: f"4 layers, {setting.steps(TEACHER.steps)} steps",
         "student": "2 layers",
         "masked": MASKED,
         "temperature": WARMTH,

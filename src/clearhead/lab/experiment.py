@@ -114,7 +114,16 @@ class Experiment:
     figures: Mapping[str, str]  # the figures of the table, with what they are
     pictures: Sequence[Picture] = ()
     seconds: float = 30.0  # of a trial on one core
-    setup: Mapping[str, Any] = field(default_factory=dict)  # what all arms share, for the report
+    # What all arms share, for the report; a function of the conditions where a value depends on them.
+    setup: Mapping[str, Any] = field(default_factory=dict)
+
+    def setup_in(self, setting: Conditions) -> dict[str, Any]:
+        """Return what all arms share in these conditions, with the steps that are taken in them."""
+        made = {name: value(setting) if callable(value) else value for name, value in self.setup.items()}
+        if "steps" in made:
+            made["steps"] = setting.steps(made["steps"])
+            made |= {"warmup": min(made["warmup"], made["steps"] // 2)} if "warmup" in made else {}
+        return made
 
     def minutes(self, seeds: int, setting: Conditions) -> float:
         """Return about how long it takes on one core."""
@@ -151,7 +160,7 @@ class Findings:
         return {
             "experiment": self.name,
             "question": self.experiment.question,
-            "setup": dict(self.experiment.setup),
+            "setup": self.experiment.setup_in(self.setting),
             "arms": dict(self.experiment.arms),
             "setting": asdict(self.setting),
             "seconds": round(self.seconds, 1),
@@ -200,7 +209,7 @@ def conduct(
 def trial(experiment: Experiment, arm: str, setting: Conditions, folder: Path) -> Numbers:
     """Run an arm with a seed, or return what an earlier try measured."""
     path = folder / "trials" / f"{_file_name(arm)}-{setting.seed}.json"
-    asked = {"setting": asdict(setting), "arm": experiment.arms[arm], "setup": dict(experiment.setup)}
+    asked = {"setting": asdict(setting), "arm": experiment.arms[arm], "setup": experiment.setup_in(setting)}
     asked = json.loads(json.dumps(asked))  # as it is read back
     found = _read(path, asked)
     if found is None:

@@ -168,7 +168,9 @@ EXPERIMENT = Experiment(
         "transformer": "2 layers of width 64, 4 heads",
         "lstm": "2 layers of width 76",
         **{name: value for name, value in vars(PLAN).items() if name != "lr"},
-        "recall task": f"rows of {RECALLED}, {RECALL.steps} steps of {RECALL.batch} rows",
+        "recall task": lambda setting: (
+            f"rows of {RECALLED}, {setting.steps(RECALL.steps)} steps of {RECALL.batch} rows"
+        ),
         "lr": f"in each trial and for each task the best of {', '.join(map(str, RATES))}, all tried with all "
         "steps, by the loss at the end of training",
     },

@@ -84,7 +84,7 @@ def text(findings: Findings, facts: dict[str, str]) -> str:
     lines += [f"`{name}`: {what}." for name, what in experiment.figures.items()]
     for picture in experiment.pictures:
         lines += ["", f"![{picture.title}]({picture.name}.png)"]
-    setup = ", ".join(f"{name} {value}" for name, value in experiment.setup.items())
+    setup = ", ".join(f"{name} {value}" for name, value in experiment.setup_in(findings.setting).items())
     lines += ["", "## How", ""]
     lines += [
         f"`{facts['command']}`, {facts['device']}, PyTorch {facts['torch']}, "

@@ -129,13 +129,14 @@ def assemble(
     on_event(Note(precision.sentence))
     if plan.lora:
         torch.manual_seed(plan.seed)  # the updates begin at random
-        weights.add_lora(
+        adapted = weights.add_lora(
             loaded.model,
             plan.lora,
             plan.lora_alpha,
             plan.lora_targets,
             also=() if isinstance(loaded.model.head, LanguageHead) else ("head.*",),
         )
+        on_event(Note(weights.adapted_note(adapted, plan.lora)))
     optim.freeze(loaded.model, plan.freeze)
     check_stages(loaded.config, recipe.parallel.pipeline, precision.scaled)
     has_room = functools.partial(machine.fits, recipe, loaded.config, precision)

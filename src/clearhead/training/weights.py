@@ -7,6 +7,7 @@ y = W x + alpha / rank · B A x.
 
 import fnmatch
 import itertools
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -22,6 +23,9 @@ from clearhead.hub.writing import Outgoing
 from clearhead.model.dtypes import wide
 from clearhead.model.transformer import Transformer
 from clearhead.parallel.shards import local, part_like, put
+
+ALL = "all-linear"
+DECIDING = ("router", "score", "shared_gate", "beta", "decay")  # too narrow for a rank, and better left alone
 
 
 class Ema:
@@ -115,6 +119,7 @@ def add_lora(
 ) -> list[str]:
     """Freeze `model` and add low-rank updates to the linear layers of its blocks named by `targets`.
 
+    PEFT's word "all-linear" stands for all of them, but for those with a few outputs that decide or weigh.
     Parameters whose names match a pattern in `also`, such as "head.*" for a new head, are trained as well.
     Returns the names of the layers that were changed.
     """
@@ -126,10 +131,12 @@ def add_lora(
     last_names = sorted({name.rpartition(".")[2] for name in layers})
     for target in targets:
         refuse(
-            target not in last_names,
+            target not in (*last_names, ALL),
             f'train.lora_targets "{target}" names no linear layer{nearest(target, last_names)}: '
-            f"choose from {', '.join(last_names)}",
+            f"choose from {', '.join(last_names)}, or {ALL}",
         )
+    if ALL in targets:
+        targets = [name for name in last_names if name not in DECIDING]
     refuse(not targets, f"train.lora_targets is empty: choose from {', '.join(last_names)}")
     chosen = {name: layer for name, layer in layers.items() if name.rpartition(".")[2] in targets}
     largest = min(min(layer.in_features, layer.out_features) for layer in chosen.values())
@@ -144,6 +151,12 @@ def add_lora(
         if any(fnmatch.fnmatchcase(name, pattern) for pattern in also):
             parameter.requires_grad_(True)
     return list(chosen)
+
+
+def adapted_note(layers: Sequence[str], rank: int) -> str:
+    """Return a sentence on which layers have low-rank updates; those of all blocks go by one name."""
+    names = dict.fromkeys(re.sub(r"^.*?blocks\.\d+\.|(?<=\.)\d+\.", "", name) for name in layers)
+    return f"low-rank updates of rank {rank} in {len(layers):,} layers: {', '.join(names)}"
 
 
 def merged_tensors(model: Transformer, described: Description) -> dict[str, Outgoing]:

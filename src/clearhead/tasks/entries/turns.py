@@ -122,12 +122,12 @@ def pair_objective(kind: str = "sigmoid", beta: float = 0.1) -> Objective:
         ratios = ratios / _counts(batch) if kind in NORMED else ratios
         return preference_losses(kind, ratios[:, 0], ratios[:, 1], beta, smoothing)
 
-    return Objective(lambda *given: rows(*given).sum(), _pair_answers, "answers", rows)
+    def answers(logprobs: Tensor, batch: Batch) -> Answered:
+        """Return the rewards of both answers, beta times their log-ratios, and their tokens: [B, 4]."""
+        rewards = beta * _ratios(logprobs, batch)
+        return torch.cat([rewards, _counts(batch)], 1).tolist(), [[1]] * len(batch)
 
-
-def _pair_answers(logprobs: Tensor, batch: Batch) -> Answered:
-    """Return the log-ratios of both answers and their tokens: [B, 4]."""
-    return torch.cat([_ratios(logprobs, batch), _counts(batch)], 1).tolist(), [[1]] * len(batch)
+    return Objective(lambda *given: rows(*given).sum(), answers, "answers", rows)
 
 
 def _pair_objective(plan: TrainPlan, loaded: Bundle) -> Objective:
@@ -153,6 +153,7 @@ def _pair_objective(plan: TrainPlan, loaded: Bundle) -> Objective:
 
 
 def _pair_scores(predicted: Answers, wanted: Answers, labels: Sequence[str]) -> dict[str, float]:
+    """Return how often the chosen answer has the larger reward, and by how much: trl's rewards/margins."""
     found = np.array(predicted, dtype=np.float64)
     margins = found[:, 0] - found[:, 1]
     return {"accuracy": float((margins > 0).mean()), "margin": float(margins.mean())}

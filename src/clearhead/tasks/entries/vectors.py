@@ -42,10 +42,11 @@ def text_vectors(hidden: Tensor, batch: Batch, pooling: str) -> Tensor:
     return nnf.normalize(torch.stack(pooled, 1), dim=-1)
 
 
-def ranking_losses(vectors: Tensor, keys: Tensor, scale: float) -> Tensor:
+def ranking_losses(vectors: Tensor, keys: Tensor, scale: float, judged: bool = False) -> Tensor:
     """Return the loss of each row [B]: its positive among the positives and negatives of all [B, K, D].
 
     `keys` [B, 2] tell the texts of candidates: one that is a row's own positive again is no wrong answer.
+    `judged`: the mean over the wrong answers in place of their sum, see `mean_excess`.
     """
     rows = len(vectors)
     candidates = vectors[:, 1:].transpose(0, 1).flatten(0, 1)  # (K - 1)·B D: positives, then negatives
@@ -54,26 +55,44 @@ def ranking_losses(vectors: Tensor, keys: Tensor, scale: float) -> Tensor:
     same = names[None, :] == keys[:, :1]
     same[torch.arange(rows), torch.arange(rows)] = False
     own = torch.arange(rows, device=vectors.device)
+    if judged:
+        apart = logits - logits[own, own][:, None]
+        return mean_excess(apart, ~same & (torch.arange(logits.shape[1], device=own.device) != own[:, None]))
     return nnf.cross_entropy(logits.masked_fill(same, -torch.inf), own, reduction="none")
 
 
-def order_loss(vectors: Tensor, scores: Tensor, scale: float) -> Tensor:
-    """Return log(1 + Σ exp(scale · (cosine of a less alike pair - that of a more alike one))), CoSENT: []."""
+def order_loss(vectors: Tensor, scores: Tensor, scale: float, judged: bool = False) -> Tensor:
+    """Return log(1 + Σ exp(scale · (cosine of a less alike pair - that of a more alike one))), CoSENT: [].
+
+    `judged`: the mean in place of the sum, see `mean_excess`.
+    """
     cosines = scale * (vectors[:, 0] * vectors[:, 1]).sum(-1)  # B
     apart = cosines[:, None] - cosines[None, :]  # less alike, more alike
     wrong = apart[scores[:, None] < scores[None, :]]
+    if judged:
+        return mean_excess(wrong, torch.ones_like(wrong, dtype=torch.bool))
     return torch.cat([wrong.new_zeros(1), wrong]).logsumexp(0)
 
 
-def similarity(pooling: str = "mean", scale: float = 20.0) -> Objective:
-    """Return the objective of texts that are alike."""
+def mean_excess(differences: Tensor, wrong: Tensor) -> Tensor:
+    """Return log(1 + the mean over the wrong ones of exp(difference)): [..., N], [..., N] -> [...].
 
-    def rows(hidden: Tensor, batch: Batch, smoothing: float = 0.0) -> Tensor:
+    Unlike a sum, which a loss in training has, it does not grow with the number of texts in a batch: chance
+    is log 2 in any. Where nothing is wrong, it is 0.
+    """
+    total = differences.masked_fill(~wrong, -torch.inf).logsumexp(-1)
+    return nnf.softplus(total - wrong.sum(-1).clamp(min=1).log())
+
+
+def similarity(pooling: str = "mean", scale: float = 20.0) -> Objective:
+    """Return the objective of texts that are alike; what is judged does not grow with the batch."""
+
+    def losses(hidden: Tensor, batch: Batch, judged: bool) -> Tensor:
         vectors, scores = text_vectors(hidden, batch, pooling), batch.scores
         assert scores is not None
         if bool(scores.isnan().any()):
-            return ranking_losses(vectors, batch.targets, scale)
-        return order_loss(vectors, scores, scale).expand(len(batch))
+            return ranking_losses(vectors, batch.targets, scale, judged)
+        return order_loss(vectors, scores, scale, judged).expand(len(batch))
 
     def said(hidden: Tensor, batch: Batch) -> Answered:
         vectors, scores = text_vectors(hidden, batch, pooling).double().cpu(), batch.scores
@@ -82,7 +101,12 @@ def similarity(pooling: str = "mean", scale: float = 20.0) -> Objective:
         meant = torch.cat([scores.double().cpu()[:, None], vectors[:, 1]], 1)
         return torch.cat([cosine[:, None], vectors[:, 0]], 1).tolist(), meant.tolist()
 
-    return Objective(lambda *given: rows(*given).sum(), said, "states", rows)
+    return Objective(
+        lambda hidden, batch, smoothing=0.0: losses(hidden, batch, judged=False).sum(),
+        said,
+        "states",
+        lambda hidden, batch: losses(hidden, batch, judged=True),
+    )
 
 
 def _objective(plan: TrainPlan, loaded: Bundle) -> Objective:
