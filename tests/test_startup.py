@@ -103,7 +103,7 @@ def test_options_show_what_to_write(command, capsys):
         cli.main([command, "--help"])
     out = capsys.readouterr().out
     assert "{None}" not in out and " STR" not in out
-    words = " ".join(" ".join(line.strip("│") for line in out.splitlines() if line[0:1] == "│").split())
+    words = " ".join(out[out.index("show this help") :].replace("│", " ").split())
     assert "(default: None)" not in words and "(default: )" not in words
     if "--device " in words:
         shown = words.split("--device ")[1].split(" --")[0]

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 from matplotlib.colors import to_rgb
 
+import clearhead as ch
 from clearhead.plot import canvas
+from clearhead.plot.lens import draw_lens
+from clearhead.training.events import LOG, draw  # now: the suite replaces it by nothing
+from tests.harness import build, some_ids
 
 
 def light(colour) -> float:
@@ -45,3 +51,37 @@ def test_labels_may_be_numbers():
     figure = canvas.heatmap(np.eye(2), range(2), np.array([16, 32]), "loss", "nats")
     shown = [tick.get_text() for tick in figure.axes[0].get_xticklabels()]
     assert shown == ["16", "32"]
+
+
+def test_a_single_validation_can_be_seen(tmp_path, monkeypatch):
+    lines = [{"event": "stepped", "step": step, "loss": 3 - step / 10} for step in range(1, 6)]
+    lines.append({"event": "validated", "step": 5, "metrics": {"loss": 2.4}})
+    (tmp_path / LOG).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    drawn = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *more, **how: drawn.append(figure))
+    draw(tmp_path)
+    training, validation = drawn[-1].axes[0].lines
+    assert validation.get_marker() == "o" and list(validation.get_xdata()) == [5]
+    assert training.get_marker() == ""
+
+
+@pytest.mark.parametrize(("length", "panels"), [(20, [20]), (21, [11, 10]), (31, [16, 15]), (32, [16, 16])])
+def test_a_lens_has_panels_of_about_equal_length(length, panels):
+    figure = draw_lens(ch.lens(build(), some_ids(1, length)[0].tolist()))
+    shown = [axes.images[0].get_array().shape[1] for axes in figure.axes if axes.images and axes.texts]
+    assert shown == panels
+
+
+def test_ticks_of_a_logarithmic_axis_are_numbers():
+    for values, unit, wanted in (
+        ([400, 830], "", "500"),
+        ([0.001, 0.0016], "s", "1 ms"),
+        ([30000, 1e6], "B", "100 kB"),
+    ):
+        figure, axes = canvas.single(4, 3, "", "")
+        axes.plot([1, 2], values)
+        axes.set_yscale("log")
+        canvas.number_ticks(axes, "y", unit)
+        figure.canvas.draw()
+        shown = [tick.get_text() for tick in axes.get_yticklabels()]
+        assert wanted in shown and not any("10^" in text for text in shown)

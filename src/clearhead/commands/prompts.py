@@ -297,7 +297,7 @@ def patch(
     from clearhead.inside.patch import patch as run
     from clearhead.plot.lens import draw_patching
 
-    by = "words" if align == "words" else None
+    by: Literal["words"] | None = "words" if align == "words" else None
     found = run(model, clean, corrupt, answer, wrong, part, position, target, align=by, subject=subject)
     show_result(found.to_dict(), json, _patches(found), plot, lambda: draw_patching(found))
 

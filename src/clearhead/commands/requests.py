@@ -127,6 +127,9 @@ def _group(name: str, about: str, names: str) -> Any:
 _CLASSES = {name: _group(name, about, names) for name, (about, names) in GROUPS.items()}
 
 
+_UNPREFIXED: Any = get_args(OmitArgPrefixes[int])[1]  # flags of a group without its name in front
+
+
 class _Grouped:
     """What `GroupedRequest` can do."""
 
@@ -139,7 +142,7 @@ class _Grouped:
 
 GroupedRequest: Any = make_dataclass(
     "GroupedRequest",
-    [(name, OmitArgPrefixes[kind], field(default=kind())) for name, kind in _CLASSES.items()],
+    [(name, Annotated[kind, _UNPREFIXED], field(default=kind())) for name, kind in _CLASSES.items()],
     bases=(_Grouped,),
     frozen=True,
     kw_only=True,

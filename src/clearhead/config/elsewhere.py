@@ -37,13 +37,11 @@ READ_BY_ENCODER = {"ids": "source", "mask": "source_mask"}
 class CalledByName:
     """A model whose call refuses an argument that goes by another name, in one line with ours."""
 
-    config: Any
-
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         """Run the model."""
         for name in named:
             if name not in ARGUMENTS:
-                refuse_name(name, both=len(self.config.stacks) == 2)
+                refuse_name(name, both=len(vars(self)["config"].stacks) == 2)
         return super().__call__(*inputs, **named)  # type: ignore[misc]  # that of nn.Module
 
 

@@ -148,6 +148,8 @@ def _readers(part: nn.Module) -> list[nn.Linear]:
 def _in_head(model: Transformer) -> Iterator[Folding]:
     """Yield the final norm, and the norm within the head."""
     head, last = model.head, model.main.norm
+    first: nn.Linear | None
+    inner: nn.Module | None
     if isinstance(head, LanguageHead):
         first, inner = head.transform or head.out, head.norm
         factor = head.scale if head.transform is None else 1.0
@@ -159,7 +161,9 @@ def _in_head(model: Transformer) -> Iterator[Folding]:
     if last is not None and first is not None:
         yield _folding(last, [first], factor)
     if inner is not None:
-        yield _folding(inner, [head.out], head.scale if isinstance(head, LanguageHead) else 1.0)
+        yield _folding(
+            inner, [cast(nn.Linear, head.out)], head.scale if isinstance(head, LanguageHead) else 1.0
+        )
 
 
 def _fold(folding: Folding) -> None:
@@ -208,11 +212,12 @@ def _writers(model: Transformer) -> Iterator[tuple[Tensor, int]]:
         if embedding.project is not None:
             yield from _written(embedding.project)
         else:
-            tables = (embedding.types, getattr(stack.positions, "table", None))
-            tables = (*tables, front.tokens if front.project is None else None)
+            tables = [embedding.types, getattr(stack.positions, "table", None)]
+            if front.project is None:
+                tables.append(cast(nn.Embedding, front.tokens))
+            else:
+                yield from _written(cast(nn.Linear, front.project))
             yield from ((table.weight, 1) for table in tables if table is not None)
-            if front.project is not None:
-                yield from _written(front.project)
         for part in stack.modules():
             if isinstance(part, Attention | GatedDelta):
                 yield from _written(part.out)

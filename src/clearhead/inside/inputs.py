@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -153,7 +153,10 @@ def run_with_cache(
         len(m.config.stacks) == 2 or pair is not None,
         "several rows are for a model of one stack, without a pair: call the model itself within ch.record",
     )
-    ids, mask = (given.to(device_of(m.model)), None) if isinstance(given, Tensor) else m.batch(given)
+    if isinstance(given, Tensor):
+        ids, mask = given.to(device_of(m.model)), None
+    else:
+        ids, mask = m.batch(cast(Any, given))
     with torch.no_grad(), evaluating(m.model), record(m.model, *patterns) as seen:
         return m.model(ids, mask), seen
 

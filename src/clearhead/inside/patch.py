@@ -253,7 +253,7 @@ def aligned(
         isinstance(align, str), f'align "{align}" is not known: choose words, or give pairs of token numbers'
     )
     if align is not None:
-        return _checked(clean, corrupt, cast(Sequence[tuple[int, int]], align))
+        return _checked(clean, corrupt, align)
     start = _apart(clean.labels, corrupt.labels)
     refuse(
         len(clean) != len(corrupt),

@@ -145,6 +145,24 @@ def label_axis(axes: Axes, names: Sequence[object], side: Literal["x", "y"], mos
     return every
 
 
+def legend(axes: Axes, size: float = 7, columns: int = 2) -> None:
+    """Write the legend below the axes, where it covers no line."""
+    axes.legend(fontsize=size, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=columns, frameon=False)
+
+
+def number_ticks(axes: Axes, side: Literal["x", "y"], unit: str = "") -> None:
+    """Write the ticks of a logarithmic axis as numbers, 400 or 2 ms, not as powers of ten."""
+    from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
+
+    axis = axes.yaxis if side == "y" else axes.xaxis
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axis.set_major_formatter(EngFormatter(unit))
+    low, high = axis.get_view_interval()
+    if low > 0 and high / low < 5:  # too few ticks of 1, 2, 5
+        axis.set_major_locator(LogLocator(subs=tuple(range(1, 10))))
+    axis.set_minor_formatter(NullFormatter())
+
+
 def bars(
     axes: Axes, values: Sequence[float], names: Sequence[str], colours: Any = BLUE, size: float = 8
 ) -> None:

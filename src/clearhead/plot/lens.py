@@ -1,5 +1,6 @@
 """Pictures of the lens, of direct contributions and of activation patching."""
 
+import math
 from typing import Any
 
 import numpy as np
@@ -25,11 +26,12 @@ WIDEST = 24.0
 def draw_lens(lens: Lens, most: int = MOST) -> Figure:
     """Draw layers by columns: the likeliest choice in each cell, with its probability as the colour.
 
-    The last layer is on top. The figure grows with the text: panels of 20 columns, one below the other, the
-    last `most` columns in all.
+    The last layer is on top. The figure grows with the text: panels of up to 20 columns, one below the other,
+    the last `most` columns in all.
     """
     columns = list(range(len(lens.columns)))[-most:]
-    panels = [columns[start : start + PER_PANEL] for start in range(0, len(columns), PER_PANEL)]
+    size = math.ceil(len(columns) / math.ceil(len(columns) / PER_PANEL))  # panels of about equal length
+    panels = [columns[start : start + size] for start in range(0, len(columns), size)]
     across, down = max(map(len, panels)), len(lens.layers)
     figure = canvas.new(max(CELL[0] * across + 2.6, 6.5), len(panels) * (CELL[1] * down + 1.1) + 0.7)
     grid = figure.subplots(len(panels), 1, squeeze=False)[:, 0]

@@ -12,6 +12,7 @@ from clearhead.plot import canvas
 from clearhead.plot.canvas import BLUE, RED, Axes, Figure, new, plain
 
 COLUMNS = 2
+MOST_TICKS = 6  # lengths that are written below an axis
 
 
 def draw_long(found: LongReport, title: str) -> Figure:
@@ -31,7 +32,7 @@ def draw_long(found: LongReport, title: str) -> Figure:
             lambda axes: _growth(axes, growth, "peak", "activations", "peak memory and activations"),
         ]
     lines = math.ceil(len(panels) / COLUMNS)
-    figure = new(5.2 * min(COLUMNS, len(panels)), 3.1 * lines + 0.4)
+    figure = new(5.2 * min(COLUMNS, len(panels)), 3.3 * lines + 0.4)
     figure.suptitle(plain(title), fontsize=11)
     grid = list(figure.subplots(lines, min(COLUMNS, len(panels)), squeeze=False).flat)
     for axes in grid:
@@ -50,9 +51,10 @@ def _curves(axes: Axes, curves: Mapping[str, Sequence[PositionBin]], trained: in
     axes.axvline(trained, color="grey", linewidth=0.8, linestyle="--")
     axes.set_yscale("log")
     canvas.name(axes, f"{title} (dashed: trained length)", "position", "perplexity", size=9)
+    canvas.number_ticks(axes, "y")
     axes.grid(alpha=0.3, which="both")
     if len(curves) > 1:
-        axes.legend(fontsize=7)
+        canvas.legend(axes)
 
 
 def _grid(axes: Axes, found: RetrievalGrid) -> None:
@@ -80,6 +82,10 @@ def _growth(axes: Axes, found: Growth, measured: str, computed: str, title: str)
     axes.plot(lengths, [value * scale for value in theirs], linestyle="--", color=RED, label=label)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    canvas.name(axes, f"forward pass: {title}", "tokens", "bytes" if measured == "peak" else measured, size=9)
+    canvas.name(axes, f"forward pass: {title}", "tokens", "memory" if measured == "peak" else "time", size=9)
+    shown = lengths[:: max(1, math.ceil(len(lengths) / MOST_TICKS))]
+    axes.set_xticks(shown, [f"{length:,}" for length in shown])
+    axes.minorticks_off()
+    canvas.number_ticks(axes, "y", "B" if measured == "peak" else "s")
     axes.grid(alpha=0.3, which="both")
-    axes.legend(fontsize=7)
+    canvas.legend(axes)

@@ -213,7 +213,7 @@ def draw_effect(found: Effect, title: str) -> Figure:
     axes.barh(places + 0.2, [one.after for one in found.top], 0.38, label="without")
     canvas.label_axis(axes, [one.label for one in found.top], "y")
     axes.invert_yaxis()
-    axes.legend(fontsize=8)
+    canvas.legend(axes, 8)
     return figure
 
 
@@ -232,5 +232,5 @@ def draw_curves(curves: Mapping[str, Sequence[PruneCurve]], title: str) -> Figur
                 axes.fill_between(removed, values.min(0), values.max(0), color=line.get_color(), alpha=0.15)
         canvas.name(axes, "", f"heads removed, of {total}", quantity)
         axes.grid(alpha=0.3)
-        axes.legend(fontsize=8)
+        canvas.legend(axes, 8)
     return figure

@@ -30,7 +30,7 @@ def draw_quantization(found: QuantReport, title: str) -> Figure:
     canvas.name(axes, f"error of {what}", "layer", "length of the error, % of the length", size=9)
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=7, ncols=2)
+    canvas.legend(axes)
     if found.before is not None and found.after is not None:
         values = [found.before.perplexity, found.after.perplexity]
         bars = grid[0][1].bar(["before", "after"], values, color=[BLUE, RED])

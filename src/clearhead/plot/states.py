@@ -4,6 +4,7 @@ import numpy as np
 
 from clearhead.inside.geometry import Nearest, PositionMap, Projection, SameWord
 from clearhead.inside.probe import Probes
+from clearhead.plot import canvas
 from clearhead.plot.canvas import BLUE, Figure, bars, heatmap, plain, single
 
 PROBE = "probe, with its 95 % interval"
@@ -117,5 +118,5 @@ def draw_same_word(found: SameWord) -> Figure:
     for label, values in ((f'"{found.word}"', found.similarity), ("other tokens", found.baseline)):
         axes.plot(values.tolist(), marker="o", markersize=4, label=plain(label))
     axes.set_xticks(range(len(found.layers)), [plain(layer) for layer in found.layers], fontsize=8)
-    axes.legend(fontsize=8)
+    canvas.legend(axes, 8)
     return figure

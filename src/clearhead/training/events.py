@@ -20,6 +20,7 @@ CURVES: tuple[tuple[str, str, dict[str, Any]], ...] = (  # kind of event, label,
     ("stepped", "training batch", {"color": "0.7", "linewidth": 1}),
     ("validated", "validation", {"color": "C0"}),
 )
+FEW = 20  # validations up to which each has a dot in the curve
 Reason: TypeAlias = Literal["done", "patience", "stopped"]  # why a run ended
 
 
@@ -177,7 +178,9 @@ def draw(folder: Path) -> None:
         lines = [line for line in read_log(folder) if line["event"] == kind]
         losses = [line["loss"] if kind == "stepped" else line["metrics"]["loss"] for line in lines]
         # Null, for a loss that was not finite, is a gap in the curve.
-        axes.plot([line["step"] for line in lines], np.array(losses, dtype=np.float64), label=label, **style)
+        few = "o" if kind == "validated" and len(lines) <= FEW else ""  # one alone makes no line
+        steps = [line["step"] for line in lines]
+        axes.plot(steps, np.array(losses, dtype=np.float64), label=label, marker=few, markersize=4, **style)
     axes.set(xlabel="step", ylabel="loss per target")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
