@@ -95,9 +95,7 @@ class TrainPlan:
 
     # Loss
     label_smoothing: float = 0.0  # the share of each target that is spread over all classes
-    class_weights: Literal["balanced"] | None = (
-        None  # one class, tag: rare classes weigh more; None: all alike
-    )
+    class_weights: Literal["balanced"] | None = None  # rare classes weigh more; None: all alike
     loss_chunk: int | None = None  # rows of logits at a time; None: by the vocabulary
     preference: str = "sigmoid"  # prefer: the loss of pairs, DPO's sigmoid or a variant: ipo, hinge, ...
     beta: float = 0.1  # prefer: how strongly the reference model is kept to

@@ -210,8 +210,8 @@ def validate(
         predicted, wanted = (
             [row for part in seen for row in getattr(part, side)] for side in ("said", "meant")
         )
-        scores, missing = (of(predicted, wanted, loaded.labels) for of in (task.scores, task.missing))
-        return found | scores, missing
+        given = predicted, wanted, loaded.labels
+        return found | task.scores(*given), task.missing(*given)
     return found | {"perplexity": math.exp(min(found["loss"], 700))}, ""
 
 

@@ -139,7 +139,7 @@ def student(z: float, degrees: int) -> float:
         (5 * z**5 + 16 * z**3 + 3 * z) / 96,
         (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
     )
-    return z + sum(term / max(degrees, 1) ** power for power, term in enumerate(terms, start=1))
+    return z + math.fsum(term / max(degrees, 1) ** power for power, term in enumerate(terms, start=1))
 
 
 # Losses --------------------------------------------------------------------------------------------------

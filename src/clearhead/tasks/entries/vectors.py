@@ -101,12 +101,10 @@ def similarity(pooling: str = "mean", scale: float = 20.0) -> Objective:
         meant = torch.cat([scores.double().cpu()[:, None], vectors[:, 1]], 1)
         return torch.cat([cosine[:, None], vectors[:, 0]], 1).tolist(), meant.tolist()
 
-    return Objective(
-        lambda hidden, batch, smoothing=0.0: losses(hidden, batch, judged=False).sum(),
-        said,
-        "states",
-        lambda hidden, batch: losses(hidden, batch, judged=True),
-    )
+    def loss(hidden: Tensor, batch: Batch, smoothing: float = 0.0) -> Tensor:
+        return losses(hidden, batch, judged=False).sum()
+
+    return Objective(loss, said, "states", lambda hidden, batch: losses(hidden, batch, judged=True))
 
 
 def _objective(plan: TrainPlan, loaded: Bundle) -> Objective:
