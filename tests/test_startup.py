@@ -110,6 +110,18 @@ def test_options_show_what_to_write(command, capsys):
         assert shown.endswith("(default: auto)"), "one default of --device everywhere"
 
 
+@pytest.mark.parametrize("command", ["classify", "embed", "score", "generate", "rerank", "heads", "long"])
+def test_files_of_texts_are_data_in_every_command(command, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        cli.main([command, "--help"])
+    assert "--data" in capsys.readouterr().out
+    texts, words = tmp_path / "texts.txt", ["a query"] if command == "rerank" else []
+    texts.write_text("a text\n")
+    with pytest.raises(SystemExit) as stopped:  # it is understood, and the directory is what is wrong
+        cli.main([command, str(tmp_path / "nowhere"), *words, "--data", str(texts)])
+    assert stopped.value.code == 2 and "nowhere is not a directory" in capsys.readouterr().err
+
+
 # The public names -----------------------------------------------------------------------------------------
 
 

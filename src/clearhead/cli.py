@@ -191,6 +191,7 @@ def _options(described: Any) -> Iterator[str]:
         elif name != "return" and not any(note in nameless for note in notes):
             spelled = next((note.name for note in notes if getattr(note, "name", None)), name)
             yield "--" + spelled.replace("_", "-")
+            yield from (alias for note in notes for alias in getattr(note, "aliases", None) or ())
 
 
 def _text_options() -> Any:

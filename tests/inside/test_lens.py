@@ -314,9 +314,7 @@ def test_a_trained_model_and_its_pictures(stories):
     cells = [cell.get_text() for axes in figure.axes for cell in axes.texts]
     assert len(cells) == len(found.layers) * len(found.columns)
     first = math.ceil(len(found.columns) / math.ceil(len(found.columns) / 20))  # columns of the first panel
-    assert (
-        cells[:first] == [names[0] for names in found.top_names[-1]][:first]
-    )  # the last layer stands on top
+    assert cells[:first] == [names[0] for names in found.top_names[-1]][:first]  # the last layer is on top
     assert any("probability of the token" in axes.get_ylabel() for axes in figure.axes)
     parts = contributions(m, text, against="·her")
     assert parts.total == pytest.approx(parts.logit, abs=1e-4)

@@ -53,7 +53,7 @@ def heads(
             metavar="TEXT",
         ),
     ] = (),
-    file: Annotated[Path | None, option("a file of texts, one on each line")] = None,
+    file: Annotated[Path | None, option("a file of texts, one on each line", aliases=("--data",))] = None,
     treebank: Annotated[
         Path | None, option("sentences with their trees: FILE.conllu or FILE.conllu.gz")
     ] = None,

@@ -36,7 +36,7 @@ def long(
     folder: Folder,
     text: Annotated[
         tuple[str, ...],
-        option(f"a long text: {DATA}; default: what the run held out", metavar="FILE"),
+        option(f"a long text: {DATA}; default: what the run held out", metavar="FILE", aliases=("--data",)),
     ] = (),
     length: Annotated[
         int | None, option("tokens of a row; default: twice the trained length, or all learned positions")

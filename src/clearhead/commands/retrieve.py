@@ -218,7 +218,7 @@ def rerank(
     texts: Annotated[
         Positional[tuple[str, ...]], option("the texts; none: those of --file", metavar="TEXT")
     ] = (),
-    file: Annotated[Path | None, option("read one text per line; - : stdin")] = None,
+    file: Annotated[Path | None, option("read one text per line; - : stdin", aliases=("--data",))] = None,
     top: Annotated[int | None, option("show so many")] = None,
     batch_size: Annotated[int, option("texts at a time")] = 32,
     device: Device = "auto",

@@ -59,7 +59,8 @@ class TextOptions:
     """Options of every command that runs a model over texts."""
 
     file: Annotated[
-        Path | None, option("read one text per line; .jsonl: one JSON object per line; .gz as well")
+        Path | None,
+        option("read one text per line; .jsonl: one JSON object per line; .gz as well", aliases=("--data",)),
     ] = None
     output: Annotated[Path | None, option("write there, whole or not at all, in place of stdout")] = None
     json: Annotated[
