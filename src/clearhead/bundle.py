@@ -181,8 +181,14 @@ class Bundle:
 
     @property
     def _stated(self) -> dict[str, Any]:
-        """What the files say of generation: generation_config.json, or, without one, config.json."""
-        return self.generation or (self.description.theirs if self.description is not None else {})
+        """What the files say of generation: generation_config.json, or, without one, config.json.
+
+        A model that was built here has no files: it ends with its tokenizer's token unless told otherwise.
+        """
+        if self.description is not None:
+            return self.generation or self.description.theirs
+        ends = {"eos_token_id": self.special["eos"]} if "eos" in self.special else {}
+        return ends | self.generation
 
     @property
     def start_ids(self) -> list[int]:
@@ -269,7 +275,7 @@ class Bundle:
                 not listed or not all(type(token) is int for token in ids),
                 f"a prompt is {given!r:.40}: it must be text or a list of token ids, whole numbers",
             )
-            size = self.config.vocab_size
+            size = self.config.stacks[0].vocab_size  # of the stack that reads prompts
             wrong = next((token for token in ids if not 0 <= token < size), None)
             refuse(wrong is not None, f"ids contain {wrong}: allowed are 0 to {size - 1} (vocab_size {size})")
             return ids
@@ -348,7 +354,8 @@ class Bundle:
         export.write_config(folder, self.towers or described, tensors)
         if self.tokenizer is not None:
             save_tokenizer(folder, self.tokenizer, self.special, self.settings, self.config.max_positions)
-        for name, settings in (("generation_config.json", self.generation), (PREPROCESSOR, self.images)):
+        generation = self._stated if self.generation else {}
+        for name, settings in (("generation_config.json", generation), (PREPROCESSOR, self.images)):
             if settings:
                 files.write_json(folder / name, settings)
         if self.sentences is not None:

@@ -374,5 +374,5 @@ def test_mistakes_in_python_are_named(folder):
         ch.long(m, folder / "text.txt", parts=["cots"])
     with pytest.raises(InputError, match="nothing is to be done"):
         ch.long(m, folder / "text.txt", parts=[])
-    with pytest.raises(InputError, match="99999 is no token id"):
+    with pytest.raises(InputError, match="ids contain 99999"):
         ch.long(m, [1, 2, 99999])

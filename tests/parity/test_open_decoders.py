@@ -170,7 +170,7 @@ def test_decoder(name, label, tmp_path):
     [
         ("OPT", {"layer_norm_elementwise_affine": False}, "layer_norm_elementwise_affine False"),
         ("OPT", {"word_embed_proj_dim": 9, "architectures": ["OPTModel"]}, "word_embed_proj_dim 9.*OPTModel"),
-        ("GPTNeo", {"attention_types": [[["near"], 3]]}, "attention_types.*near"),
+        ("GPTNeo", {"attention_layers": ["near"] * 3}, "attention of kind.*near"),
         ("Cohere", {"use_qk_norm": True}, "use_qk_norm True"),
         ("Olmoe", {"clip_qkv": 8.0}, "clip_qkv 8.0"),
         ("Bloom", {"apply_residual_connection_post_layernorm": True}, "post_layernorm"),

@@ -271,7 +271,7 @@ def test_no_run_ends_for_a_sample_that_is_too_long(tmp_path, text):
 def test_the_log_is_json_whatever_the_numbers(text, tmp_path, monkeypatch):
     from clearhead.training import loop
 
-    monkeypatch.setattr(loop, "validate", lambda *given: {"loss": math.nan, "perplexity": math.inf})
+    monkeypatch.setattr(loop, "validate", lambda *given: ({"loss": math.nan, "perplexity": math.inf}, ""))
     run(text, tmp_path / "run", "train.steps=4")
     lines = (tmp_path / "run" / "log.jsonl").read_text().splitlines()
     judged = [
