@@ -51,6 +51,7 @@ def twin(core: ch.Transformer) -> minimal.Transformer:
     return model.eval()
 
 
+@pytest.mark.ledger("X3")
 @pytest.mark.parametrize("norm_position", ["pre", "post"])
 @pytest.mark.parametrize("positions", ["sinusoidal", "learned"])
 @pytest.mark.parametrize("family", ["decoder", "encoder", "encoder-decoder"])

@@ -52,7 +52,7 @@ def choices(folder: Path) -> dict:
     return json.loads((folder / "last" / "training.json").read_text())["choices"]
 
 
-@pytest.mark.ledger("H8")
+@pytest.mark.ledger("H8", "X1")
 def test_runs_under_load_have_one_precision_and_one_set_of_bits(text, tmp_path, load):
     folders = [tmp_path / f"run-{number}" for number in range(2)]
     for folder in folders:
