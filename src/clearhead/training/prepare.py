@@ -269,7 +269,7 @@ def find_tokenizer(
         return base.tokenizer, base.special
     chosen, sentence = choose(plan, task.tokens, corpus.size)
     assert chosen.kind is not None
-    elsewhere = task.usual is spec.DECODER and chosen.kind not in SPELLS_ALL
+    elsewhere = plan.kind is None and task.usual is spec.DECODER and chosen.kind not in SPELLS_ALL
     on_event(Note(sentence + (f"; for GGUF, set tokens.kind={' or '.join(SPELLS_ALL)}" if elsewhere else "")))
     texts: Iterable[str] = Texts(corpus.train)
     specials = task.tokens
