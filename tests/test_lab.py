@@ -29,7 +29,7 @@ DIRECTIONS = [
     ("induction", "1 layer", "2 layers", "accuracy", 0.3, 0.2),
     ("tokenizers", "bytes", "BPE, 2,048 tokens", "bits a token", 0.01, 1.0),
     ("tying", "tied", "untied", "parameters", 0.01, 100),
-    ("smoothing", "0.1", "none", "overconfidence", 0.1, 0.0),
+    ("smoothing", "0.1", "none", "overconfidence", 0.2, 0.0),
     ("experts", "balance loss 0.01", "no balance loss", "busiest", 0.04, 0.1),
     ("distillation", "taught, begun from the teacher", "alone", "loss", 0.01, 0.02),
 ]

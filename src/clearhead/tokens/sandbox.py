@@ -19,7 +19,7 @@ from jinja2.runtime import Context, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-WORK = 10_000_000  # steps of one rendering: about a second
+WORK = 4_000_000  # steps of one rendering: at most about a second
 CALL, LOOKUP, ITEM = 60, 20, 2  # steps that a call, a filter or a test takes; an attribute; an item of a list
 LARGEST, MOST = 10**7, 10**6  # characters of a value, and items
 WIDEST = 10**4  # characters that a field is padded to, and the like
