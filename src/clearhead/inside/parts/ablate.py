@@ -235,8 +235,12 @@ def ablate(
     Args:
         m: what `load` gave; or a bare model, with `Examples`.
         data: what `examples_from` takes, and `options` as there.
-        heads, layers, feedforwards: what is off together; see `ablating`.
+        heads: those that are off, together with what else is named; see `ablating`.
+        layers: those that are off.
+        feedforwards: those of these layers are off.
         how: zero, or mean: of `means`, else of the same data.
+        means: mean activations, as `mean_activations` gives them.
+        options: of `examples_from`.
     """
     model, examples = opened(m, data, options)
     ablated, parts = selected(model.config, heads, layers, feedforwards)
