@@ -13,19 +13,12 @@ import torch
 import clearhead as ch
 from clearhead.errors import ConfigError
 from clearhead.training import machine, prepare
-from tests.training.test_run import TEXT, StopAt, run, same, weights
+from tests.training.test_run import StopAt, run, same, weights
 
 
 def spin() -> None:
     while True:
         pass
-
-
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    path = tmp_path / "text.txt"
-    path.write_text(TEXT)
-    return path
 
 
 @pytest.fixture

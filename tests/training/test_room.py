@@ -23,13 +23,6 @@ from tests.harness import build, some_ids
 from tests.training.test_run import TEXT, StopAt, run, same, weights
 
 
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    path = tmp_path / "text.txt"
-    path.write_text(TEXT)
-    return path
-
-
 def tree(folder: Path) -> dict[str, bytes]:
     """Every file below a folder, and what it holds."""
     return {

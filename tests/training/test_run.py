@@ -38,13 +38,6 @@ TINY = [
 ]
 
 
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    path = tmp_path / "text.txt"
-    path.write_text(TEXT)
-    return path
-
-
 def run(data, out, *settings, **more):
     return ch.train(data, out=out, settings=[*TINY, "train.steps=12", *settings], **more)
 

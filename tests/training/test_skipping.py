@@ -20,28 +20,10 @@ from clearhead.training.events import Skipped, read_log
 from clearhead.training.machine import Precision
 from clearhead.training.running import TrainingRun
 from tests.harness import build
-from tests.training.test_run import TEXT, StopAt, run, same, weights
+from tests.training.test_faults import Cliff
+from tests.training.test_run import StopAt, run, same, weights
 
 EVERY = ("train.save_every=1", "train.keep_last=99", "train.validate_every=4")
-
-
-class Cliff(torch.autograd.Function):
-    """The identity, with a gradient that is not a number."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * math.nan
-
-
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    path = tmp_path / "text.txt"
-    path.write_text(TEXT)
-    return path
 
 
 @pytest.fixture
