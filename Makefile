@@ -22,7 +22,7 @@ quick: $(DEV)
 NUMERIC := equality fast quant generate training/test_machine.py training/test_precision.py training/test_recipes.py \
     training/test_run.py serve/test_engine.py test_cache.py test_checks.py test_half.py test_parts.py test_positions.py
 limits: $(DEV)
-	for limit in $$($(BIN)/python -c 'from clearhead.fast.library import limits; print(*{*limits()} - {"avx512"})'); do \
+	for limit in $$($(BIN)/python -c 'from clearhead.run.kernels.library import limits; print(*{*limits()} - {"avx512"})'); do \
 	    echo "CLEARHEAD_CPU=$$limit" && CLEARHEAD_CPU=$$limit $(BIN)/python -m pytest -n 2 --dist worksteal \
 	    $(addprefix tests/,$(NUMERIC)) || exit 1; done
 

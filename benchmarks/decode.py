@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 import clearhead as ch
-from clearhead.fast.prepare import prepared
-from clearhead.generate.decode import greedy
+from clearhead.run.generate.decode import greedy
+from clearhead.run.kernels.prepare import prepared
 from common import alternate, by_processor, report, save
 
 

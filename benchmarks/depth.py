@@ -22,13 +22,13 @@ import torch.nn.functional as nnf
 from torch import Tensor
 
 import clearhead as ch
-from clearhead.batches.batch import Batch
-from clearhead.fast.prepare import prepared
-from clearhead.generate.decode import prefill
-from clearhead.generate.exits import ExitStep, stop_at
-from clearhead.generate.request import Request
-from clearhead.losses import batch_loss
-from clearhead.model.kinds.depth import Router
+from clearhead.learn.batches.batch import Batch
+from clearhead.learn.losses import batch_loss
+from clearhead.run.generate.decode import prefill
+from clearhead.run.generate.exits import ExitStep, stop_at
+from clearhead.run.generate.request import Request
+from clearhead.run.kernels.prepare import prepared
+from clearhead.variants.depth import Router
 from common import device_name, save
 
 LENGTH, ROWS, WIDTH, RATE, SHARE = 64, 8, 64, 3e-3, 0.125

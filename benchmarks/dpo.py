@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 
 import clearhead as ch
-from clearhead.training.events import read_log
+from clearhead.learn.training.events import read_log
 
 TINY = ("train.steps=2", "data.max_length=128", "data.batch_size=2", "train.samples=0")
 

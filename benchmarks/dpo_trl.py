@@ -13,13 +13,13 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import clearhead as ch
-from clearhead.batches.batching import make_batches
-from clearhead.batches.encoded import encode_corpus
-from clearhead.data.corpus import open_corpus
-from clearhead.data.plan import DataPlan
-from clearhead.tasks.chat import chat_template, set_template
-from clearhead.tasks.entries.turns import PREFERENCE, SMOOTHED, pair_objective
-from clearhead.tasks.table import TASKS
+from clearhead.learn.batches.batching import make_batches
+from clearhead.learn.batches.encoded import encode_corpus
+from clearhead.learn.data.corpus import open_corpus
+from clearhead.learn.data.plan import DataPlan
+from clearhead.learn.tasks.chat import chat_template, set_template
+from clearhead.learn.tasks.entries.turns import PREFERENCE, SMOOTHED, pair_objective
+from clearhead.learn.tasks.table import TASKS
 from common import save
 
 ROWS = [

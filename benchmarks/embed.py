@@ -23,9 +23,9 @@ import numpy as np
 import torch
 
 import clearhead as ch
-from clearhead.evaluation.metrics import METRICS
-from clearhead.tasks.entries.regression import CORRELATIONS
-from clearhead.training.events import read_log
+from clearhead.learn.evaluation.metrics import METRICS
+from clearhead.learn.tasks.entries.regression import CORRELATIONS
+from clearhead.learn.training.events import read_log
 
 TINY = ("train.epochs=", "train.steps=2", "data.max_length=64", "train.samples=0")
 

@@ -38,12 +38,12 @@ import uvicorn
 from playwright.sync_api import Browser, Page, sync_playwright
 
 import clearhead as ch
-from clearhead.explorer.app import make_app
-from clearhead.explorer.pages import page_files, single_file
-from clearhead.explorer.record import record_run
-from clearhead.explorer.session import Opened, Session
-from clearhead.explorer.table import view
-from clearhead.explorer.views import begin
+from clearhead.app.explorer.app import make_app
+from clearhead.app.explorer.pages import page_files, single_file
+from clearhead.app.explorer.record import record_run
+from clearhead.app.explorer.session import Opened, Session
+from clearhead.app.explorer.table import view
+from clearhead.app.explorer.views import begin
 from common import KeptParts
 
 FRAMES = """async (seconds) => {

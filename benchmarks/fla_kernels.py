@@ -24,8 +24,8 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
-from clearhead.model.kinds.gated_delta import gated_delta
-from clearhead.model.kinds.linear import FEATURES, attend_linear
+from clearhead.variants.gated_delta import gated_delta
+from clearhead.variants.linear import FEATURES, attend_linear
 from common import alternate, device_name
 from kinds import rates
 

@@ -27,11 +27,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clearhead.config.kinds import Kind, read_kind
-from clearhead.model import masks
-from clearhead.model.kinds import flex
-from clearhead.model.kinds.blocks import plan_blocks, tokens_for
-from clearhead.model.kinds.gathered import attend_blocks
+from clearhead.core import masks
+from clearhead.core.config.kinds import Kind, read_kind
+from clearhead.variants import flex
+from clearhead.variants.blocks import plan_blocks, tokens_for
+from clearhead.variants.gathered import attend_blocks
 from common import device_name
 
 KINDS = ("window(256)", "blocks(64, 3, 64, 0, 3)", "dilated(64, 4)")

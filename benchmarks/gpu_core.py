@@ -15,9 +15,9 @@ from datetime import date
 import torch
 
 import clearhead as ch
+from clearhead.core.attend import KERNELS
 from clearhead.inside.checks import check
-from clearhead.model.attend import KERNELS
-from clearhead.presets import preset
+from clearhead.variants.presets import preset
 
 rows: list[dict[str, object]] = []
 
@@ -117,7 +117,7 @@ def compiled() -> None:
 
 def taps_cost() -> None:
     """Time of a forward as it is, against one whose taps are cut out."""
-    from clearhead.model import taps
+    from clearhead.core import taps
 
     model = (
         ch.Transformer(preset("gpt2").replace(dropout=0.0, attention_dropout=0.0, embedding_dropout=0.0))

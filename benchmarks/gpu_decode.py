@@ -30,16 +30,16 @@ import torch
 from torch import Tensor
 
 import clearhead as ch
-from clearhead.fast import kernels as kernels_module
-from clearhead.fast import prepare
-from clearhead.generate import steps as made
-from clearhead.generate.decode import Ends, Prompts, decode, prefill
-from clearhead.generate.engine import decode_compiled
-from clearhead.generate.reading import read_prompts
-from clearhead.generate.request import Request
-from clearhead.generate.steps import CompiledStep, Running, Steps
-from clearhead.model.attend import KERNELS
-from clearhead.model.attention import Attention
+from clearhead.core.attend import KERNELS
+from clearhead.core.attention import Attention
+from clearhead.run.generate import steps as made
+from clearhead.run.generate.decode import Ends, Prompts, decode, prefill
+from clearhead.run.generate.engine import decode_compiled
+from clearhead.run.generate.reading import read_prompts
+from clearhead.run.generate.request import Request
+from clearhead.run.generate.steps import CompiledStep, Running, Steps
+from clearhead.run.kernels import kernels as kernels_module
+from clearhead.run.kernels import prepare
 from gpu_kernels import BATCHES, Rows, kernel_equality, noted, seconds_of, tiles
 
 PROMPT, NEW = 128, 256

@@ -19,7 +19,7 @@ import time
 import torch
 
 import clearhead as ch
-from clearhead.quant.apply import quantize_model
+from clearhead.run.quant.apply import quantize_model
 from common import device_name, save
 
 SHAPE = ch.ModelConfig(

@@ -26,13 +26,13 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import clearhead as ch
-from clearhead.data.plan import DataPlan
-from clearhead.fast.float8 import FLOAT8
-from clearhead.fast.training import join_projections, suit_compiled
-from clearhead.losses import batch_loss
-from clearhead.tasks.table import TASKS
-from clearhead.training.events import read_log
-from clearhead.training.machine import quick_attention, suit_float8
+from clearhead.learn.data.plan import DataPlan
+from clearhead.learn.losses import batch_loss
+from clearhead.learn.tasks.table import TASKS
+from clearhead.learn.training.events import read_log
+from clearhead.learn.training.machine import quick_attention, suit_float8
+from clearhead.run.kernels.float8 import FLOAT8
+from clearhead.run.kernels.training import join_projections, suit_compiled
 from gpu_train import SHAPES, Drawn
 
 # Rows and both widths: of the blocks of the 124M and the 1.3B shape, and of the 124M shape's head.

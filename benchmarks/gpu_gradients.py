@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import clearhead as ch
-from clearhead.model import attend
-from clearhead.model.kinds import torch_kernel
+from clearhead.core import attend
+from clearhead.variants import torch_kernel
 from common import save
 
 LENGTHS = (8, 40, 64, 72, 128, 192, 320)

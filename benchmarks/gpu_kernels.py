@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
-from clearhead.fast.forms import HeadForm
-from clearhead.fast.kernels import step_attend, step_linear
+from clearhead.run.kernels.forms import HeadForm
+from clearhead.run.kernels.kernels import step_attend, step_linear
 
 Rows = list[dict[str, object]]
 BATCHES = (1, 32)
@@ -92,7 +92,7 @@ def tiles() -> Rows:
 
 def linear_tiles(name: str) -> dict[str, object]:
     """One linear layer of the model, on one row."""
-    from clearhead.fast.triton_step import Tile, linear
+    from clearhead.run.kernels.triton_step import Tile, linear
 
     n, d = SHAPES[name]
     weights = [torch.randn(n, d, **HALF) for _ in range(max(8, 400_000_000 // (n * d * 2)))]
@@ -121,7 +121,7 @@ def linear_tiles(name: str) -> dict[str, object]:
 
 def attend_tiles(rows: int, slots: int) -> dict[str, object]:
     """Attention over a cache that is half full."""
-    from clearhead.fast.triton_attend import Tile, attend
+    from clearhead.run.kernels.triton_attend import Tile, attend
 
     caches = [[torch.randn(rows, 4, slots, 64, **HALF) for _ in range(2)] for _ in range(22)]
     qkv, q = torch.randn(rows, 1, 40 * 64, **HALF), torch.randn(rows, 4, 8, 64, **HALF)

@@ -62,7 +62,7 @@ def seconds_of_a_step(compiled: bool) -> float:
 
 def split_always() -> None:
     """Give one process a mesh too."""
-    from clearhead.parallel.world import World
+    from clearhead.learn.parallel.world import World
 
     World.arranged = functools.partialmethod(World.arranged, always=True)  # type: ignore[assignment,method-assign]
 

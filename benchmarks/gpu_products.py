@@ -19,11 +19,11 @@ from typing import Any
 import torch
 import torch.nn.functional as nnf
 
-from clearhead.fast import triton_codes, triton_rows, triton_step
-from clearhead.fast.codes import Codes
-from clearhead.fast.kernels import MOST_BYTES, MOST_ROWS
-from clearhead.fast.triton_rows import Cut
-from clearhead.fast.triton_step import Tile
+from clearhead.run.kernels import triton_codes, triton_rows, triton_step
+from clearhead.run.kernels.codes import Codes
+from clearhead.run.kernels.kernels import MOST_BYTES, MOST_ROWS
+from clearhead.run.kernels.triton_rows import Cut
+from clearhead.run.kernels.triton_step import Tile
 from common import device_name, save
 from gpu_kernels import HALF, SHAPES, time_of
 

@@ -25,14 +25,14 @@ from pathlib import Path
 
 import torch
 
-from clearhead.training.events import Event, Note, Stepped
-from clearhead.training.loop import learn
-from clearhead.training.optim import make_optimizer
-from clearhead.training.prepare import _compile, prepare
-from clearhead.training.recorded import record_steps
-from clearhead.training.run import planned
-from clearhead.training.running import PlainStep, TrainingRun
-from clearhead.training.state import State
+from clearhead.learn.training.events import Event, Note, Stepped
+from clearhead.learn.training.loop import learn
+from clearhead.learn.training.optim import make_optimizer
+from clearhead.learn.training.prepare import _compile, prepare
+from clearhead.learn.training.recorded import record_steps
+from clearhead.learn.training.run import planned
+from clearhead.learn.training.running import PlainStep, TrainingRun
+from clearhead.learn.training.state import State
 from recipes import JOBS, there
 
 COMPARED = 50  # steps whose losses are compared

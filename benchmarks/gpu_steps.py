@@ -14,11 +14,11 @@ import argparse
 import torch
 
 import clearhead as ch
-from clearhead.fast.prepare import prepared
-from clearhead.generate.prompts import Prompts
-from clearhead.generate.reading import read_prompts
-from clearhead.generate.steps import CompiledStep, slots_bucket
-from clearhead.quant.apply import quantize_model
+from clearhead.run.generate.prompts import Prompts
+from clearhead.run.generate.reading import read_prompts
+from clearhead.run.generate.steps import CompiledStep, slots_bucket
+from clearhead.run.kernels.prepare import prepared
+from clearhead.run.quant.apply import quantize_model
 from common import device_name, save
 from gpu_default import LLAMA, prompts
 from gpu_kernels import seconds_of

@@ -40,17 +40,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import clearhead as ch
-from clearhead.batches.batch import Batch, Batches
-from clearhead.data.plan import DataPlan
-from clearhead.fast.training import join_projections, suit_compiled
-from clearhead.losses import batch_loss
-from clearhead.recipe import TrainPlan
-from clearhead.tasks.table import TASKS
-from clearhead.training.events import Event, Stepped
-from clearhead.training.loop import learn
-from clearhead.training.machine import choose_precision, quick_attention, suit_float8
-from clearhead.training.optim import make_optimizer
-from clearhead.training.running import TrainingRun
+from clearhead.learn.batches.batch import Batch, Batches
+from clearhead.learn.data.plan import DataPlan
+from clearhead.learn.losses import batch_loss
+from clearhead.learn.recipe import TrainPlan
+from clearhead.learn.tasks.table import TASKS
+from clearhead.learn.training.events import Event, Stepped
+from clearhead.learn.training.loop import learn
+from clearhead.learn.training.machine import choose_precision, quick_attention, suit_float8
+from clearhead.learn.training.optim import make_optimizer
+from clearhead.learn.training.running import TrainingRun
+from clearhead.run.kernels.training import join_projections, suit_compiled
 from minimal_gpt import MinimalGPT
 
 LAYERS, HEADS, WIDTH, LENGTH, BATCH, VOCAB = 12, 12, 768, 1024, 32, 50304
@@ -210,7 +210,7 @@ def loop(
 
 def loss_kernel() -> dict[str, float]:
     """How far the kernel of the loss, and the gradient it gives, lie from float64: relative to the whole."""
-    from clearhead.fast.triton_loss import CrossEntropy
+    from clearhead.run.kernels.triton_loss import CrossEntropy
 
     found = {}
     for dtype, vocab, smoothing in itertools.product(

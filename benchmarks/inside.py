@@ -26,9 +26,9 @@ from unittest import mock
 import torch
 
 import clearhead as ch
+from clearhead.core.taps import SILENT, LiveTap, tap_for
 from clearhead.inside.attention import attention
-from clearhead.model.taps import SILENT, LiveTap, tap_for
-from clearhead.presets import preset
+from clearhead.variants.presets import preset
 from common import device_name, save
 
 DEEP, LONG, LIMIT = 48, 1024, 2e9  # layers, tokens, bytes
@@ -105,7 +105,7 @@ def recording(tokens: int, rounds: int) -> dict[str, object]:
 
 def silence(model: ch.Transformer, ids: torch.Tensor, forward: float) -> dict[str, object]:
     """What the silent taps of one pass take, against the pass."""
-    with torch.no_grad(), mock.patch("clearhead.model.transformer.tap_for", return_value=Counting(())):
+    with torch.no_grad(), mock.patch("clearhead.core.transformer.tap_for", return_value=Counting(())):
         model(ids)
     calls, x = Counting.calls, torch.zeros(1)
 
@@ -128,8 +128,8 @@ def silence(model: ch.Transformer, ids: torch.Tensor, forward: float) -> dict[st
 
 def deep(to: str) -> None:
     """In a process of its own: 48 layers over 1,024 tokens, recorded and drawn."""
-    from clearhead.plot.attention import draw_model
-    from clearhead.plot.canvas import save as save_picture
+    from clearhead.app.plot.attention import draw_model
+    from clearhead.app.plot.canvas import save as save_picture
 
     config = ch.ModelConfig(vocab_size=1000, d_model=256, n_layers=DEEP, n_heads=16, max_positions=LONG)
     model = ch.Transformer(config).eval()

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from clearhead.evaluation.metrics import METRICS, Metric, interval_of
-from clearhead.tasks.entries.regression import CORRELATIONS
+from clearhead.learn.evaluation.metrics import METRICS, Metric, interval_of
+from clearhead.learn.tasks.entries.regression import CORRELATIONS
 
 SIZES, RATES = (10, 30, 100, 1000), (0.5, 0.9, 0.99)
 Draw = Callable[[np.random.Generator, int, float], Any]  # generator, examples, rate -> counts

@@ -41,12 +41,12 @@ import torch.nn.functional as nnf
 from torch import Tensor
 
 import clearhead as ch
-from clearhead.config.kinds import KINDS
+from clearhead.app.plot.canvas import name as entitle
+from clearhead.app.plot.canvas import new, single
+from clearhead.app.plot.canvas import save as save_picture
+from clearhead.core.config.kinds import KINDS
 from clearhead.inside.long.growth import peak_bytes
-from clearhead.model.kinds.linear import attend_linear, favor, orthogonal_features
-from clearhead.plot.canvas import name as entitle
-from clearhead.plot.canvas import new, single
-from clearhead.plot.canvas import save as save_picture
+from clearhead.variants.linear import attend_linear, favor, orthogonal_features
 from common import alternate, device_name, save
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -20,10 +20,10 @@ import torch.nn.functional as nnf
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 import clearhead as ch
-from clearhead.fast.prepare import prepared
-from clearhead.generate.decode import Continuation, Ends, Prompts, decode
-from clearhead.generate.request import Request
-from clearhead.generate.stream import TextStream
+from clearhead.run.generate.decode import Continuation, Ends, Prompts, decode
+from clearhead.run.generate.request import Request
+from clearhead.run.generate.stream import TextStream
+from clearhead.run.kernels.prepare import prepared
 from common import device_name, save
 
 

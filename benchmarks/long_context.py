@@ -20,8 +20,8 @@ import numpy as np
 import torch
 
 import clearhead as ch
-from clearhead.plot.canvas import save as save_picture
-from clearhead.plot.long import draw_long
+from clearhead.app.plot.canvas import save as save_picture
+from clearhead.app.plot.long import draw_long
 from common import device_name, save
 
 ROOT = Path(__file__).resolve().parents[1]

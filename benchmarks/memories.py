@@ -14,9 +14,9 @@ import tempfile
 import torch
 
 import clearhead as ch
-from clearhead.data.corpora import CORPORA
 from clearhead.inside.memories import Memories, memories, token_id
 from clearhead.inside.memories.neurons import WINDOW
+from clearhead.learn.data.corpora import CORPORA
 from common import device_name, save
 
 SETTINGS = [

@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import clearhead as ch
-from clearhead.parallel.division import MeshSizes, read_mesh
-from clearhead.parallel.estimate import MeshCost, estimate
-from clearhead.parallel.hardware import DEVICES, Cluster, Device
-from clearhead.parallel.stages import Checkpointing, Work
+from clearhead.learn.parallel.division import MeshSizes, read_mesh
+from clearhead.learn.parallel.estimate import MeshCost, estimate
+from clearhead.learn.parallel.hardware import DEVICES, Cluster, Device
+from clearhead.learn.parallel.stages import Checkpointing, Work
 from common import save
 
 GIB = 2**30

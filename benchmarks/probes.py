@@ -17,10 +17,10 @@ import argparse
 import importlib.metadata
 from pathlib import Path
 
-from clearhead.api import load
+from clearhead.app.plot.canvas import save as save_figure
+from clearhead.app.plot.states import probe_figure
 from clearhead.inside.probe import Probes, probe
-from clearhead.plot.canvas import save as save_figure
-from clearhead.plot.states import probe_figure
+from clearhead.run.api import load
 from common import device_name, save
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"

@@ -18,10 +18,10 @@ from functools import partial
 
 import torch
 
-from clearhead.fast import library
-from clearhead.fast.native import Pointers
-from clearhead.quant.grid import Grid, nearest_codes
-from clearhead.quant.layers import QuantizedLinear
+from clearhead.run.kernels import library
+from clearhead.run.kernels.native import Pointers
+from clearhead.run.quant.grid import Grid, nearest_codes
+from clearhead.run.quant.layers import QuantizedLinear
 
 GRIDS = {"int8": Grid(8, 32), "int4": Grid(4, 32), "int4 with offsets": Grid(4, 32, symmetric=False)}
 

@@ -32,10 +32,10 @@ from clearhead.inside.quantize import (
     text_sums,
     weight_bytes,
 )
-from clearhead.quant.apply import QuantPlan, linear_names, quantize_model
-from clearhead.quant.calibrate import moments
-from clearhead.quant.layers import QuantizedLinear, quantized_parts
-from clearhead.quant.methods import CALIBRATED
+from clearhead.run.quant.apply import QuantPlan, linear_names, quantize_model
+from clearhead.run.quant.calibrate import moments
+from clearhead.run.quant.layers import QuantizedLinear, quantized_parts
+from clearhead.run.quant.methods import CALIBRATED
 from common import save
 
 LENGTH = 512

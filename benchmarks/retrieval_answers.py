@@ -25,11 +25,11 @@ from typing import Any
 import torch
 
 import clearhead as ch
-from clearhead.evaluation.metrics import answer_match
-from clearhead.retrieval.index import build_index
-from clearhead.retrieval.prompts import before_prompt
-from clearhead.retrieval.words import WORD
-from clearhead.tasks.chat import chat_ids
+from clearhead.labs.retrieval.index import build_index
+from clearhead.labs.retrieval.prompts import before_prompt
+from clearhead.labs.retrieval.words import WORD
+from clearhead.learn.evaluation.metrics import answer_match
+from clearhead.learn.tasks.chat import chat_ids
 from common import device_name, processor_name, save
 from retrieval import WordVectors
 

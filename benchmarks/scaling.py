@@ -20,10 +20,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from clearhead.lab.climbing import LARGER, RUNGS, embedded
-from clearhead.lab.curves import draw_budgets, draw_law
-from clearhead.lab.scaling import climb, ladder, predict
-from clearhead.plot.canvas import save as save_picture
+from clearhead.app.plot.canvas import save as save_picture
+from clearhead.labs.lab.climbing import LARGER, RUNGS, embedded
+from clearhead.labs.lab.curves import draw_budgets, draw_law
+from clearhead.labs.lab.scaling import climb, ladder, predict
 from common import device_name, processor_name, save
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images"

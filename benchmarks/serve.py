@@ -28,8 +28,8 @@ import time
 import torch
 
 import clearhead as ch
-from clearhead.serve.engine import ServeEngine
-from clearhead.serve.limits import Limits
+from clearhead.run.serve.engine import ServeEngine
+from clearhead.run.serve.limits import Limits
 from common import alternate, device_name, report, save
 
 QWEN3 = {

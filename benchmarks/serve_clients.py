@@ -22,7 +22,7 @@ from tests.serve import mixes
 from tests.serve.served import serving
 from tests.serve.test_http import TEMPLATE
 
-from clearhead.serve.engine import ServeEngine
+from clearhead.run.serve.engine import ServeEngine
 
 RESULT = pathlib.Path(__file__).parent / "results" / "serve_clients.json"
 PAIRS = [("Once upon", " a time"), ("a", "b"), ("To be or not", " to be, that is"), ("x" * 60, "yz")] * 5

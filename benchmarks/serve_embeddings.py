@@ -32,8 +32,8 @@ import numpy as np
 import torch
 
 import clearhead as ch
-from clearhead.serve.engine import ServeEngine
-from clearhead.tasks import reading
+from clearhead.learn.tasks import reading
+from clearhead.run.serve.engine import ServeEngine
 from common import report, save
 from serve_load import ask
 from serve_mixes import bytes_tokenizer

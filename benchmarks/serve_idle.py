@@ -19,8 +19,8 @@ from tests.serve import mixes
 from tests.serve.served import serving
 from tests.serve.test_http import call
 
-from clearhead.serve import guard
-from clearhead.serve.engine import ServeEngine
+from clearhead.run.serve import guard
+from clearhead.run.serve.engine import ServeEngine
 
 RESULT = pathlib.Path(__file__).parent / "results" / "serve_idle.json"
 KEPT = 1000  # connections that the server keeps in this run

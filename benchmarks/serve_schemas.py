@@ -26,11 +26,11 @@ from benchmarks.serve_mixes import bytes_tokenizer
 from tests.serve import mixes
 
 from clearhead.errors import InputError
-from clearhead.serve.answers import completion
-from clearhead.serve.constraints import check_form
-from clearhead.serve.engine import ServeEngine
-from clearhead.serve.limits import Limits
-from clearhead.serve.protocol import CompletionBody
+from clearhead.run.serve.answers import completion
+from clearhead.run.serve.constraints import check_form
+from clearhead.run.serve.engine import ServeEngine
+from clearhead.run.serve.limits import Limits
+from clearhead.run.serve.protocol import CompletionBody
 
 RESULT = pathlib.Path(__file__).parent / "results" / "serve_schemas.json"
 SMALL = {"type": "integer", "minimum": 0, "maximum": 6}

@@ -19,7 +19,7 @@ import tempfile
 from pathlib import Path
 
 import clearhead as ch
-from clearhead.training.events import read_log
+from clearhead.learn.training.events import read_log
 
 FORMS = {  # what is asked for, and how it is told whether the answer has that form
     "Answer with one word only: what is the capital of {x}?": lambda text: len(text.split()) == 1,

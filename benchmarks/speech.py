@@ -21,8 +21,8 @@ import torch
 import transformers
 from transformers.models.whisper.english_normalizer import EnglishTextNormalizer
 
-from clearhead.api import load
-from clearhead.data.sounds import read_sound
+from clearhead.learn.data.sounds import read_sound
+from clearhead.run.api import load
 from common import save
 
 DIGITS = "zero one two three four five six seven eight nine".split()  # noqa: SIM905

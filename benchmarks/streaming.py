@@ -32,11 +32,11 @@ import torch
 import torch.nn.functional as nnf
 
 import clearhead as ch
-from clearhead.fast.prepare import prepared
-from clearhead.generate.decode import Continuation, Ends, Prompts, decode, prefill
-from clearhead.generate.request import Request
-from clearhead.plot.canvas import save as save_picture
-from clearhead.plot.canvas import single
+from clearhead.app.plot.canvas import save as save_picture
+from clearhead.app.plot.canvas import single
+from clearhead.run.generate.decode import Continuation, Ends, Prompts, decode, prefill
+from clearhead.run.generate.request import Request
+from clearhead.run.kernels.prepare import prepared
 from common import device_name, save
 
 ROOT = Path(__file__).resolve().parents[1]

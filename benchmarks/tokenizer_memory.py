@@ -30,9 +30,9 @@ BLOCK = 200_000  # words written at once
 MEASURE = """
 import json, resource, sys, time
 from pathlib import Path
-from clearhead.tokens.plan import TokensPlan
-from clearhead.tokens.streams import TextFiles
-from clearhead.tokens.training import GENERATOR, train_tokenizer
+from clearhead.hub.tokens.plan import TokensPlan
+from clearhead.hub.tokens.streams import TextFiles
+from clearhead.hub.tokens.training import GENERATOR, train_tokenizer
 kind, path = sys.argv[1], Path(sys.argv[2])
 def peak():
     try:  # the kernel's own figure; ru_maxrss also counts what the parent process had

@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import clearhead as ch
-from clearhead.fast.training import join_projections, suit_narrow
-from clearhead.training.machine import narrow
+from clearhead.learn.training.machine import narrow
+from clearhead.run.kernels.training import join_projections, suit_narrow
 from common import report, save
 
 LAYERS, HEADS, WIDTH, LENGTH, BATCH = 6, 6, 384, 256, 8

@@ -88,7 +88,7 @@ def _brief():
     The runs of test_recipes.py that learn draw theirs. No test pulls the plug.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("clearhead.training.events.draw", lambda folder: None)
+        patch.setattr("clearhead.learn.training.events.draw", lambda folder: None)
         patch.setattr("os.fsync", lambda number: None)
         yield
 
@@ -96,7 +96,7 @@ def _brief():
 @pytest.fixture
 def short_pieces(monkeypatch):
     """Prompts are read in small pieces, so that `ch.check` needs no rows of a thousand tokens."""
-    monkeypatch.setattr("clearhead.generate.decode.PREFILL_CHUNK", 64)
+    monkeypatch.setattr("clearhead.run.generate.decode.PREFILL_CHUNK", 64)
 
 
 @pytest.fixture(scope="session")

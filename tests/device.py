@@ -132,7 +132,7 @@ def place_tensors(device: torch.device) -> None:
 def place_models(device: torch.device, dtype: torch.dtype) -> None:
     """Make on the device the models, parts and fixed caches that a test builds; models in the dtype."""
     import clearhead as ch
-    from clearhead.model import attention, feedforward, fronts, heads, norms, positions
+    from clearhead.core import attention, feedforward, fronts, heads, norms, positions
 
     def by_a_test() -> bool:
         return HERE in pathlib.Path(sys._getframe(2).f_code.co_filename).parents

@@ -7,14 +7,14 @@ import torch
 import transformers
 
 import clearhead as ch
-from clearhead.cli import main
+from clearhead.app.cli import main
 from clearhead.errors import InputError
-from clearhead.speed import machine
-from clearhead.speed.compare import compare
-from clearhead.speed.jobs import SpeedSizes, jobs_of
-from clearhead.speed.llama import Llama, written
-from clearhead.speed.machine import Machine
-from clearhead.speed.peers import PEERS, Rival, check_answer, ours
+from clearhead.labs.speed import machine
+from clearhead.labs.speed.compare import compare
+from clearhead.labs.speed.jobs import SpeedSizes, jobs_of
+from clearhead.labs.speed.llama import Llama, written
+from clearhead.labs.speed.machine import Machine
+from clearhead.labs.speed.peers import PEERS, Rival, check_answer, ours
 from tests.test_plain_faults import refused
 from tests.test_tasks import saved
 
@@ -184,7 +184,7 @@ def test_nothing_is_quicker_than_the_machine(decoder, monkeypatch, capsys, tmp_p
     with_peer(monkeypatch, m, lambda rows: rows, quick=True)
     # A machine of which clearhead gets a tenth at most.
     slow = Machine("", 1, "float32", bandwidth=1e7, arithmetic=1e9)
-    monkeypatch.setattr("clearhead.speed.compare.measure_machine", lambda *given: slow)
+    monkeypatch.setattr("clearhead.labs.speed.compare.measure_machine", lambda *given: slow)
     (job,) = compare(m, ("decode",), SpeedSizes(new=4, batches=(1,)), ["transformers"], rounds=1).jobs
     mine, theirs = job.timings
     assert theirs.above_limit and theirs.per_second is None and theirs.seconds is None

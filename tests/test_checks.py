@@ -12,12 +12,12 @@ import pytest
 import torch
 
 import clearhead as ch
+from clearhead.core import positions
 from clearhead.inside import checks
 from clearhead.inside.checks.independent import formula_rows
 from clearhead.inside.checks.long import reach, thresholds
 from clearhead.inside.checks.plainly import plainly
 from clearhead.inside.checks.rows import Comparison, Inputs, gap
-from clearhead.model import positions
 from tests.harness import build, config, pad, some_ids, worst
 
 GPT2 = {"activation": "gelu_tanh", "dropout": 0.1}

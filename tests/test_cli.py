@@ -16,23 +16,23 @@ import pytest
 import torch
 
 import clearhead as ch
-from clearhead import cli, tour
-from clearhead.commands.common import show_result
-from clearhead.commands.parts import _grid_tables
+from clearhead.app import cli, tour
+from clearhead.app.commands.common import show_result
+from clearhead.app.commands.parts import _grid_tables
+from clearhead.app.report import table
+from clearhead.core.cache import GrowingKeys
 from clearhead.inside.parts.importance import HeadTable
-from clearhead.model.cache import GrowingKeys
-from clearhead.recipe import Recipe, recipe_names
-from clearhead.report import table
-from clearhead.tasks.spec import sampled
-from clearhead.training import events, loop
-from clearhead.training.events import Validated, read_log
-from clearhead.training.rehearsal import rehearse
+from clearhead.learn.recipe import Recipe, recipe_names
+from clearhead.learn.tasks.spec import sampled
+from clearhead.learn.training import events, loop
+from clearhead.learn.training.events import Validated, read_log
+from clearhead.learn.training.rehearsal import rehearse
 from tests.test_use_commands import byte_tokenizer
 
 
 def run(*arguments, **options):
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "clearhead.cli", *map(str, arguments)]
+    command = [sys.executable, "-m", "clearhead.app.cli", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, **options)
 
 
@@ -62,7 +62,7 @@ def test_every_command_has_examples_and_its_options_are_known(command, capsys):
         re.findall(r"(?m)^[│ ]*(?:-h, |--data \w+, )?(--[a-z][a-z-]*)", re.sub(r"\x1b\[[0-9;]*m", "", out))
     )
     module, function = cli.COMMANDS[command].target.split(":")
-    described = getattr(importlib.import_module(f"clearhead.commands.{module}"), function)
+    described = getattr(importlib.import_module(f"clearhead.app.commands.{module}"), function)
     assert listed | ({"--data"} if "--data " in out else set()) == {"--help", *cli._options(described)}
 
 
@@ -280,7 +280,7 @@ def test_completion_in_a_real_shell(tmp_path):
     if bash is None:
         pytest.skip("no bash")
     script = """
-        clearhead() { "$PYTHON" -m clearhead.cli "$@"; }
+        clearhead() { "$PYTHON" -m clearhead.app.cli "$@"; }
         eval "$(clearhead --completion)"
         COMP_WORDS=(clearhead ge); COMP_CWORD=1; _clearhead; echo "${COMPREPLY[@]}"
         COMP_WORDS=(clearhead generate --te); COMP_CWORD=2; _clearhead; echo "${COMPREPLY[@]}"
@@ -377,7 +377,7 @@ def test_a_run_takes_no_more_disk_than_was_said_and_not_much_less(tmp_path, monk
 
 
 def test_a_step_is_told_in_the_words_of_the_field(capsys):
-    from clearhead.commands.train import Watcher
+    from clearhead.app.commands.train import Watcher
 
     step = events.Stepped(1, 9, 2.5, 1e-3, 0.5, 1234.0, 1.0, 8.0, 2**30)
     for task, unit in (("lm", "tok/s"), ("image", "pictures/s")):
@@ -389,7 +389,7 @@ def test_a_step_is_told_in_the_words_of_the_field(capsys):
 
 
 def test_the_prediction_of_a_sample_is_never_cut(capsys):
-    from clearhead.commands.train import Watcher
+    from clearhead.app.commands.train import Watcher
 
     text, said, wanted = "word " * 100, "label " * 40, "truth " * 100
     watcher = Watcher()

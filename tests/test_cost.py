@@ -19,12 +19,12 @@ from clearhead import (
     attending,
     train,
 )
-from clearhead.config import StackSpec
-from clearhead.costs import Cost, attention_matrix_bytes, cost
-from clearhead.fast.training import join_projections
-from clearhead.model.cache import StateKeys
-from clearhead.presets import PRESETS, preset
-from clearhead.training import optim
+from clearhead.core.cache import StateKeys
+from clearhead.core.config import StackSpec
+from clearhead.learn.training import optim
+from clearhead.run.kernels.training import join_projections
+from clearhead.variants.costs import Cost, attention_matrix_bytes, cost
+from clearhead.variants.presets import PRESETS, preset
 
 BATCH, LENGTH, SOURCE = 2, 12, 7
 

@@ -8,16 +8,16 @@ import pytest
 import torch
 
 import clearhead as ch
-from clearhead.batches.batch import Batch
-from clearhead.costs import cost
-from clearhead.fast.lora import merged
 from clearhead.inside.checks.plain_inputs import PlainInputs
 from clearhead.inside.checks.plainly import plainly
 from clearhead.inside.lens import contributions
 from clearhead.inside.memories import memories
-from clearhead.losses import batch_loss
-from clearhead.model.kinds.depth import PartKeys, Router, router_loss
-from clearhead.training.weights import add_lora
+from clearhead.learn.batches.batch import Batch
+from clearhead.learn.losses import batch_loss
+from clearhead.learn.training.weights import add_lora
+from clearhead.run.kernels.lora import merged
+from clearhead.variants.costs import cost
+from clearhead.variants.depth import PartKeys, Router, router_loss
 from tests.harness import V, build, chunks, config, gradients, in_pieces, pad, some_ids, worst
 
 DEEP = {"n_layers": 4, "depth_capacity": 0.5}

@@ -18,7 +18,7 @@ from clearhead.hub.fields import field
 from clearhead.hub.llama import ACTIVATION, ATTENTION_BIAS, FEEDFORWARD_BIAS, classes, llama_like, shape
 from clearhead.hub.registry import ARCHITECTURES
 from clearhead.hub.rope import rope
-from clearhead.tasks.table import TASKS
+from clearhead.learn.tasks.table import TASKS
 from tests.harness import some_ids, worst
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -27,7 +27,7 @@ GUIDE = (ROOT / "CONTRIBUTING.md").read_text()
 PROVE = {
     "position-scheme": """
 import torch, clearhead as ch
-from clearhead.generate import decode
+from clearhead.run.generate import decode
 decode.PREFILL_CHUNK = 64  # the long rows need not be long
 for family in ("decoder", "encoder", "encoder-decoder"):
     torch.manual_seed(0)

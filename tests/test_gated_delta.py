@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from clearhead.core.steps import Pass
+from clearhead.core.taps import Tap
 from clearhead.errors import ConfigError, InputError
-from clearhead.model.kinds.gated_delta import GatedDelta, GatedDeltaState, gated_delta, gated_delta_steps
-from clearhead.model.steps import Pass
-from clearhead.model.taps import Tap
+from clearhead.variants.gated_delta import GatedDelta, GatedDeltaState, gated_delta, gated_delta_steps
 from tests.harness import chunks, scramble, worst
 
 B, K, H, T, E, VALUE, D = 2, 2, 4, 13, 5, 3, 16

@@ -9,13 +9,13 @@ import sys
 import pytest
 import torch
 
-from clearhead.cli import main
+from clearhead.app.cli import main
 from clearhead.errors import ClearheadError
-from clearhead.lab import recurrent, report
-from clearhead.lab.experiment import Claim, Conditions, Experiment, Picture, conduct, interval
-from clearhead.lab.pool import spread
-from clearhead.lab.run import find
-from clearhead.lab.table import EXPERIMENTS
+from clearhead.labs.lab import recurrent, report
+from clearhead.labs.lab.experiment import Claim, Conditions, Experiment, Picture, conduct, interval
+from clearhead.labs.lab.pool import spread
+from clearhead.labs.lab.run import find
+from clearhead.labs.lab.table import EXPERIMENTS
 
 # What is beyond doubt shows with a small share of the steps: which arm has less, which has more, by how much.
 DIRECTIONS = [

@@ -10,7 +10,7 @@ import torch.nn.functional as nnf
 from torch import Tensor
 
 from clearhead.errors import InputError
-from clearhead.model.kinds.linear import (
+from clearhead.variants.linear import (
     FEATURES,
     Features,
     attend_linear,

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import clearhead as ch
-from clearhead.config.kinds import FULL, Windowed
-from clearhead.model.attend import KERNELS
-from clearhead.model.masks import compose, tokens_from
+from clearhead.core.attend import KERNELS
+from clearhead.core.config.kinds import FULL, Windowed
+from clearhead.core.masks import compose, tokens_from
 from tests.harness import T, V, build, chunks, in_pieces, some_ids, worst
 
 TOLERANCE = 1e-5

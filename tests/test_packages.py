@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from clearhead.model import stack
-from clearhead.model.kinds.gated_delta import gated_delta
-from clearhead.model.kinds.linear import FEATURES, attend_linear
-from clearhead.model.masks import View, tokens_from
+from clearhead.core import stack
+from clearhead.core.masks import View, tokens_from
+from clearhead.variants.gated_delta import gated_delta
+from clearhead.variants.linear import FEATURES, attend_linear
 from tests.harness import build, scramble, some_ids, worst
 
 

@@ -8,12 +8,12 @@ import torch.nn.functional as nnf
 from torch import nn
 
 import clearhead as ch
-from clearhead.model.attend import KERNELS
-from clearhead.model.feedforward import ACTIVATIONS, Experts, FeedForward
-from clearhead.model.fronts import FRONTS
-from clearhead.model.heads import HEADS
-from clearhead.model.kinds.disentangled import SCHEMES
-from clearhead.model.norms import NORMS
+from clearhead.core.attend import KERNELS
+from clearhead.core.feedforward import ACTIVATIONS, Experts, FeedForward
+from clearhead.core.fronts import FRONTS
+from clearhead.core.heads import HEADS
+from clearhead.core.norms import NORMS
+from clearhead.variants.disentangled import SCHEMES
 from tests.harness import (
     V,
     build,

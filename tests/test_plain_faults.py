@@ -8,11 +8,11 @@ import threading
 import pytest
 
 import clearhead as ch
-from clearhead.cli import main
-from clearhead.commands.common import writing
+from clearhead.app.cli import main
+from clearhead.app.commands.common import writing
 from clearhead.errors import ConfigError
-from clearhead.recipe import Recipe
-from clearhead.training.build import build
+from clearhead.learn.recipe import Recipe
+from clearhead.learn.training.build import build
 from tests.test_tasks import saved
 from tests.training.test_refusals import words
 

@@ -15,13 +15,13 @@ from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 from transformers.models.t5.modeling_t5 import T5Attention
 
 import clearhead as ch
-from clearhead.model.kinds.relative import relative_bucket
-from clearhead.model.positions import (
+from clearhead.core.positions import (
     alibi_slopes,
     rope_frequencies,
     rotate,
     sinusoid,
 )
+from clearhead.variants.relative import relative_bucket
 from tests.harness import build, config, some_ids, worst
 
 FAR = torch.tensor([[0, 1, 17, 4_095, 65_536]])

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from clearhead import ConfigError, ModelConfig, Transformer
-from clearhead.costs import cost
-from clearhead.presets import PRESETS, preset
+from clearhead.variants.costs import cost
+from clearhead.variants.presets import PRESETS, preset
 
 # What the systems' authors, or the reference implementation of each, count
 PUBLISHED = {

@@ -11,10 +11,10 @@ import torch.nn.functional as nnf
 from torch import nn
 
 import clearhead as ch
-from clearhead.model.attend import KERNELS, eager
-from clearhead.model.attention import Attention
-from clearhead.model.masks import View
-from clearhead.model.stack import Block
+from clearhead.core.attend import KERNELS, eager
+from clearhead.core.attention import Attention
+from clearhead.core.masks import View
+from clearhead.core.stack import Block
 from tests.harness import config, scramble, some_ids, worst
 
 D, H = 16, 4

@@ -9,7 +9,7 @@ import torch
 import transformers
 
 import clearhead as ch
-from clearhead.cli import main
+from clearhead.app.cli import main
 
 QUERY = "who lives in berlin ?"
 TEXTS = ["it rains .", "anna lives in berlin .", "berlin rains", "who ?"]

@@ -9,9 +9,19 @@ import numpy as np
 import pytest
 import torch
 
-from clearhead.cli import main
+from clearhead.app.cli import main
 from clearhead.errors import ClearheadError
-from clearhead.lab.scaling import CHINCHILLA, DELTA, Law, Point, Rung, fit, fit_sizes, predict, train_rung
+from clearhead.labs.lab.scaling import (
+    CHINCHILLA,
+    DELTA,
+    Law,
+    Point,
+    Rung,
+    fit,
+    fit_sizes,
+    predict,
+    train_rung,
+)
 
 TRUE = Law(1.2, 8.0, 40.0, 0.3, 0.33)
 POINTS = [

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as nnf
 
-from clearhead.model import attend
-from clearhead.model.kinds import torch_kernel
+from clearhead.core import attend
+from clearhead.variants import torch_kernel
 
 PLAIN = torch.ones(1, 1, 8, 8, dtype=torch.bool).tril()
 

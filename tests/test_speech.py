@@ -23,15 +23,15 @@ from transformers.generation.logits_process import (
 from transformers.models.whisper.generation_whisper import WhisperGenerationMixin
 
 import clearhead as ch
-from clearhead.commands.common import writing
-from clearhead.commands.speech import as_format
-from clearhead.data.sounds import read_sound, resampled
-from clearhead.generate.timestamps import Timestamps, segments_of
+from clearhead.app.commands.common import writing
+from clearhead.app.commands.speech import as_format
 from clearhead.hub.languages import CODES, LANGUAGES
 from clearhead.hub.openai_whisper import read_vocabulary, rules_of, unpack
 from clearhead.hub.spectrogram import Spectrogram
-from clearhead.tasks.fallback import Fallback, WindowBatch, make_fallback
-from clearhead.tasks.results import Segment
+from clearhead.learn.data.sounds import read_sound, resampled
+from clearhead.learn.tasks.fallback import Fallback, WindowBatch, make_fallback
+from clearhead.learn.tasks.results import Segment
+from clearhead.run.generate.timestamps import Timestamps, segments_of
 from tests.hub.packages import packaged
 from tests.parity.harness import reference
 from tests.test_use_commands import byte_tokenizer, run

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 import clearhead as ch
-from clearhead import cli
-from clearhead.commands import GROUPS
+from clearhead.app import cli
+from clearhead.app.commands import GROUPS
 from tests import fresh
 
 LIGHT = """
 import sys
-from clearhead.cli import main
+from clearhead.app.cli import main
 try:
     main({arguments!r})
 except SystemExit:
@@ -62,7 +62,7 @@ def test_a_usage_error_needs_no_torch(arguments):
 def test_the_help_of_a_command_needs_no_torch():
     script = """
 import contextlib, io, sys
-from clearhead.cli import COMMANDS, main
+from clearhead.app.cli import COMMANDS, main
 for name in COMMANDS:
     with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
         main([name, "--help"])
@@ -143,7 +143,7 @@ def test_no_public_name_is_a_module_too():
 def test_names_do_not_depend_on_what_was_imported_before():
     script = """
 import sys
-import clearhead.training.run, clearhead.costs, clearhead as ch
+import clearhead.learn.training.run, clearhead.variants.costs, clearhead as ch
 print(ch.train, ch.cost, "torch._dynamo" in sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
@@ -165,9 +165,9 @@ def test_an_unknown_name_suggests_the_nearest():
 
 
 def test_modules_are_found_without_importing_them_first():
-    script = "import clearhead as ch; print(ch.inside.__name__, ch.presets.PRESETS is ch.PRESETS)"
+    script = "import clearhead as ch; print(ch.inside.__name__, ch.core.__name__)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout == "clearhead.inside True\n"
+    assert done.stdout == "clearhead.inside clearhead.core\n"
 
 
 def test_the_types_are_shipped():

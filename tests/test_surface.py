@@ -12,14 +12,14 @@ import pytest
 import torch
 
 import clearhead as ch
-from clearhead.batches.padding import padded, real_tokens
-from clearhead.cli import main
-from clearhead.commands.common import show_result
-from clearhead.config.elsewhere import ARGUMENTS
-from clearhead.evaluation.judgement import ClassCounts
+from clearhead.app.cli import main
+from clearhead.app.commands.common import show_result
+from clearhead.app.report import confusion_tables
+from clearhead.core.config.elsewhere import ARGUMENTS
+from clearhead.core.config.typed import OTHER_NAMES
 from clearhead.inside.parts.examples import examples_from
-from clearhead.report import confusion_tables
-from clearhead.typed import OTHER_NAMES
+from clearhead.learn.batches.padding import padded, real_tokens
+from clearhead.learn.evaluation.judgement import ClassCounts
 from tests.harness import build, some_ids, worst
 from tests.test_use_commands import byte_tokenizer
 

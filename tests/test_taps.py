@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import clearhead as ch
-from clearhead.model import attention as attention_module
-from clearhead.model.attend import KERNELS
-from clearhead.model.taps import SILENT, LiveTap, tap_for
+from clearhead.core import attention as attention_module
+from clearhead.core.attend import KERNELS
+from clearhead.core.taps import SILENT, LiveTap, tap_for
 from tests.harness import build, config, in_pieces, some_ids, worst
 
 ATTENTION = ["q", "k", "v", "scores", "pattern", "z", "out"]
@@ -333,7 +333,7 @@ def test_silence_costs_at_most_one_per_cent():
         return min(times)
 
     with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("clearhead.model.transformer.tap_for", lambda model: Counting(()))
+        patch.setattr("clearhead.core.transformer.tap_for", lambda model: Counting(()))
         model(ids)
     # Scores and pattern stay inside the fused kernel.
     assert calls["call"] == len(ch.tap_names(model.config)) - 2 * 4

@@ -23,9 +23,9 @@ from tokenizers import (
 )
 
 import clearhead as ch
-from clearhead.data.tagging import by_labels
-from clearhead.tasks.reading import spans_of, tag
-from clearhead.tasks.results import Word
+from clearhead.learn.data.tagging import by_labels
+from clearhead.learn.tasks.reading import spans_of, tag
+from clearhead.learn.tasks.results import Word
 
 transformers.logging.set_verbosity_error()
 

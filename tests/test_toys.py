@@ -8,7 +8,7 @@ import os
 import pytest
 import torch
 
-from clearhead.lab.toys import TASKS, accuracy, draw, learn
+from clearhead.labs.lab.toys import TASKS, accuracy, draw, learn
 
 LEARNERS = [
     ("majority", "encoder"),

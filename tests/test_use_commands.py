@@ -16,11 +16,11 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 import clearhead as ch
-from clearhead import cli
-from clearhead.commands.common import writing
-from clearhead.commands.texts import Input, results
+from clearhead.app import cli
+from clearhead.app.commands.common import writing
+from clearhead.app.commands.texts import Input, results
 from clearhead.errors import refuse
-from clearhead.tasks.reading import tag
+from clearhead.learn.tasks.reading import tag
 from tests.test_tasks import LABELS, TEXTS, saved
 
 
@@ -611,7 +611,7 @@ def test_a_pipe(decoder):
     command = [
         sys.executable,
         "-m",
-        "clearhead.cli",
+        "clearhead.app.cli",
         "generate",
         str(decoder),
         "--max-new-tokens",

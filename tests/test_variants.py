@@ -15,9 +15,9 @@ import torch.nn.functional as nnf
 from torch import nn
 
 import clearhead as ch
-from clearhead.model.attend import KERNELS
-from clearhead.model.attention import Attention
-from clearhead.model.masks import View
+from clearhead.core.attend import KERNELS
+from clearhead.core.attention import Attention
+from clearhead.core.masks import View
 from tests.harness import V, build, chunks, config, gradients, in_pieces, pad, scramble, some_ids, worst
 
 TOLERANCE = 1e-5

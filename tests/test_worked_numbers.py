@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from clearhead import FixedCache
-from clearhead.costs import attention_matrix_bytes, cost
-from clearhead.model.attend import eager
-from clearhead.model.positions import sinusoid
-from clearhead.presets import preset
-from clearhead.training.optim import original_schedule
+from clearhead.core.attend import eager
+from clearhead.core.positions import sinusoid
+from clearhead.learn.training.optim import original_schedule
+from clearhead.variants.costs import attention_matrix_bytes, cost
+from clearhead.variants.presets import preset
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None = None) -> torch.Tensor:

@@ -82,7 +82,7 @@ def run_page(page: Path, commands: bool = False) -> Iterator[Printed]:
 
 def run_commands(text: str) -> None:
     """Run lines that begin with `clearhead` as the command would; a mistake in one is an error here."""
-    from clearhead.cli import main
+    from clearhead.app.cli import main
 
     for line in text.replace("\\\n", " ").splitlines():
         words = shlex.split(line, comments=True)

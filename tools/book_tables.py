@@ -13,12 +13,12 @@ from typing import Any
 
 from tools.config_pictures import PICTURES
 
-from clearhead.config import ModelConfig
-from clearhead.config.fields import Fields, StackFields
-from clearhead.lab.run import find
-from clearhead.lab.table import EXPERIMENTS
-from clearhead.presets import PRESETS
-from clearhead.recipe import SECTIONS
+from clearhead.core.config import ModelConfig
+from clearhead.core.config.fields import Fields, StackFields
+from clearhead.labs.lab.run import find
+from clearhead.labs.lab.table import EXPERIMENTS
+from clearhead.learn.recipe import SECTIONS
+from clearhead.variants.presets import PRESETS
 
 GROUP = re.compile(r"^    # [A-Z][\w -]*?(, .*)?$")  # a heading among the fields
 FIELD = re.compile(r"^    (\w+): .*?(?:  # (.*))?$")

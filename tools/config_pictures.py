@@ -16,12 +16,12 @@ import numpy as np
 import torch
 
 import clearhead as ch
-from clearhead.config import RopeScaling
-from clearhead.model.attend import eager
-from clearhead.model.feedforward import ACTIVATIONS, Experts
-from clearhead.model.kinds.relative import relative_bucket
-from clearhead.model.positions import alibi_slopes, rope_frequencies, sinusoid
-from clearhead.plot.canvas import BLUE, RED, Axes, Figure, draw, name, new, save
+from clearhead.app.plot.canvas import BLUE, RED, Axes, Figure, draw, name, new, save
+from clearhead.core.attend import eager
+from clearhead.core.config import RopeScaling
+from clearhead.core.feedforward import ACTIVATIONS, Experts
+from clearhead.core.positions import alibi_slopes, rope_frequencies, sinusoid
+from clearhead.variants.relative import relative_bucket
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "images" / "config"
 T = 16  # tokens of a picture

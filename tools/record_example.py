@@ -10,8 +10,8 @@ import tempfile
 from pathlib import Path
 
 import clearhead as ch
-from clearhead.explorer.record import record
-from clearhead.explorer.session import named_roles
+from clearhead.app.explorer.record import record
+from clearhead.app.explorer.session import named_roles
 
 TARGET = Path(__file__).parent.parent / "src" / "clearhead" / "explorer" / "static" / "example.json"
 TEXT = "Return the name of the"

@@ -19,8 +19,8 @@ from playwright.sync_api import sync_playwright
 from record_example import SETTINGS
 
 import clearhead as ch
-from clearhead.explorer.app import make_app
-from clearhead.explorer.session import Opened, Session
+from clearhead.app.explorer.app import make_app
+from clearhead.app.explorer.session import Opened, Session
 
 IMAGES = Path(__file__).parent.parent / "docs" / "images"
 FIRST = "path"  # the picture of this view is the whole first screen

@@ -1,5 +1,5 @@
 """`python -m clearhead`: the command line."""
 
-from clearhead.cli import main
+from clearhead.app.cli import main
 
 main()

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from clearhead.batches.batch import IGNORE
-from clearhead.batches.rows import Buckets, rounded
-from clearhead.data.examples import Labelled, Pair, Question, Tagged
 from clearhead.errors import InputError
+from clearhead.learn.batches.batch import IGNORE
+from clearhead.learn.batches.rows import Buckets, rounded
+from clearhead.learn.data.examples import Labelled, Pair, Question, Tagged
 from tests.batches.toys import batches_of, corpus_of, encoded_of, special_of, tokenizer_for
 
 TASKS = ("seq2seq", "classify", "tag")

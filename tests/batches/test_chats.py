@@ -9,17 +9,17 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 import clearhead as ch
-from clearhead.batches.batch import IGNORE
-from clearhead.batches.batching import make_batches
-from clearhead.batches.chats import ChatEncoder
-from clearhead.batches.encoded import encode_corpus
-from clearhead.batches.encoding import Encoder
-from clearhead.data.corpus import open_corpus
-from clearhead.data.plan import DataPlan
 from clearhead.errors import InputError
-from clearhead.tasks.chat import chat_template, turn_end
-from clearhead.tasks.table import TASKS
-from clearhead.tokens.chat import KNOWN, ChatTemplate
+from clearhead.hub.tokens.chat import KNOWN, ChatTemplate
+from clearhead.learn.batches.batch import IGNORE
+from clearhead.learn.batches.batching import make_batches
+from clearhead.learn.batches.chats import ChatEncoder
+from clearhead.learn.batches.encoded import encode_corpus
+from clearhead.learn.batches.encoding import Encoder
+from clearhead.learn.data.corpus import open_corpus
+from clearhead.learn.data.plan import DataPlan
+from clearhead.learn.tasks.chat import chat_template, turn_end
+from clearhead.learn.tasks.table import TASKS
 from tests import harness
 from tests.tokens.chat_templates import TEMPLATES
 

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models
 
-from clearhead.batches import encoded as module
-from clearhead.batches.encoded import encode_corpus
-from clearhead.batches.encoding import PIECE, pieces
-from clearhead.data.examples import Chunk
 from clearhead.errors import InputError
-from clearhead.tasks.table import TASKS as SPECS
+from clearhead.learn.batches import encoded as module
+from clearhead.learn.batches.encoded import encode_corpus
+from clearhead.learn.batches.encoding import PIECE, pieces
+from clearhead.learn.data.examples import Chunk
+from clearhead.learn.tasks.table import TASKS as SPECS
 from tests.batches.toys import corpus_of, encoded_of, special_of, text_corpus, tokenizer_for
 
 TASKS = ("lm", "mlm", "denoise", "seq2seq", "classify", "tag", "answer")

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from clearhead.batches.padding import DEVICE_TOGETHER, ROWS, for_device
+from clearhead.learn.batches.padding import DEVICE_TOGETHER, ROWS, for_device
 
 
 @pytest.mark.parametrize(("device", "batch_size"), [("cpu", None), ("cuda", None), ("cpu", 3), ("cuda", 3)])

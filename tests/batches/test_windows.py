@@ -11,16 +11,16 @@ import pytest
 import torch
 
 import clearhead as ch
-from clearhead.batches.batch import IGNORE
-from clearhead.batches.batching import make_batches
-from clearhead.batches.objectives import corrupt_spans, mask_tokens, noise_sizes
-from clearhead.batches.pictures import augment, mix
-from clearhead.batches.rows import pack
-from clearhead.data.examples import Chunk, Corpus
-from clearhead.data.plan import DataPlan
 from clearhead.errors import InputError
-from clearhead.losses import batch_loss
-from clearhead.tasks.table import TASKS as SPECS
+from clearhead.learn.batches.batch import IGNORE
+from clearhead.learn.batches.batching import make_batches
+from clearhead.learn.batches.objectives import corrupt_spans, mask_tokens, noise_sizes
+from clearhead.learn.batches.pictures import augment, mix
+from clearhead.learn.batches.rows import pack
+from clearhead.learn.data.examples import Chunk, Corpus
+from clearhead.learn.data.plan import DataPlan
+from clearhead.learn.losses import batch_loss
+from clearhead.learn.tasks.table import TASKS as SPECS
 from tests.batches.toys import (
     batches_of,
     corpus_of,

@@ -10,14 +10,14 @@ import numpy as np
 import torch
 
 import clearhead as ch
-from clearhead.batches.batch import IGNORE, Batch
-from clearhead.batches.batching import make_batches
-from clearhead.batches.encoded import encode_corpus
-from clearhead.data.examples import Chunk, Corpus, Images, Labelled, Pair, Question, Tagged
-from clearhead.data.plan import DataPlan
-from clearhead.tasks.table import TASKS
-from clearhead.tokens.plan import TokensPlan
-from clearhead.tokens.training import train_tokenizer
+from clearhead.hub.tokens.plan import TokensPlan
+from clearhead.hub.tokens.training import train_tokenizer
+from clearhead.learn.batches.batch import IGNORE, Batch
+from clearhead.learn.batches.batching import make_batches
+from clearhead.learn.batches.encoded import encode_corpus
+from clearhead.learn.data.examples import Chunk, Corpus, Images, Labelled, Pair, Question, Tagged
+from clearhead.learn.data.plan import DataPlan
+from clearhead.learn.tasks.table import TASKS
 
 TEXT = (
     "the cat sat on a mat and saw seven old dogs run over green hills "

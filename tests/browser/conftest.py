@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from clearhead.explorer.session import Opened
+from clearhead.app.explorer.session import Opened
 from tests.explorer.toys import Served, serving, toy
 
 sync_api = pytest.importorskip("playwright.sync_api")

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from clearhead.explorer.record import export, record
+from clearhead.app.explorer.record import export, record
 from clearhead.inside.attention import attention
 from clearhead.inside.lens import contributions, followed
 from clearhead.inside.parts.ablate import effect

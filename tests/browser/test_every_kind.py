@@ -8,9 +8,9 @@ import torch
 from PIL import Image
 
 import clearhead as ch
-from clearhead.explorer.findings import findings, shapes
-from clearhead.explorer.record import export, record
-from clearhead.explorer.session import Opened
+from clearhead.app.explorer.findings import findings, shapes
+from clearhead.app.explorer.record import export, record
+from clearhead.app.explorer.session import Opened
 from clearhead.inside.inputs import prepare
 from clearhead.inside.parts.ablate import effect
 from clearhead.inside.patch import patch

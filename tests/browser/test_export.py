@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import clearhead as ch
-from clearhead.explorer.record import export, record, show
-from clearhead.generate.sampling import Sampling, distribution
+from clearhead.app.explorer.record import export, record, show
+from clearhead.run.generate.sampling import Sampling, distribution
 from tests.browser.test_numbers import FAMILIES, INPUTS, SETTINGS
 from tests.explorer.toys import toy
 
@@ -121,7 +121,7 @@ def test_sliders_and_steps_of_a_file(watched, tmp_path):
 @pytest.mark.ledger("F2")
 def test_a_long_file_says_what_it_left_out(watched, tmp_path, monkeypatch):
     """With little room, attention is put into cells: the page says so, and each row still sums to 1."""
-    monkeypatch.setattr("clearhead.explorer.record.PATTERN_BYTES", 2_000)
+    monkeypatch.setattr("clearhead.app.explorer.record.PATTERN_BYTES", 2_000)
     made = record(toy("decoder"), "decoder", list(range(60)))
     cells = made["views"]["run/recorded/attention/self/0"]["aggregated"]
     assert cells > 1

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from clearhead.explorer.session import Opened
+from clearhead.app.explorer.session import Opened
 from clearhead.inside.inputs import prepare
 from tests.explorer.toys import serving, toy
 

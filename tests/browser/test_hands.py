@@ -6,8 +6,8 @@ import pytest
 import torch
 from PIL import Image
 
+from clearhead.app.explorer.session import Opened
 from clearhead.errors import InputError
-from clearhead.explorer.session import Opened
 from clearhead.inside.inputs import prepare
 from clearhead.inside.parts.ablate import effect
 from tests.explorer.toys import TEXTS, picture, serving, toy

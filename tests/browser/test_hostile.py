@@ -2,9 +2,9 @@
 
 import pytest
 
-from clearhead.explorer.record import export, record, show
-from clearhead.explorer.session import Opened
-from clearhead.tokens.labels import visible
+from clearhead.app.explorer.record import export, record, show
+from clearhead.app.explorer.session import Opened
+from clearhead.hub.tokens.labels import visible
 from tests.browser.test_export import offline
 from tests.explorer.toys import HOSTILE, hostile, serving
 

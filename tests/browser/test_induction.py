@@ -4,9 +4,9 @@ import re
 
 import pytest
 
-from clearhead.api import load
-from clearhead.explorer.session import Opened
+from clearhead.app.explorer.session import Opened
 from clearhead.inside.paths import looks, paths
+from clearhead.run.api import load
 from tests.browser.test_kinds import saved
 from tests.explorer.toys import serving
 from tests.inside.test_heads import induction_models

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import clearhead as ch
-from clearhead.explorer.findings import findings
-from clearhead.explorer.session import Opened
+from clearhead.app.explorer.findings import findings
+from clearhead.app.explorer.session import Opened
 from clearhead.inside.attention import attention
 from clearhead.inside.firing import firing
 from clearhead.inside.geometry import neighbours

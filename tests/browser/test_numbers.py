@@ -10,13 +10,13 @@ import torch
 from PIL import Image
 
 import clearhead as ch
-from clearhead.generate.sampling import Sampling, distribution
 from clearhead.inside.attention import attention
 from clearhead.inside.choices import choices_of
 from clearhead.inside.inputs import prepare
 from clearhead.inside.lens import contributions, lens
 from clearhead.inside.parts.ablate import effect
 from clearhead.inside.trace import trace
+from clearhead.run.generate.sampling import Sampling, distribution
 from tests.explorer.toys import picture, toy
 
 FAMILIES = ("decoder", "encoder", "encoder-decoder", "classifier", "vit")

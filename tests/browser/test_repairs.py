@@ -5,8 +5,8 @@ import re
 import pytest
 
 import clearhead as ch
-from clearhead.explorer.record import export, record
-from clearhead.explorer.session import Opened
+from clearhead.app.explorer.record import export, record
+from clearhead.app.explorer.session import Opened
 from clearhead.inside.attention import attention
 from clearhead.inside.inputs import prepare
 from clearhead.inside.paths import looks, paths

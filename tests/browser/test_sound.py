@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import clearhead as ch
-from clearhead.explorer.session import Opened
+from clearhead.app.explorer.session import Opened
 from clearhead.inside.attention import attention
 from tests.browser.test_kinds import saved
 from tests.explorer.toys import serving

@@ -8,10 +8,10 @@ import unicodedata
 import numpy as np
 import pytest
 
-from clearhead.data.corpora import _FORMS, CORPORA, write_date
-from clearhead.data.plan import DataPlan
-from clearhead.tasks.corpus import open_data, task_of
-from clearhead.tasks.table import TASKS
+from clearhead.learn.data.corpora import _FORMS, CORPORA, write_date
+from clearhead.learn.data.plan import DataPlan
+from clearhead.learn.tasks.corpus import open_data, task_of
+from clearhead.learn.tasks.table import TASKS
 
 
 @pytest.mark.parametrize("name", ["unicode-names", "dates"])

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from clearhead.data.files import encoding_of
-from clearhead.data.plan import DataPlan
 from clearhead.errors import ConfigError, InputError
-from clearhead.tasks.corpus import open_data
+from clearhead.learn.data.files import encoding_of
+from clearhead.learn.data.plan import DataPlan
+from clearhead.learn.tasks.corpus import open_data
 
 WORDS = ("Größe", "naïve", "garçon", "mañana", "œuvre", "“quoted” – text…", "5 €", "plain", "Ærø", "søster")
 RUSSIAN = ("да", "нет", "хорошо", "плохо", "быстро", "медленно")

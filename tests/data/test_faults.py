@@ -11,9 +11,9 @@ import re
 import numpy as np
 import pytest
 
-from clearhead.data.plan import DataPlan
 from clearhead.errors import InputError, MissingExtraError
-from clearhead.tasks.corpus import open_data, task_of
+from clearhead.learn.data.plan import DataPlan
+from clearhead.learn.tasks.corpus import open_data, task_of
 
 PAIRS = r"(?P<source>\S+) (?P<target>.+)"
 FOUND = {"question": "q", "answers": [{"text": "abc", "answer_start": 0}]}

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from clearhead import cli
-from clearhead.data.files import RECIPE, expand
-from clearhead.data.plan import DataPlan
+from clearhead.app import cli
 from clearhead.errors import InputError
-from clearhead.tasks.corpus import open_data
+from clearhead.learn.data.files import RECIPE, expand
+from clearhead.learn.data.plan import DataPlan
+from clearhead.learn.tasks.corpus import open_data
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def test_a_fault_of_the_disk_is_one_line(monkeypatch, capsys):
     def fail() -> None:
         raise PermissionError(13, "Permission denied", "out/log.json")
 
-    monkeypatch.setattr("clearhead.commands.models.demo", fail)
+    monkeypatch.setattr("clearhead.app.commands.models.demo", fail)
     with pytest.raises(SystemExit) as stopped:
         cli.main(["demo"])
     assert stopped.value.code == 2

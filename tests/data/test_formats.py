@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from clearhead.data.examples import Corpus, Images, Labelled, Pair, Question, Tagged
-from clearhead.data.formats import find_source, same_way
-from clearhead.data.plan import DataPlan
-from clearhead.tasks.corpus import open_data, task_of
+from clearhead.learn.data.examples import Corpus, Images, Labelled, Pair, Question, Tagged
+from clearhead.learn.data.formats import find_source, same_way
+from clearhead.learn.data.plan import DataPlan
+from clearhead.learn.tasks.corpus import open_data, task_of
 
 
 def everything(folder: Path, *names: str, **settings) -> Corpus:

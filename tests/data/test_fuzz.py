@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clearhead.data.plan import DataPlan
 from clearhead.errors import ClearheadError
-from clearhead.tasks.corpus import open_data
+from clearhead.learn.data.plan import DataPlan
+from clearhead.learn.tasks.corpus import open_data
 
 NAMES = [
     *(

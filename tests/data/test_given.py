@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 import clearhead as ch
-from clearhead.data.given import Given, given_or_paths
-from clearhead.data.plan import DataPlan
 from clearhead.errors import InputError, MissingExtraError
-from clearhead.tasks.corpus import open_data
+from clearhead.learn.data.given import Given, given_or_paths
+from clearhead.learn.data.plan import DataPlan
+from clearhead.learn.tasks.corpus import open_data
 
 ROWS = [{"text": f"a rather {'good' if i % 2 else 'bad'} film {i}", "label": str(i % 2)} for i in range(24)]
 TUPLES = [(row["text"], row["label"]) for row in ROWS]

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from clearhead.data.examples import Corpus
-from clearhead.data.layout import has_header
-from clearhead.data.plan import DataPlan
 from clearhead.errors import InputError
-from clearhead.tasks.corpus import open_data
+from clearhead.learn.data.examples import Corpus
+from clearhead.learn.data.layout import has_header
+from clearhead.learn.data.plan import DataPlan
+from clearhead.learn.tasks.corpus import open_data
 
 FILMS = [(f"a {'good' if i % 2 else 'bad'} film, number {i}", "pos" if i % 2 else "neg") for i in range(60)]
 INDEXED = [(str(i), *film) for i, film in enumerate(FILMS)]

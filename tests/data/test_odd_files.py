@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 import clearhead as ch
-from clearhead.data.examples import Chunk, Corpus, Labelled, Pair, Tagged
-from clearhead.data.files import expand
-from clearhead.data.plan import DataPlan
 from clearhead.errors import InputError
 from clearhead.hub.pixels import to_pixels
-from clearhead.tasks.corpus import open_data
+from clearhead.learn.data.examples import Chunk, Corpus, Labelled, Pair, Tagged
+from clearhead.learn.data.files import expand
+from clearhead.learn.data.plan import DataPlan
+from clearhead.learn.tasks.corpus import open_data
 from tests.batches.toys import batches_of, corpus_of
 from tests.data.test_formats import everything, idx, pixels, write
 

@@ -9,11 +9,11 @@ from PIL import Image
 from transformers import AutoImageProcessor
 
 import clearhead as ch
-from clearhead.data.corpus import open_corpus
-from clearhead.data.pictures import common_side, crop
-from clearhead.data.plan import DataPlan
 from clearhead.errors import ClearheadError
 from clearhead.hub.pixels import to_pixels
+from clearhead.learn.data.corpus import open_corpus
+from clearhead.learn.data.pictures import common_side, crop
+from clearhead.learn.data.plan import DataPlan
 
 TINY = {
     "train.steps": 1, "train.threads": 1, "train.samples": 0, "data.batch_size": 4,

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from clearhead.data.examples import Corpus, Labelled, Pair
-from clearhead.data.plan import DataPlan
-from clearhead.tasks.corpus import open_data, task_of
+from clearhead.learn.data.examples import Corpus, Labelled, Pair
+from clearhead.learn.data.plan import DataPlan
+from clearhead.learn.tasks.corpus import open_data, task_of
 
 FASHION = Path("/usr/share/datasets/fashion-mnist")
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import clearhead as ch
-from clearhead.model import masks
-from clearhead.model.kinds import flex
-from clearhead.model.kinds.blocks import plan_blocks, tokens_for
+from clearhead.core import masks
+from clearhead.variants import flex
+from clearhead.variants.blocks import plan_blocks, tokens_for
 from tests.equality.test_kinds import model_of
 from tests.harness import build, some_ids
 

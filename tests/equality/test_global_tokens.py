@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import clearhead as ch
+from clearhead.core import stack
 from clearhead.inside.checks.plainly import plainly
-from clearhead.model import stack
-from clearhead.model.kinds.everywhere import GlobalAttention
+from clearhead.variants.everywhere import GlobalAttention
 from tests.harness import build, gradients, some_ids
 
 SEPARATOR = 7

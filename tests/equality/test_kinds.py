@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import clearhead as ch
-from clearhead.config.kinds import KINDS, read_kind
+from clearhead.core import stack
+from clearhead.core.config.kinds import KINDS, read_kind
 from clearhead.inside.checks.plainly import plainly
-from clearhead.model import stack
 from tests.equality.test_matrix import Case
 from tests.harness import build, gradients, in_pieces, some_ids
 

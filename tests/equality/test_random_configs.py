@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import clearhead as ch
-from clearhead.config.fields import Fields
+from clearhead.core.config.fields import Fields
 from tests.equality.test_random_kinds import some_kind
 from tests.harness import V, build
 

@@ -13,7 +13,7 @@ import torch
 
 import clearhead as ch
 from clearhead.inside.checks.plainly import plainly
-from clearhead.model.kinds import blocks
+from clearhead.variants import blocks
 from tests.harness import V, build, in_pieces, some_ids, worst
 
 POSITIONS = ("rope", "learned", "alibi", "none", "relative", "sinusoidal")

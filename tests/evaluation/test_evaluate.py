@@ -21,17 +21,17 @@ import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 import clearhead as ch
-from clearhead.batches.batch import IGNORE, Batch, Batches
-from clearhead.cli import main
-from clearhead.data.examples import Pair
-from clearhead.data.plan import DataPlan
+from clearhead.app.cli import main
 from clearhead.errors import InputError
-from clearhead.evaluation.evaluate import data_plan
-from clearhead.evaluation.examples import examine
-from clearhead.evaluation.judgement import Figures, count_classes
-from clearhead.losses import batch_loss
-from clearhead.presets import preset
-from clearhead.tasks.corpus import open_data
+from clearhead.learn.batches.batch import IGNORE, Batch, Batches
+from clearhead.learn.data.examples import Pair
+from clearhead.learn.data.plan import DataPlan
+from clearhead.learn.evaluation.evaluate import data_plan
+from clearhead.learn.evaluation.examples import examine
+from clearhead.learn.evaluation.judgement import Figures, count_classes
+from clearhead.learn.losses import batch_loss
+from clearhead.learn.tasks.corpus import open_data
+from clearhead.variants.presets import preset
 from tests.test_tasks import LABELS, WORDS, saved
 from tests.test_use_commands import byte_tokenizer
 

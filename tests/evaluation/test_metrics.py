@@ -16,11 +16,11 @@ import sacrebleu
 from benchmarks import intervals
 from sklearn.metrics import accuracy_score, f1_score
 
-from clearhead.data.tagging import Tagging
 from clearhead.errors import InputError, MissingExtraError
-from clearhead.evaluation import metrics
-from clearhead.evaluation.metrics import METRICS, Metric, answer_counts, edit_distance, interval_of
-from clearhead.tasks.entries.regression import CORRELATIONS
+from clearhead.learn.data.tagging import Tagging
+from clearhead.learn.evaluation import metrics
+from clearhead.learn.evaluation.metrics import METRICS, Metric, answer_counts, edit_distance, interval_of
+from clearhead.learn.tasks.entries.regression import CORRELATIONS
 
 IOB2 = Tagging("IOB2", "BI")
 HYPOTHESES = ["the cat sat on the mat", "a dog", "there is nothing here at all to see", "", "the cat"]

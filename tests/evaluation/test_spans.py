@@ -8,11 +8,11 @@ import random
 import pytest
 
 import clearhead as ch
-from clearhead.data.tagging import PREFIXES, Tagging, by_labels, recognise
-from clearhead.evaluation.metrics import METRICS
-from clearhead.tasks.entries.labels import _tag_metric, _tag_scores
-from clearhead.tasks.reading import spans_of
-from clearhead.tasks.results import Word
+from clearhead.learn.data.tagging import PREFIXES, Tagging, by_labels, recognise
+from clearhead.learn.evaluation.metrics import METRICS
+from clearhead.learn.tasks.entries.labels import _tag_metric, _tag_scores
+from clearhead.learn.tasks.reading import spans_of
+from clearhead.learn.tasks.results import Word
 
 SCHEMES = ("IO", "IOB1", "IOB2", "IOE1", "IOE2", "IOBES", "BILOU")
 TYPES = ("P", "work-of-art")

@@ -4,12 +4,12 @@ import json
 
 import pytest
 
+from clearhead.app.explorer import atlas
+from clearhead.app.explorer.record import record_run
+from clearhead.app.explorer.session import Opened, Session
+from clearhead.app.explorer.table import view
+from clearhead.app.explorer.views import begin
 from clearhead.errors import InputError
-from clearhead.explorer import atlas
-from clearhead.explorer.record import record_run
-from clearhead.explorer.session import Opened, Session
-from clearhead.explorer.table import view
-from clearhead.explorer.views import begin
 from clearhead.inside.lens import followed, lens
 from clearhead.inside.parts.ablate import effect
 from clearhead.inside.parts.each import single_parts

@@ -13,12 +13,12 @@ import urllib.request
 import numpy as np
 import pytest
 
-from clearhead.cli import main
-from clearhead.commands.models import bind
+from clearhead.app.cli import main
+from clearhead.app.commands.models import bind
+from clearhead.app.explorer.pack import finite, packed_bytes, packed_floats
+from clearhead.app.explorer.pages import modules, page_files, script, single_file
+from clearhead.app.explorer.record import record, show
 from clearhead.errors import InputError
-from clearhead.explorer.pack import finite, packed_bytes, packed_floats
-from clearhead.explorer.pages import modules, page_files, script, single_file
-from clearhead.explorer.record import record, show
 from clearhead.inside.names import attentions
 from tests import fresh
 from tests.explorer.toys import HOSTILE, TEXTS, hostile, toy, unpacked
@@ -143,7 +143,7 @@ def test_packed_arrays():
 @pytest.mark.ledger("F2")
 def test_cells_of_a_small_file(monkeypatch):
     """However little room there is, patterns fit: rows sum to 1, the heads are all there, and it is said."""
-    monkeypatch.setattr("clearhead.explorer.record.PATTERN_BYTES", 4 * 6 * 20 * 20)
+    monkeypatch.setattr("clearhead.app.explorer.record.PATTERN_BYTES", 4 * 6 * 20 * 20)
     made = record(toy("decoder"), "m", list(range(60)))
     for kind, layer, heads in attentions(toy("decoder").config):
         body = made["views"][f"run/recorded/attention/{kind}/{layer}"]

@@ -10,13 +10,13 @@ import pytest
 from PIL import Image
 
 import clearhead as ch
-from clearhead.explorer import app as routes
-from clearhead.explorer.app import HEADERS, is_loopback
-from clearhead.explorer.pages import page_files
-from clearhead.explorer.record import record
-from clearhead.explorer.session import KEPT, Opened, Session, named_roles
-from clearhead.explorer.table import view
-from clearhead.explorer.views import begin
+from clearhead.app.explorer import app as routes
+from clearhead.app.explorer.app import HEADERS, is_loopback
+from clearhead.app.explorer.pages import page_files
+from clearhead.app.explorer.record import record
+from clearhead.app.explorer.session import KEPT, Opened, Session, named_roles
+from clearhead.app.explorer.table import view
+from clearhead.app.explorer.views import begin
 from clearhead.inside.heads import MIXED, head_roles
 from tests.explorer.toys import TEXTS, picture, serving, toy, unpacked
 

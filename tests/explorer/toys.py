@@ -19,8 +19,8 @@ import uvicorn
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 
 import clearhead as ch
-from clearhead.explorer.app import make_app
-from clearhead.explorer.session import Opened, Session
+from clearhead.app.explorer.app import make_app
+from clearhead.app.explorer.session import Opened, Session
 from clearhead.hub.tokenizer import special_ids
 from tests.harness import scramble
 from tests.tokens.toys import trained

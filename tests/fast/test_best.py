@@ -5,13 +5,13 @@ import torch
 
 import clearhead as ch
 from clearhead.errors import InputError
-from clearhead.fast import library
-from clearhead.fast.best import best_tokens
-from clearhead.generate import beam
-from clearhead.generate.beam import beam_search
-from clearhead.generate.decode import Ends
-from clearhead.generate.prompts import Prompts
-from clearhead.generate.request import Request
+from clearhead.run.generate import beam
+from clearhead.run.generate.beam import beam_search
+from clearhead.run.generate.decode import Ends
+from clearhead.run.generate.prompts import Prompts
+from clearhead.run.generate.request import Request
+from clearhead.run.kernels import library
+from clearhead.run.kernels.best import best_tokens
 
 pytestmark = [
     pytest.mark.skipif(library.library() is None, reason="no C compiler, or other threads than GNU's"),

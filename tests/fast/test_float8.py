@@ -7,12 +7,12 @@ import torch
 from torch import nn
 
 import clearhead as ch
+from clearhead.core.fronts import Embedding
 from clearhead.errors import ConfigError
-from clearhead.fast import float8
-from clearhead.fast.training import join_projections
-from clearhead.losses import batch_loss
-from clearhead.model.fronts import Embedding
-from clearhead.training import machine
+from clearhead.learn.losses import batch_loss
+from clearhead.learn.training import machine
+from clearhead.run.kernels import float8
+from clearhead.run.kernels.training import join_projections
 from tests.harness import build, some_ids, worst
 from tests.training.test_run import TEXT, StopAt, run, same, weights
 
@@ -119,7 +119,7 @@ def test_routers_and_odd_widths_stay_wide():
 
 
 def test_gradients_are_those_of_bfloat16_but_for_eight_bits():
-    from clearhead.batches.batch import Batch
+    from clearhead.learn.batches.batch import Batch
 
     gradients = []
     for suited in (False, True):

@@ -4,16 +4,16 @@ import pytest
 import torch
 
 import clearhead as ch
-from clearhead.fast import library, native
-from clearhead.fast.native import NativeBlock, NativeLinear
-from clearhead.fast.prepare import prepared
-from clearhead.fast.training import suit_narrow
-from clearhead.generate.beam import beam_search
-from clearhead.generate.decode import cache_for, greedy
-from clearhead.generate.prompts import Prompts
-from clearhead.generate.request import Request
-from clearhead.model.cache import Cache, WindowCache
-from clearhead.model.stack import Stack
+from clearhead.core.cache import Cache, WindowCache
+from clearhead.core.stack import Stack
+from clearhead.run.generate.beam import beam_search
+from clearhead.run.generate.decode import cache_for, greedy
+from clearhead.run.generate.prompts import Prompts
+from clearhead.run.generate.request import Request
+from clearhead.run.kernels import library, native
+from clearhead.run.kernels.native import NativeBlock, NativeLinear
+from clearhead.run.kernels.prepare import prepared
+from clearhead.run.kernels.training import suit_narrow
 
 pytestmark = pytest.mark.skipif(
     library.library() is None, reason="no C compiler, or other threads than GNU's"

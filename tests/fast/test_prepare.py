@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import clearhead as ch
-from clearhead.fast.parts import can_pack
-from clearhead.fast.prepare import StepBlock, prepared
-from clearhead.generate.decode import greedy
+from clearhead.run.generate.decode import greedy
+from clearhead.run.kernels.parts import can_pack
+from clearhead.run.kernels.prepare import StepBlock, prepared
 
 CONFIGS = {
     "decoder": ch.preset("micro-decoder"),

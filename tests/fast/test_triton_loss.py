@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(not RUNS, reason="needs Triton, and a GPU or TRI
     ("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float16, 1e-3), (torch.bfloat16, 8e-3)]
 )
 def test_loss_and_gradient_equal_those_in_float64(dtype, tolerance, vocab_size, smoothing):
-    from clearhead.fast.triton_loss import CrossEntropy
+    from clearhead.run.kernels.triton_loss import CrossEntropy
 
     torch.manual_seed(0)
     scores = (3 * torch.randn(7, vocab_size, device=DEVICE)).to(dtype).requires_grad_()

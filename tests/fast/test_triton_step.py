@@ -12,19 +12,19 @@ import pytest
 import torch
 
 import clearhead as ch
-from clearhead.fast.choosing import choose
-from clearhead.fast.codes import laid
-from clearhead.fast.few_bits import few_rows
-from clearhead.fast.kernels import step_linear
-from clearhead.fast.prepare import StepBlock, prepared
-from clearhead.generate.decode import Prompts, decode
-from clearhead.generate.engine import decode_compiled
-from clearhead.generate.request import Request
-from clearhead.generate.steps import Steps
-from clearhead.model.feedforward import ACTIVATIONS
-from clearhead.model.norms import rms_norm
-from clearhead.quant.apply import dequantized, quantize_model
-from clearhead.quant.grid import Grid, nearest_codes
+from clearhead.core.feedforward import ACTIVATIONS
+from clearhead.core.norms import rms_norm
+from clearhead.run.generate.decode import Prompts, decode
+from clearhead.run.generate.engine import decode_compiled
+from clearhead.run.generate.request import Request
+from clearhead.run.generate.steps import Steps
+from clearhead.run.kernels.choosing import choose
+from clearhead.run.kernels.codes import laid
+from clearhead.run.kernels.few_bits import few_rows
+from clearhead.run.kernels.kernels import step_linear
+from clearhead.run.kernels.prepare import StepBlock, prepared
+from clearhead.run.quant.apply import dequantized, quantize_model
+from clearhead.run.quant.grid import Grid, nearest_codes
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 RUNS = importlib.util.find_spec("triton") is not None and (
@@ -85,7 +85,7 @@ def test_a_product_with_norm_gate_and_residual_equals_float64(grid, rows, norm, 
 @pytest.mark.parametrize("gate", ["silu", None])
 def test_programs_that_take_tile_after_tile_equal_float64(rows, gate):
     """Fewer programs than tiles, and inputs of several blocks of columns, of which the last is not full."""
-    from clearhead.fast.triton_step import Tile, linear
+    from clearhead.run.kernels.triton_step import Tile, linear
 
     torch.manual_seed(rows)
     x, weight = torch.randn(rows, 1, 200, device=DEVICE), torch.randn(2402, 200, device=DEVICE) / 15
@@ -102,7 +102,7 @@ def test_programs_that_take_tile_after_tile_equal_float64(rows, gate):
 @pytest.mark.parametrize(("gate", "add"), [("silu", False), (None, True)])
 def test_products_on_matrix_units_equal_float64(gate, add, splits, dtype):
     """Tiles and blocks that are not full, and columns split among programs, of which the last adds up."""
-    from clearhead.fast.triton_rows import Cut, wide
+    from clearhead.run.kernels.triton_rows import Cut, wide
 
     torch.manual_seed(splits)
     x, weight = torch.randn(19, 1, 600, device=DEVICE).to(dtype), torch.randn(180, 600, device=DEVICE) / 25

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from clearhead.fast import library, turning
-from clearhead.fast.turning import copied
+from clearhead.run.kernels import library, turning
+from clearhead.run.kernels.turning import copied
 
 
 @pytest.mark.skipif(library.library() is None, reason="no C compiler, or other threads than GNU's")

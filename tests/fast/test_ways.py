@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from clearhead.errors import InputError
-from clearhead.fast import library, native
-from clearhead.fast.native import NativeLinear, NativeQuantized
-from clearhead.fast.parts import like
-from clearhead.quant.grid import Grid, nearest_codes
-from clearhead.quant.layers import QuantizedLinear
+from clearhead.run.kernels import library, native
+from clearhead.run.kernels.native import NativeLinear, NativeQuantized
+from clearhead.run.kernels.parts import like
+from clearhead.run.quant.grid import Grid, nearest_codes
+from clearhead.run.quant.layers import QuantizedLinear
 
 pytestmark = pytest.mark.skipif(
     library.library() is None, reason="no C compiler, or other threads than GNU's"

@@ -6,13 +6,13 @@ import functools
 
 import torch
 
-from clearhead.config.kinds import FULL, Windowed
-from clearhead.fast import parts
-from clearhead.fast.native import MOST_ROWS, NativeLinear
-from clearhead.generate import decode
-from clearhead.model import cache, masks, positions, stack, transformer
-from clearhead.model.attend import KERNELS
-from clearhead.model.kinds import relative
+from clearhead.core import cache, masks, positions, stack, transformer
+from clearhead.core.attend import KERNELS
+from clearhead.core.config.kinds import FULL, Windowed
+from clearhead.run.generate import decode
+from clearhead.run.kernels import parts
+from clearhead.run.kernels.native import MOST_ROWS, NativeLinear
+from clearhead.variants import relative
 from tests.faults.plants import code
 
 # Positions --------------------------------------------------------------------------------------------------

@@ -13,10 +13,7 @@ from collections.abc import Callable
 import torch.nn.functional as nnf
 from torch import nn
 
-from clearhead.config.kinds import FULL, Windowed
-from clearhead.inside.checks import forward as check_forward
-from clearhead.inside.checks import training as check_training
-from clearhead.model import (
+from clearhead.core import (
     attention,
     cache,
     feedforward,
@@ -28,8 +25,11 @@ from clearhead.model import (
     stack,
     transformer,
 )
-from clearhead.model.attend import KERNELS
-from clearhead.model.kinds import relative, stream_cache
+from clearhead.core.attend import KERNELS
+from clearhead.core.config.kinds import FULL, Windowed
+from clearhead.inside.checks import forward as check_forward
+from clearhead.inside.checks import training as check_training
+from clearhead.variants import relative, stream_cache
 
 PLANTS: dict[str, tuple[Callable, bool]] = {}  # by name: the plant, and whether it wants the model
 

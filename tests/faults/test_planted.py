@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 import clearhead as ch
-from clearhead.fast.kernels import available
-from clearhead.fast.library import library
+from clearhead.run.kernels.kernels import available
+from clearhead.run.kernels.library import library
 from tests.faults import lengths
 from tests.faults.plants import PLANTS
 from tests.harness import build

@@ -11,9 +11,9 @@ import torch
 import transformers
 
 import clearhead as ch
-from clearhead.generate.beam import beam_search
-from clearhead.generate.decode import Ends, Prompts, decode
-from clearhead.generate.request import Request
+from clearhead.run.generate.beam import beam_search
+from clearhead.run.generate.decode import Ends, Prompts, decode
+from clearhead.run.generate.request import Request
 from tests.parity import harness, seq2seq
 
 EOS = 2

@@ -8,17 +8,17 @@ import pytest
 import torch
 
 import clearhead as ch
-from clearhead.fast.forms import HeadForm
-from clearhead.fast.kernels import step_attend, step_linear
-from clearhead.fast.prepare import StepBlock, prepared
-from clearhead.generate.decode import Ends, Prompts, decode
-from clearhead.generate.engine import decode_compiled
-from clearhead.generate.reading import like_lengths
-from clearhead.generate.request import Request
-from clearhead.generate.steps import Steps, rows_bucket, slots_bucket
-from clearhead.model.attend import fused
-from clearhead.model.norms import RMSNorm
-from clearhead.model.positions import Rotary, rotate
+from clearhead.core.attend import fused
+from clearhead.core.norms import RMSNorm
+from clearhead.core.positions import Rotary, rotate
+from clearhead.run.generate.decode import Ends, Prompts, decode
+from clearhead.run.generate.engine import decode_compiled
+from clearhead.run.generate.reading import like_lengths
+from clearhead.run.generate.request import Request
+from clearhead.run.generate.steps import Steps, rows_bucket, slots_bucket
+from clearhead.run.kernels.forms import HeadForm
+from clearhead.run.kernels.kernels import step_attend, step_linear
+from clearhead.run.kernels.prepare import StepBlock, prepared
 
 DECODER = ch.preset("micro-decoder").replace(n_layers=2, n_heads=4)
 BOTH = ch.preset("micro-encoder-decoder").replace(n_layers=2, n_heads=4)
@@ -84,7 +84,7 @@ def test_the_compiled_step_gives_the_same_tokens(name):
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_prompts_of_like_length_are_read_together(name, monkeypatch):
-    monkeypatch.setattr("clearhead.generate.reading.TOGETHER", 16)
+    monkeypatch.setattr("clearhead.run.generate.reading.TOGETHER", 16)
     assert like_lengths([3, 9, 6, 2, 9, 1]) == [[1, 4], [0, 2, 3], [5]]
     model, given = built(SHAPES[name]), prompts_of(SHAPES[name], (3, 9, 6, 2, 9, 1), seeds=range(6))
     steps = Steps(model, backend="eager")
@@ -207,7 +207,7 @@ def test_many_models_are_compiled_in_one_process():
 
 @pytest.mark.cpu
 def test_generate_compiles_when_asked_and_follows_the_weights(monkeypatch):
-    monkeypatch.setattr("clearhead.generate.engine.Steps", functools.partial(Steps, backend="eager"))
+    monkeypatch.setattr("clearhead.run.generate.engine.Steps", functools.partial(Steps, backend="eager"))
     torch.manual_seed(0)
     loaded = ch.Model(ch.Transformer(LLAMA.replace(n_layers=1)).eval())
     plain = loaded.generate([1, 2, 3], 8)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import clearhead as ch
-from clearhead.generate.decode import (
+from clearhead.run.generate.decode import (
     LENGTH_ALONE,
     PREFILL_CHUNK,
     Continuation,
@@ -20,8 +20,8 @@ from clearhead.generate.decode import (
     decode,
     greedy,
 )
-from clearhead.generate.request import Request
-from clearhead.generate.sampling import Dice, Sampling, adjust, distribution, draw
+from clearhead.run.generate.request import Request
+from clearhead.run.generate.sampling import Dice, Sampling, adjust, distribution, draw
 from tests.harness import scramble
 
 V = 64

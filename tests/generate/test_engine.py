@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import clearhead as ch
-from clearhead.fast.library import library
-from clearhead.quant.apply import quantize_model
+from clearhead.run.kernels.library import library
+from clearhead.run.quant.apply import quantize_model
 from tests.harness import build
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import clearhead as ch
-from clearhead.cli import main
+from clearhead.app.cli import main
 from clearhead.inside.lens import stopped_at
 from tests.harness import build
 

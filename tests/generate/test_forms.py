@@ -12,10 +12,10 @@ import pytest
 
 import clearhead as ch
 from clearhead.errors import InputError
-from clearhead.generate.forms import KEPT
-from clearhead.tokens.plan import TokensPlan
-from clearhead.tokens.spelling import token_bytes
-from clearhead.tokens.training import GENERATOR, train_tokenizer
+from clearhead.hub.tokens.plan import TokensPlan
+from clearhead.hub.tokens.spelling import token_bytes
+from clearhead.hub.tokens.training import GENERATOR, train_tokenizer
+from clearhead.run.generate.forms import KEPT
 from tests.serve import mixes
 
 PERSON = {
@@ -50,7 +50,7 @@ def test_a_time_has_no_second_60(kind, day):
     """22:28:60Z is no time to readers of JSON; a value that looks like a schema stays as it is."""
     import llguidance
 
-    from clearhead.generate.forms import grammar_of, vocabulary_of
+    from clearhead.run.generate.forms import grammar_of, vocabulary_of
 
     vocabulary = vocabulary_of([bytes([one]) for one in range(256)])
 

@@ -11,8 +11,8 @@ import torch
 import transformers
 
 import clearhead as ch
-from clearhead.cli import main
-from clearhead.generate.own import UNKNOWN
+from clearhead.app.cli import main
+from clearhead.run.generate.own import UNKNOWN
 from tests.parity import harness, seq2seq
 
 VOCABULARY, EOS, START = 23, 2, 3

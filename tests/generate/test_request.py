@@ -13,10 +13,10 @@ import pytest
 import tyro
 
 import clearhead as ch
-from clearhead.cli import main
-from clearhead.commands.requests import GROUPS, CommandRequest, GroupedRequest
-from clearhead.generate.request import SEQUENCES, Request, RequestOptions, make_request
-from clearhead.tasks.generation import GenerateOptions, TranslateOptions
+from clearhead.app.cli import main
+from clearhead.app.commands.requests import GROUPS, CommandRequest, GroupedRequest
+from clearhead.learn.tasks.generation import GenerateOptions, TranslateOptions
+from clearhead.run.generate.request import SEQUENCES, Request, RequestOptions, make_request
 
 FIELDS = {field.name for field in dataclasses.fields(Request)}
 
@@ -119,7 +119,8 @@ def test_a_request_needs_no_torch():
     """Neither do the results. A stand-in for `clearhead` lets only these files be imported."""
     script = (
         "import sys, types, pathlib; root = types.ModuleType('clearhead'); root.__path__ = [sys.argv[1]]; "
-        "sys.modules['clearhead'] = root; import clearhead.generate.request, clearhead.tasks.results; "
+        "sys.modules['clearhead'] = root; "
+        "import clearhead.run.generate.request, clearhead.learn.tasks.results; "
         "print(any(name in sys.modules for name in ('torch', 'tokenizers', 'tyro', 'numpy')))"
     )
     arguments = [sys.executable, "-c", script, str(ch.__path__[0])]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from clearhead.errors import InputError
-from clearhead.generate.sampling import (
+from clearhead.run.generate.sampling import (
     Dice,
     History,
     Sampling,

@@ -9,10 +9,10 @@ import scipy.stats
 import torch
 
 import clearhead as ch
-from clearhead.generate.decode import Prompts
-from clearhead.generate.request import Request, Sampling
-from clearhead.generate.sampling import adjust, distribution, draw
-from clearhead.generate.speculate import Draft, Guess, Lookup, accept, speculate
+from clearhead.run.generate.decode import Prompts
+from clearhead.run.generate.request import Request, Sampling
+from clearhead.run.generate.sampling import adjust, distribution, draw
+from clearhead.run.generate.speculate import Draft, Guess, Lookup, accept, speculate
 from tests.harness import build
 
 SHAPES = {
@@ -183,7 +183,7 @@ def test_two_tokens_follow_their_exact_distribution(kind, monkeypatch):
 
     assert fits(pairs(1_500), exact)
     monkeypatch.setattr(
-        "clearhead.generate.speculate.accept", lambda p, q, guessed, *_: (guessed, torch.tensor([True]))
+        "clearhead.run.generate.speculate.accept", lambda p, q, guessed, *_: (guessed, torch.tensor([True]))
     )
     assert not fits(pairs(500), exact)  # every guess kept
 

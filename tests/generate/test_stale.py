@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import clearhead as ch
-from clearhead.fast.parts import fingerprint
-from clearhead.generate.decode import Prompts, decode
-from clearhead.generate.request import Request
+from clearhead.run.generate.decode import Prompts, decode
+from clearhead.run.generate.request import Request
+from clearhead.run.kernels.parts import fingerprint
 
 PROMPTS = [[1, 2, 3], [4, 5, 6]]
 SHAPES = {

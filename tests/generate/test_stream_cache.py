@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 import clearhead as ch
-from clearhead import cli
-from clearhead.generate.decode import Ends, Prompts, decode
-from clearhead.generate.request import Request
-from clearhead.model.kinds.relative import relative_bucket
-from clearhead.model.positions import alibi_slopes, rope_frequencies
+from clearhead.app import cli
+from clearhead.core.positions import alibi_slopes, rope_frequencies
+from clearhead.run.generate.decode import Ends, Prompts, decode
+from clearhead.run.generate.request import Request
+from clearhead.variants.relative import relative_bucket
 from tests.harness import build, chunks, in_pieces, some_ids, worst
 
 TOLERANCE = 1e-5
@@ -124,7 +124,7 @@ def test_every_token_reads_the_first_and_the_last(name, sinks):
 @pytest.mark.parametrize("piece", [1024, 8])
 def test_rows_of_any_length_generate_as_if_read_token_by_token(name, piece, monkeypatch):
     """Prompts shorter than the sinks, than the window, and longer, padded together; one ends early."""
-    monkeypatch.setattr("clearhead.generate.decode.PREFILL_CHUNK", piece)
+    monkeypatch.setattr("clearhead.run.generate.decode.PREFILL_CHUNK", piece)
     model, lengths = build(**MODELS[name]), (2, 20, 7, 13)
     prompts = [some_ids(1, length, seed=length)[0].tolist() for length in lengths]
     request = Request(

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 import clearhead as ch
-from clearhead.generate.stream import TextStream
+from clearhead.run.generate.stream import TextStream
 from tests.harness import build
 
 TEXTS = [

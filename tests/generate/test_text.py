@@ -8,11 +8,11 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 import clearhead as ch
-from clearhead import cli
+from clearhead.app import cli
 from clearhead.errors import InputError
-from clearhead.generate.decode import Prompts, decode
-from clearhead.generate.request import Request
-from clearhead.generate.stream import TextStream
+from clearhead.run.generate.decode import Prompts, decode
+from clearhead.run.generate.request import Request
+from clearhead.run.generate.stream import TextStream
 from tests import harness
 
 SHAPES = {

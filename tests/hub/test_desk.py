@@ -10,10 +10,10 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import clearhead as ch
-from clearhead.fast import turning
 from clearhead.hub import desk
 from clearhead.hub.rules import Rule
 from clearhead.hub.weights import open_safetensors
+from clearhead.run.kernels import turning
 
 transformers.logging.set_verbosity_error()
 pytestmark = pytest.mark.ledger("L2")

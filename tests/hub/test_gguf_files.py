@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import clearhead as ch
-from clearhead.cli import main
+from clearhead.app.cli import main
 from clearhead.errors import CheckpointError
 from clearhead.hub.gguf_file import open_gguf, read_header
 from tests.harness import build

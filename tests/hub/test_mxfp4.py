@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import clearhead as ch
-from clearhead.cli import main
+from clearhead.app.cli import main
 from clearhead.errors import CheckpointError
 from clearhead.hub.mxfp4 import dequantise
 from tests.parity.harness import reference

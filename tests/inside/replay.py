@@ -10,7 +10,7 @@ import math
 import torch
 
 import clearhead as ch
-from clearhead.config.kinds import Blocks, read_kind
+from clearhead.core.config.kinds import Blocks, read_kind
 from clearhead.inside.checks.plain_kinds import sees, times
 
 BENT = ("gate_clamped", "activated", "up_clamped", "up_shifted", "gated")

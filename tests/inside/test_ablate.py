@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as nnf
 
 import clearhead as ch
-from clearhead.batches.batch import IGNORE, Batch
-from clearhead.cli import main
+from clearhead.app.cli import main
 from clearhead.errors import InputError
 from clearhead.inside.names import all_heads
 from clearhead.inside.parts.ablate import ablate, ablating, effect, mean_activations
 from clearhead.inside.parts.examples import Examples, examples_from, judge
 from clearhead.inside.parts.importance import ablate_each, importance
+from clearhead.learn.batches.batch import IGNORE, Batch
 from tests.harness import V, build, scramble, some_ids, worst
 from tests.inside.test_prune import judged
 
@@ -184,7 +184,7 @@ def test_loss_of_texts_is_that_of_score(trained_lm):
 
 @pytest.mark.ledger("K7")
 def test_loss_of_a_file_is_that_of_evaluate(trained_lm, tmp_path):
-    from clearhead.evaluation.evaluate import evaluate
+    from clearhead.learn.evaluation.evaluate import evaluate
 
     (tmp_path / "text.txt").write_text("a bad crab and a cab. " * 30)
     examples = examples_from(trained_lm, tmp_path / "text.txt")

@@ -13,14 +13,14 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import clearhead as ch
-from clearhead.cli import main
+from clearhead.app.cli import main
+from clearhead.app.plot import attention as pictures
+from clearhead.app.plot.canvas import save
+from clearhead.core import attention as attention_module
+from clearhead.core.attend import KERNELS
 from clearhead.errors import InputError
 from clearhead.inside.attention import attention, in_cells, read_maps
 from clearhead.inside.attention_maps import query_entropy
-from clearhead.model import attention as attention_module
-from clearhead.model.attend import KERNELS
-from clearhead.plot import attention as pictures
-from clearhead.plot.canvas import save
 from tests.harness import build, pad, some_ids, worst
 
 pytestmark = pytest.mark.ledger("K2")

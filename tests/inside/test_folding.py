@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import clearhead as ch
-from clearhead.model.norms import Norm
+from clearhead.core.norms import Norm
 from tests.harness import build, scramble, some_ids, worst
 from tests.test_use_commands import byte_tokenizer
 

@@ -11,7 +11,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 import clearhead as ch
-from clearhead import cli
+from clearhead.app import cli
 from clearhead.errors import InputError
 from clearhead.inside.geometry import (
     analogy,

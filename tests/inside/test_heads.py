@@ -14,16 +14,16 @@ import torch.nn.functional as nnf
 from torch import Tensor
 
 import clearhead as ch
-from clearhead.api import Model, load
-from clearhead.cli import main
-from clearhead.data.treebank import Sentence, TreeWord, read_treebank
+from clearhead.app.cli import main
+from clearhead.core.attention import Attention
 from clearhead.errors import InputError
 from clearhead.inside.heads import CLEAR, HeadRoles, head_roles
 from clearhead.inside.heads.alignments import Aligned, agreement, align, read_alignments
 from clearhead.inside.heads.syntax import DIRECTIONS, _fixed_distance, syntax
 from clearhead.inside.names import AttentionHead
 from clearhead.inside.paths import looks, paths
-from clearhead.model.attention import Attention
+from clearhead.learn.data.treebank import Sentence, TreeWord, read_treebank
+from clearhead.run.api import Model, load
 from tests.harness import V, build, config
 from tests.hub.packages import packaged
 from tests.once import once

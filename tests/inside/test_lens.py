@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 import clearhead as ch
-from clearhead.cli import main
+from clearhead.app.cli import main
+from clearhead.app.plot.lens import draw_contributions, draw_lens
+from clearhead.core.norms import LayerNorm, RMSNorm
 from clearhead.inside.lens import contributions, lens, stopped_at
 from clearhead.inside.names import states
-from clearhead.model.norms import LayerNorm, RMSNorm
-from clearhead.plot.lens import draw_contributions, draw_lens
 from tests.harness import V, build, some_ids
 
 IDS, TARGET = some_ids(1)[0].tolist(), some_ids(1, 5, seed=3)[0].tolist()

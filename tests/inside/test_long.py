@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import clearhead as ch
-from clearhead.config import RopeScaling
+from clearhead.core.config import RopeScaling
 from clearhead.errors import InputError
 from clearhead.inside.long import positions, retrieval
 from clearhead.inside.long.growth import _Living, slope

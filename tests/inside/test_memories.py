@@ -13,7 +13,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import clearhead as ch
-from clearhead import cli
+from clearhead.app import cli
 from clearhead.errors import InputError
 from clearhead.inside.memories import memories, neurons
 from tests.harness import V, build, config, scramble, some_ids

@@ -9,11 +9,11 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import clearhead as ch
-from clearhead.cli import main
+from clearhead.app.cli import main
+from clearhead.app.plot.lens import draw_patching
 from clearhead.inside import patch as module
 from clearhead.inside.inputs import InputTokens, prepare
 from clearhead.inside.patch import PARTS, Site, aligned, patch, patched_scores
-from clearhead.plot.lens import draw_patching
 from tests.harness import build, some_ids
 
 CLEAN, CORRUPT = (some_ids(1, 6, seed=seed)[0].tolist() for seed in (1, 2))

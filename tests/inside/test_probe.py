@@ -15,9 +15,8 @@ import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
 import clearhead as ch
-from clearhead.cli import main
-from clearhead.data.examples import Images, Labelled, Tagged
-from clearhead.data.treebank import Sentence, TreeWord
+from clearhead.app.cli import main
+from clearhead.app.plot.states import probe_figure
 from clearhead.inside.probe import (
     Probes,
     baselines,
@@ -31,7 +30,8 @@ from clearhead.inside.probe import (
 from clearhead.inside.probe import states as probe_states
 from clearhead.inside.probe.data import ProbeItem, apart, choose_items, governor, read_items, split_items
 from clearhead.inside.probe.states import Vectors, depths, stack_of, vectors_of
-from clearhead.plot.states import probe_figure
+from clearhead.learn.data.examples import Images, Labelled, Tagged
+from clearhead.learn.data.treebank import Sentence, TreeWord
 from tests.harness import build
 
 pytestmark = pytest.mark.ledger("K4")

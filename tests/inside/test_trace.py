@@ -15,8 +15,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 import clearhead as ch
 from clearhead import InputError
-from clearhead.cli import main
-from clearhead.commands.steps import steps_table
+from clearhead.app.cli import main
+from clearhead.app.commands.steps import steps_table
 from clearhead.inside.trace.legend import LEGEND
 from tests.harness import build, scramble, some_ids, worst
 from tests.inside.replay import Replay

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from clearhead.api import load
-from clearhead.data.treebank import Sentence, locate, read_treebank
 from clearhead.errors import InputError
 from clearhead.inside.heads.alignments import align, positions, word_attention, word_matrices
+from clearhead.learn.data.treebank import Sentence, locate, read_treebank
+from clearhead.run.api import load
 from tests.hub.packages import packaged
 from tests.tokens.toys import KINDS, trained
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import clearhead as ch
-from clearhead.cli import main
-from clearhead.config.kinds import read_kind
+from clearhead.app.cli import main
+from clearhead.app.explorer.record import record as record_page
+from clearhead.core.config.kinds import read_kind
 from clearhead.errors import InputError
-from clearhead.explorer.record import record as record_page
 from clearhead.inside.attention import attention, read_maps
 from clearhead.inside.checks.plain_kinds import features
 from clearhead.inside.heads import head_roles

@@ -14,8 +14,8 @@ from unittest import mock
 import torch
 
 import clearhead as ch
-from clearhead.parallel.world import joined
-from clearhead.training import loop, prepare
+from clearhead.learn.parallel.world import joined
+from clearhead.learn.training import loop, prepare
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from typing import Any
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.multiprocessing.spawn import ProcessContext
 
-import clearhead.parallel.split  # noqa: F401  imported once, for all processes
+import clearhead.learn.parallel.split  # noqa: F401  imported once, for all processes
 
 FORK = multiprocessing.get_context("fork")
 

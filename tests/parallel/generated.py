@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 import clearhead as ch
-from clearhead.model.cache import Cache
-from clearhead.parallel.shards import local
+from clearhead.core.cache import Cache
+from clearhead.learn.parallel.shards import local
 
 PROMPTS = [[3, 4, 5, 6, 7, 8], [9, 10], [11, 12, 13]]  # of several lengths
 REQUESTS: list[dict[str, Any]] = [

@@ -27,8 +27,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from clearhead import cli
-from clearhead.training.events import read_log
+from clearhead.app import cli
+from clearhead.learn.training.events import read_log
 from tests.parallel import forking, meshes
 from tests.parallel.forking import FORK
 

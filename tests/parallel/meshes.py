@@ -28,8 +28,8 @@ from PIL import Image
 from safetensors.torch import load_file
 
 import clearhead as ch
-from clearhead.parallel.world import joined
-from clearhead.training.events import read_log
+from clearhead.learn.parallel.world import joined
+from clearhead.learn.training.events import read_log
 
 # Adam divides by the size of a gradient: where that is zero but for rounding (the bias of keys), rounding is
 # all that a smaller eps would leave.

@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
-from clearhead.parallel.world import World, joined
-from clearhead.training import loop, resume
-from clearhead.training.state import newest
+from clearhead.learn.parallel.world import World, joined
+from clearhead.learn.training import loop, resume
+from clearhead.learn.training.state import newest
 from tests.parallel import generated, meshes
 
 MODULE = "tests.parallel.reopened"

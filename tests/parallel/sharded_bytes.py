@@ -11,8 +11,8 @@ import torch
 from torch.distributed.fsdp import fully_shard
 
 import clearhead as ch
-from clearhead.parallel.shards import local
-from clearhead.parallel.world import joined
+from clearhead.learn.parallel.shards import local
+from clearhead.learn.parallel.world import joined
 
 
 def local_bytes(tensors: Any) -> int:

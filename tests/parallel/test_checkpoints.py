@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import clearhead as ch
-from clearhead.cli import main
+from clearhead.app.cli import main
 from tests.harness import worst
 from tests.parallel import forking, generated, reopened
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from clearhead import cli
+from clearhead.app import cli
 from clearhead.errors import ConfigError
-from clearhead.training.events import read_log
+from clearhead.learn.training.events import read_log
 from tests.parallel import failing as faults
 from tests.parallel import forking, meshes
 from tests.parallel.failing import endings

@@ -9,15 +9,15 @@ from typing import Any, cast
 import pytest
 import torch
 
-from clearhead.config import RopeScaling
+from clearhead.core.config import RopeScaling
+from clearhead.core.feedforward import BALANCE
+from clearhead.core.transformer import Transformer
 from clearhead.errors import ConfigError
-from clearhead.losses import arguments_for, batch_loss
-from clearhead.model.feedforward import BALANCE
-from clearhead.model.transformer import Transformer
-from clearhead.parallel.pipeline import StageTransformer, check, layers_of, stage_of
-from clearhead.parallel.plan import ParallelPlan
-from clearhead.parallel.turns import pieces, turns
-from clearhead.parallel.world import World
+from clearhead.learn.losses import arguments_for, batch_loss
+from clearhead.learn.parallel.pipeline import StageTransformer, check, layers_of, stage_of
+from clearhead.learn.parallel.plan import ParallelPlan
+from clearhead.learn.parallel.turns import pieces, turns
+from clearhead.learn.parallel.world import World
 from tests.harness import build, config
 from tests.training.test_losses import language_batch
 

@@ -9,16 +9,23 @@ import tomllib
 import pytest
 
 import clearhead as ch
-from clearhead.cli import main
-from clearhead.costs import LEARNING
+from clearhead.app.cli import main
 from clearhead.errors import ClearheadError
-from clearhead.parallel.division import MeshSizes, read_mesh, weights_of
-from clearhead.parallel.estimate import estimate
-from clearhead.parallel.hardware import DEVICES, Cluster, device_named, read_bytes, read_flops, read_link
-from clearhead.parallel.plan import ParallelPlan
-from clearhead.parallel.planner import fits
-from clearhead.parallel.stages import Work, stages_of
-from clearhead.parallel.world import World
+from clearhead.learn.parallel.division import MeshSizes, read_mesh, weights_of
+from clearhead.learn.parallel.estimate import estimate
+from clearhead.learn.parallel.hardware import (
+    DEVICES,
+    Cluster,
+    device_named,
+    read_bytes,
+    read_flops,
+    read_link,
+)
+from clearhead.learn.parallel.plan import ParallelPlan
+from clearhead.learn.parallel.planner import fits
+from clearhead.learn.parallel.stages import Work, stages_of
+from clearhead.learn.parallel.world import World
+from clearhead.variants.costs import LEARNING
 from tests.parallel import forking, sharded_bytes
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]

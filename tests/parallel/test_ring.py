@@ -14,18 +14,18 @@ import torch.nn.functional as nnf
 from torch import Tensor
 
 import clearhead as ch
-from clearhead.batches.batch import IGNORE, Batch
-from clearhead.config import RopeScaling
-from clearhead.config.kinds import read_kind
+from clearhead.core import masks
+from clearhead.core.attend import eager
+from clearhead.core.config import RopeScaling
+from clearhead.core.config.kinds import read_kind
 from clearhead.errors import ConfigError
-from clearhead.losses import batch_loss
-from clearhead.model import masks
-from clearhead.model.attend import eager
-from clearhead.model.kinds.blocks import tokens_for
-from clearhead.parallel import rounds as rings
-from clearhead.parallel.context import share_tokens
-from clearhead.parallel.ring import attend_ring
-from clearhead.parallel.tokens import RowShares
+from clearhead.learn.batches.batch import IGNORE, Batch
+from clearhead.learn.losses import batch_loss
+from clearhead.learn.parallel import rounds as rings
+from clearhead.learn.parallel.context import share_tokens
+from clearhead.learn.parallel.ring import attend_ring
+from clearhead.learn.parallel.tokens import RowShares
+from clearhead.variants.blocks import tokens_for
 
 pytestmark = pytest.mark.ledger("I3")
 Boxes = list[list["queue.Queue[Tensor]"]]

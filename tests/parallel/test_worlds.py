@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import clearhead as ch
-from clearhead.parallel import shards
-from clearhead.parallel.plan import ParallelPlan
-from clearhead.parallel.split import split
-from clearhead.parallel.world import World
+from clearhead.learn.parallel import shards
+from clearhead.learn.parallel.plan import ParallelPlan
+from clearhead.learn.parallel.split import split
+from clearhead.learn.parallel.world import World
 
 pytestmark = pytest.mark.ledger("I3")
 ROWS, LENGTH = 8, 6

@@ -17,10 +17,10 @@ import transformers
 from torch import Tensor
 
 import clearhead as ch
-from clearhead.generate.decode import greedy
 from clearhead.hub.checkpoint import rules_of
 from clearhead.hub.files import read_json
 from clearhead.hub.rules import matches
+from clearhead.run.generate.decode import greedy
 
 transformers.logging.set_verbosity_error()
 

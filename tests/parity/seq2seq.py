@@ -15,7 +15,7 @@ import transformers
 from torch import Tensor, nn
 
 import clearhead as ch
-from clearhead.generate.decode import greedy
+from clearhead.run.generate.decode import greedy
 from tests.parity.harness import GRADIENTS, HIDDEN, LOGITS, close, compare_gradients
 
 START, TOKENS = 3, 30  # what decoding begins with, and how long it goes on

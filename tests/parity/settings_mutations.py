@@ -30,9 +30,9 @@ import torch
 import transformers
 
 import clearhead as ch
-from clearhead.bundle import Bundle
 from clearhead.errors import ClearheadError
 from clearhead.hub.tokenizer import load_tokenizer, read_settings
+from clearhead.run.bundle import Bundle
 from tests.generate.test_own import ENDS, MODELS, START
 from tests.hub.test_beside import KINDS, byte_pairs, sentence_pairs, unigram
 from tests.parity import harness, seq2seq

@@ -12,8 +12,8 @@ import transformers
 from torch import Tensor
 
 import clearhead as ch
-from clearhead.costs import cost
 from clearhead.hub.registry import ARCHITECTURES
+from clearhead.variants.costs import cost
 from tests.parity.encoders import check_back, check_text_encoder, said
 from tests.parity.harness import GRADIENTS, LOGITS, batch, close, reference
 

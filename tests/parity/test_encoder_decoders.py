@@ -7,7 +7,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import clearhead as ch
-from clearhead.presets import preset
+from clearhead.variants.presets import preset
 from tests.parity.seq2seq import check_encoder_decoder, check_outputs, check_saved, pair, reference
 
 T5 = {

@@ -18,10 +18,10 @@ import torch
 import transformers
 
 import clearhead as ch
-from clearhead.generate.decode import greedy
 from clearhead.hub.pieces import PieceModel, llama
 from clearhead.hub.sentences import Sentences
 from clearhead.hub.tokenizer import encode
+from clearhead.run.generate.decode import greedy
 from tests.conftest import Differences
 from tests.hub.corpus import texts
 from tests.hub.packages import packaged

@@ -15,13 +15,13 @@ from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 import clearhead as ch
-from clearhead.cli import main
+from clearhead.app.cli import main
 from clearhead.hub.rules import matches
 from clearhead.hub.tower_tables import PREFIXES
 from clearhead.hub.towers import JoinedTowers
 from clearhead.inside.checks.independent import reference_rows
-from clearhead.model.kinds.towers import pair_loss
-from clearhead.tasks.towers import image_pixels
+from clearhead.learn.tasks.towers import image_pixels
+from clearhead.variants.towers import pair_loss
 from tests.parity.harness import GRADIENTS, LOGITS, close, reference
 
 TEXT = {

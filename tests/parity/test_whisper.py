@@ -13,7 +13,7 @@ import torch.nn.functional as F
 import transformers
 
 import clearhead as ch
-from clearhead.generate.decode import greedy
+from clearhead.run.generate.decode import greedy
 from tests.parity.harness import GRADIENTS, HIDDEN, LOGITS, close, compare_gradients, reference
 
 SMALL = {

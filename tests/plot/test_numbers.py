@@ -9,9 +9,9 @@ import pytest
 from matplotlib.colors import to_rgb
 
 import clearhead as ch
-from clearhead.plot import canvas
-from clearhead.plot.lens import draw_lens
-from clearhead.training.events import LOG, draw  # now: the suite replaces it by nothing
+from clearhead.app.plot import canvas
+from clearhead.app.plot.lens import draw_lens
+from clearhead.learn.training.events import LOG, draw  # now: the suite replaces it by nothing
 from tests.harness import build, some_ids
 
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import clearhead as ch
-from clearhead.model.cache import Cache
-from clearhead.quant.cache import Int8Cache
+from clearhead.core.cache import Cache
+from clearhead.run.quant.cache import Int8Cache
 from tests.quant.test_quant import CONFIGS, drawn
 
 NAMES = ("GPT-2", "Llama, grouped, untied")

@@ -7,20 +7,20 @@ import torch
 from safetensors import safe_open
 
 import clearhead as ch
+from clearhead.core.cache import Cache
 from clearhead.errors import ClearheadError
-from clearhead.fast import library
-from clearhead.fast.native import NativeBlock, NativeQuantized, NativeQuantizedTwice
-from clearhead.fast.parts import like
-from clearhead.fast.prepare import prepared
-from clearhead.generate.decode import greedy
 from clearhead.inside.quantize import weight_bytes
-from clearhead.model.cache import Cache
-from clearhead.quant import gptq
-from clearhead.quant.apply import dequantized, quantize_model
-from clearhead.quant.calibrate import drawn_sizes
-from clearhead.quant.grid import BLOCK, Grid, fitted, nearest_codes, pack, unpack
-from clearhead.quant.layers import QuantizedLinear, QuantizedTable, quantized_parts, rounding_bound
-from clearhead.quant.methods import METHODS, output_error
+from clearhead.run.generate.decode import greedy
+from clearhead.run.kernels import library
+from clearhead.run.kernels.native import NativeBlock, NativeQuantized, NativeQuantizedTwice
+from clearhead.run.kernels.parts import like
+from clearhead.run.kernels.prepare import prepared
+from clearhead.run.quant import gptq
+from clearhead.run.quant.apply import dequantized, quantize_model
+from clearhead.run.quant.calibrate import drawn_sizes
+from clearhead.run.quant.grid import BLOCK, Grid, fitted, nearest_codes, pack, unpack
+from clearhead.run.quant.layers import QuantizedLinear, QuantizedTable, quantized_parts, rounding_bound
+from clearhead.run.quant.methods import METHODS, output_error
 
 DECODER = ch.preset("micro-decoder").replace(d_model=48, n_heads=4, n_layers=2, vocab_size=61, d_ff=84)
 LLAMA = {"norm": "rmsnorm", "gated": True, "positions": "rope", "bias": False, "activation": "silu"}

@@ -18,15 +18,15 @@ import pytest
 import torch
 
 import clearhead as ch
-from clearhead.cli import main
+from clearhead.app.cli import main
 from clearhead.errors import CheckpointError, ClearheadError, InputError, MissingExtraError
 from clearhead.hub import files as hub_files
-from clearhead.retrieval import index as indexing
-from clearhead.retrieval import order
-from clearhead.retrieval.index import Index, build_index
-from clearhead.retrieval.order import fuse, nearest_rows
-from clearhead.retrieval.passages import read_passages
-from clearhead.tokens.training import READER, byte_tokenizer
+from clearhead.hub.tokens.training import READER, byte_tokenizer
+from clearhead.labs.retrieval import index as indexing
+from clearhead.labs.retrieval import order
+from clearhead.labs.retrieval.index import Index, build_index
+from clearhead.labs.retrieval.order import fuse, nearest_rows
+from clearhead.labs.retrieval.passages import read_passages
 
 WORDS = [
     "river",
@@ -218,7 +218,7 @@ def test_a_killed_first_build_is_refused_and_goes_on(model, texts, tmp_path, mon
 def test_a_graph_finds_what_exact_search_finds(model, texts, tmp_path, monkeypatch):
     pytest.importorskip("usearch")
     monkeypatch.setattr(indexing, "BLOCK", 7)  # many parts
-    monkeypatch.setattr("clearhead.retrieval.graph.SEARCHING", 16)  # of 60 passages
+    monkeypatch.setattr("clearhead.labs.retrieval.graph.SEARCHING", 16)  # of 60 passages
     folder = tmp_path / "index"
     built = build_index(folder, model, [texts], words=12, nearest="hnsw")
     exact = Index(folder, model, exact=True)
@@ -315,7 +315,7 @@ def test_what_does_not_fit_is_refused_by_name(model, texts, tmp_path):
 
 @pytest.mark.ledger("J4")
 def test_commands_index_search_and_generate_with_passages(model, texts, tmp_path, capsys):
-    from clearhead.tokens.training import GENERATOR
+    from clearhead.hub.tokens.training import GENERATOR
 
     out = str(tmp_path / "index")
     main(["index", str(texts), "--model", str(model.folder), "--out", out, "--words", "12", "--json"])

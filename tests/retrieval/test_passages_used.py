@@ -11,12 +11,12 @@ import pytest
 import torch
 
 import clearhead as ch
-from clearhead.cli import main
-from clearhead.retrieval.index import Index, build_index
-from clearhead.serve.engine import ServeEngine
-from clearhead.serve.limits import Limits
-from clearhead.serve.passages import ServedPassages
-from clearhead.tokens.training import GENERATOR, READER, byte_tokenizer
+from clearhead.app.cli import main
+from clearhead.hub.tokens.training import GENERATOR, READER, byte_tokenizer
+from clearhead.labs.retrieval.index import Index, build_index
+from clearhead.run.serve.engine import ServeEngine
+from clearhead.run.serve.limits import Limits
+from clearhead.run.serve.passages import ServedPassages
 from tests.serve import mixes
 from tests.serve.served import serving
 

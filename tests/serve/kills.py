@@ -17,9 +17,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from clearhead.serve import batch
-from clearhead.serve.engine import ServeEngine
-from clearhead.serve.limits import Limits
+from clearhead.run.serve import batch
+from clearhead.run.serve.engine import ServeEngine
+from clearhead.run.serve.limits import Limits
 from tests.serve import mixes
 from tests.training.test_run import child
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 
 import clearhead as ch
-from clearhead.serve.engine import ServeEngine
-from clearhead.serve.jobs import Asked
-from clearhead.serve.limits import Limits
+from clearhead.run.serve.engine import ServeEngine
+from clearhead.run.serve.jobs import Asked
+from clearhead.run.serve.limits import Limits
 from tests import harness
 
 V = 256  # one token for each byte

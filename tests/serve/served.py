@@ -8,9 +8,9 @@ from contextlib import contextmanager
 
 import uvicorn
 
-from clearhead.serve.app import make_server
-from clearhead.serve.engine import ServeEngine
-from clearhead.serve.guard import Connection
+from clearhead.run.serve.app import make_server
+from clearhead.run.serve.engine import ServeEngine
+from clearhead.run.serve.guard import Connection
 
 
 @contextmanager

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 import clearhead as ch
-from clearhead.commands import serve as commands
+from clearhead.app.commands import serve as commands
 from clearhead.errors import InputError
-from clearhead.fast.lora import merge
-from clearhead.serve.adapters import updates_of
-from clearhead.serve.engine import ServeEngine
-from clearhead.serve.jobs import Asked
-from clearhead.serve.limits import Limits
-from clearhead.training.weights import add_lora
+from clearhead.learn.training.weights import add_lora
+from clearhead.run.kernels.lora import merge
+from clearhead.run.serve.adapters import updates_of
+from clearhead.run.serve.engine import ServeEngine
+from clearhead.run.serve.jobs import Asked
+from clearhead.run.serve.limits import Limits
 from tests.serve import mixes
 from tests.serve.served import serving
 from tests.serve.test_http import call

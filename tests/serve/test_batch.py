@@ -10,12 +10,12 @@ import sys
 
 import pytest
 
-from clearhead.cli import main
+from clearhead.app.cli import main
 from clearhead.errors import InputError, MissingExtraError
-from clearhead.serve.batch import URLS, read_rows, run_batch, unanswered
-from clearhead.serve.engine import ServeEngine
-from clearhead.serve.limits import Limits
-from clearhead.serve.shards import run_on_ray
+from clearhead.run.serve.batch import URLS, read_rows, run_batch, unanswered
+from clearhead.run.serve.engine import ServeEngine
+from clearhead.run.serve.limits import Limits
+from clearhead.run.serve.shards import run_on_ray
 from tests.serve import kills, mixes
 from tests.serve.test_http import TEMPLATE
 

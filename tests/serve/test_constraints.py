@@ -8,10 +8,10 @@ import re
 import pytest
 
 from clearhead.errors import BusyError, InputError
-from clearhead.serve import constraints
-from clearhead.serve.constraints import check_form
-from clearhead.serve.engine import ServeEngine
-from clearhead.serve.limits import Limits
+from clearhead.run.serve import constraints
+from clearhead.run.serve.constraints import check_form
+from clearhead.run.serve.engine import ServeEngine
+from clearhead.run.serve.limits import Limits
 from tests.serve import mixes
 from tests.serve.served import serving
 from tests.serve.test_http import TEMPLATE, call

@@ -13,12 +13,12 @@ from contextlib import contextmanager
 import pytest
 import uvicorn
 
-from clearhead.commands.models import bind
-from clearhead.serve.app import make_server
-from clearhead.serve.behind import ServerBehind
-from clearhead.serve.engine import ServeEngine
-from clearhead.serve.guard import Connection
-from clearhead.serve.limits import Limits
+from clearhead.app.commands.models import bind
+from clearhead.run.serve.app import make_server
+from clearhead.run.serve.behind import ServerBehind
+from clearhead.run.serve.engine import ServeEngine
+from clearhead.run.serve.guard import Connection
+from clearhead.run.serve.limits import Limits
 from tests.serve import mixes
 
 pytestmark = pytest.mark.skipif(

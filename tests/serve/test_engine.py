@@ -7,13 +7,13 @@ import torch
 
 import clearhead as ch
 from clearhead.errors import BusyError, InputError
-from clearhead.fast import library
-from clearhead.serve.blocks import BlockPool, Named, chain
-from clearhead.serve.engine import ServeEngine
-from clearhead.serve.graphs import GraphWriter
-from clearhead.serve.jobs import Asked
-from clearhead.serve.limits import Limits
-from clearhead.tasks import reading
+from clearhead.learn.tasks import reading
+from clearhead.run.kernels import library
+from clearhead.run.serve.blocks import BlockPool, Named, chain
+from clearhead.run.serve.engine import ServeEngine
+from clearhead.run.serve.graphs import GraphWriter
+from clearhead.run.serve.jobs import Asked
+from clearhead.run.serve.limits import Limits
 from tests import harness
 from tests.serve import mixes
 

@@ -9,9 +9,9 @@ from fastapi.testclient import TestClient
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clearhead.serve.app import make_server
-from clearhead.serve.engine import ServeEngine
-from clearhead.serve.limits import Limits
+from clearhead.run.serve.app import make_server
+from clearhead.run.serve.engine import ServeEngine
+from clearhead.run.serve.limits import Limits
 from tests.serve import mixes
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"

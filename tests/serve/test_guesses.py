@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from clearhead.serve.ahead import FEW, RowPrice
-from clearhead.serve.engine import ServeEngine
-from clearhead.serve.graphs import GraphWriter
-from clearhead.serve.limits import Limits
-from clearhead.serve.metrics import Metrics
+from clearhead.run.serve.ahead import FEW, RowPrice
+from clearhead.run.serve.engine import ServeEngine
+from clearhead.run.serve.graphs import GraphWriter
+from clearhead.run.serve.limits import Limits
+from clearhead.run.serve.metrics import Metrics
 from tests.serve import mixes
 from tests.serve.test_engine import PROMPT, served
 

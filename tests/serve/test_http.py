@@ -16,9 +16,9 @@ import pytest
 from tokenizers import Tokenizer
 
 import clearhead as ch
-from clearhead.serve import answers
-from clearhead.serve.engine import ServeEngine
-from clearhead.serve.limits import Limits
+from clearhead.run.serve import answers
+from clearhead.run.serve.engine import ServeEngine
+from clearhead.run.serve.limits import Limits
 from tests.serve import mixes
 from tests.serve.served import serving
 
@@ -320,7 +320,7 @@ def test_the_ids_of_a_chat_equal_those_of_transformers(tmp_path):
     from tokenizers import AddedToken, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    from clearhead.tasks.chat import chat_ids
+    from clearhead.learn.tasks.chat import chat_ids
 
     tokenizer = Tokenizer(
         models.WordLevel({"[UNK]": 0, "<s>": 1, "</s>": 2, "hi": 3, "user": 4, ":": 5}, "[UNK]")

@@ -11,10 +11,10 @@ import torch
 import clearhead as ch
 from clearhead.errors import InputError
 from clearhead.inside.lens import lens
-from clearhead.serve import inside
-from clearhead.serve.engine import ServeEngine
-from clearhead.serve.jobs import Asked
-from clearhead.serve.limits import Limits
+from clearhead.run.serve import inside
+from clearhead.run.serve.engine import ServeEngine
+from clearhead.run.serve.jobs import Asked
+from clearhead.run.serve.limits import Limits
 from tests import harness
 from tests.serve import mixes
 from tests.serve.served import serving

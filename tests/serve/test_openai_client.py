@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from pydantic import BaseModel
 
-from clearhead.serve import protocol
-from clearhead.serve.engine import ServeEngine
+from clearhead.run.serve import protocol
+from clearhead.run.serve.engine import ServeEngine
 from tests.serve import mixes
 from tests.serve.served import serving
 from tests.serve.test_http import TEMPLATE

@@ -7,8 +7,8 @@ import http.client
 import json
 from urllib.parse import parse_qs
 
-from clearhead.serve.engine import ServeEngine
-from clearhead.serve.limits import Limits
+from clearhead.run.serve.engine import ServeEngine
+from clearhead.run.serve.limits import Limits
 from tests.serve import mixes
 from tests.serve.served import serving
 from tests.serve.test_http import call

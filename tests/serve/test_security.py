@@ -13,10 +13,10 @@ from contextlib import redirect_stderr, redirect_stdout
 
 import pytest
 
-from clearhead.serve import guard
-from clearhead.serve.engine import ServeEngine
-from clearhead.serve.limits import Limits
-from clearhead.serve.vectors import embedding
+from clearhead.run.serve import guard
+from clearhead.run.serve.engine import ServeEngine
+from clearhead.run.serve.limits import Limits
+from clearhead.run.serve.vectors import embedding
 from tests.serve import mixes
 from tests.serve.served import serving
 from tests.serve.test_http import TEMPLATE, call
@@ -277,7 +277,7 @@ def test_prompts_are_in_no_log(writer, caplog):
     with serving({"m": ServeEngine(writer)}, log_prompts=True) as at:
         call(at, "/v1/completions", {"prompt": [f"{secret}\nforged line", "b"], "max_tokens": 2})
         call(at, "/v1/completions", {"prompt": writer.encode(["as ids"])[0], "max_tokens": 2})
-    lines = [one.getMessage() for one in caplog.records if one.name == "clearhead.serve"]
+    lines = [one.getMessage() for one in caplog.records if one.name == "clearhead.run.serve"]
     assert [json.loads(one)["prompts"] for one in lines] == [[f"{secret}\nforged line", "b"], ["as ids"]]
     assert not any("\n" in one for one in lines)
 

@@ -8,10 +8,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import clearhead as ch
-from clearhead.commands.chat import Printed
+from clearhead.app.commands.chat import Printed
 from clearhead.errors import InputError
-from clearhead.tasks.chat import chat_ids, turn_end
-from clearhead.tokens.chat import KNOWN, ChatTemplate
+from clearhead.hub.tokens.chat import KNOWN, ChatTemplate
+from clearhead.learn.tasks.chat import chat_ids, turn_end
 from tests import harness
 from tests.tokens.chat_templates import TEMPLATES
 

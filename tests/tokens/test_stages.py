@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from clearhead import cli
+from clearhead.app import cli
 from clearhead.hub.tokenizer import save_tokenizer
-from clearhead.tokens.labels import visible
-from clearhead.tokens.stages import Stages, stages
+from clearhead.hub.tokens.labels import visible
+from clearhead.hub.tokens.stages import Stages, stages
 from tests.hub.corpus import HARD
 from tests.tokens.toys import KINDS, LINES, trained
 

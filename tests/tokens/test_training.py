@@ -15,10 +15,9 @@ from transformers import AutoTokenizer
 
 from clearhead.errors import InputError
 from clearhead.hub.tokenizer import save_tokenizer
-from clearhead.tasks.table import TASKS as SPECS
-from clearhead.tokens.plan import TokensPlan
-from clearhead.tokens.streams import TextFiles, known_words, pieces
-from clearhead.tokens.training import (
+from clearhead.hub.tokens.plan import TokensPlan
+from clearhead.hub.tokens.streams import TextFiles, known_words, pieces
+from clearhead.hub.tokens.training import (
     GENERATOR,
     READER,
     SENTINELS,
@@ -28,6 +27,7 @@ from clearhead.tokens.training import (
     choose,
     train_tokenizer,
 )
+from clearhead.learn.tasks.table import TASKS as SPECS
 from tests.hub.corpus import HARD
 from tests.tokens.toys import KINDS, LINES, TASKS, TEXT, digest, trained, write
 
@@ -240,9 +240,9 @@ def test_a_text_without_a_space_can_be_learned_from() -> None:
 
 MEMORY = """
 import random, sys
-from clearhead.tokens import kinds
-from clearhead.tokens.plan import TokensPlan
-from clearhead.tokens.training import GENERATOR, train_tokenizer
+from clearhead.hub.tokens import kinds
+from clearhead.hub.tokens.plan import TokensPlan
+from clearhead.hub.tokens.training import GENERATOR, train_tokenizer
 class Distinct:  # 12 MB on one line, hardly a word of it twice
     def __iter__(self):
         draw, letters = random.Random(0), str.maketrans("0123456789", "ghijklmnop")

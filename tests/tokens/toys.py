@@ -9,10 +9,10 @@ from typing import get_args
 
 from tokenizers import Tokenizer
 
-from clearhead.tasks.table import TASKS as SPECS
-from clearhead.tokens.plan import TokenKind, TokensPlan
-from clearhead.tokens.streams import TextFiles
-from clearhead.tokens.training import train_tokenizer
+from clearhead.hub.tokens.plan import TokenKind, TokensPlan
+from clearhead.hub.tokens.streams import TextFiles
+from clearhead.hub.tokens.training import train_tokenizer
+from clearhead.learn.tasks.table import TASKS as SPECS
 
 KINDS = get_args(TokenKind)
 TASKS = ("lm", "mlm", "denoise", "seq2seq", "classify", "tag", "answer")

@@ -22,9 +22,9 @@ from typing import NamedTuple
 import torch
 
 import clearhead as ch
-from clearhead.commands.train import train
-from clearhead.training.events import read_log
-from clearhead.training.state import CHECKPOINTS, newest
+from clearhead.app.commands.train import train
+from clearhead.learn.training.events import read_log
+from clearhead.learn.training.state import CHECKPOINTS, newest
 from tests.training.test_run import TEXT, TINY, child, same, weights
 
 REFUSED = 2

@@ -7,7 +7,7 @@ import torch
 
 import clearhead as ch
 from clearhead.errors import CheckpointError
-from clearhead.training.weights import Ema, average
+from clearhead.learn.training.weights import Ema, average
 from tests.harness import build, config, some_ids, worst
 
 

@@ -13,10 +13,10 @@ import transformers
 from PIL import Image
 
 import clearhead as ch
-from clearhead.cli import main
-from clearhead.tasks.towers import image_pixels, text_inputs
-from clearhead.training.captions import CaptionPlan, read_captions, train_towers
-from clearhead.training.new_towers import new_towers
+from clearhead.app.cli import main
+from clearhead.learn.tasks.towers import image_pixels, text_inputs
+from clearhead.learn.training.captions import CaptionPlan, read_captions, train_towers
+from clearhead.learn.training.new_towers import new_towers
 
 pytestmark = pytest.mark.ledger("L11")
 COLOURS = {"red": (220, 20, 20), "green": (20, 220, 20), "blue": (20, 20, 220)}

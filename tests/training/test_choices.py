@@ -12,7 +12,7 @@ import torch
 
 import clearhead as ch
 from clearhead.errors import ConfigError
-from clearhead.training import machine, prepare
+from clearhead.learn.training import machine, prepare
 from tests.training.test_run import StopAt, run, same, weights
 
 

@@ -10,15 +10,21 @@ from sklearn.metrics import f1_score, ndcg_score
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import clearhead as ch
-from clearhead.batches.batching import make_batches
-from clearhead.batches.encoded import encode_corpus
-from clearhead.data.corpus import open_corpus
-from clearhead.data.plan import DataPlan
 from clearhead.errors import InputError
-from clearhead.evaluation.metrics import METRICS
-from clearhead.tasks.entries.several import FIGURES
-from clearhead.tasks.entries.vectors import _figures_of, order_loss, ranking_losses, similarity, text_vectors
-from clearhead.tasks.table import TASKS
+from clearhead.learn.batches.batching import make_batches
+from clearhead.learn.batches.encoded import encode_corpus
+from clearhead.learn.data.corpus import open_corpus
+from clearhead.learn.data.plan import DataPlan
+from clearhead.learn.evaluation.metrics import METRICS
+from clearhead.learn.tasks.entries.several import FIGURES
+from clearhead.learn.tasks.entries.vectors import (
+    _figures_of,
+    order_loss,
+    ranking_losses,
+    similarity,
+    text_vectors,
+)
+from clearhead.learn.tasks.table import TASKS
 from tests import harness
 
 SMALL = {

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from clearhead.batches.batch import Batch
-from clearhead.losses import batch_loss
-from clearhead.recipe import TrainPlan
-from clearhead.training.faults import diagnose, find_fault
-from clearhead.training.machine import Precision
+from clearhead.learn.batches.batch import Batch
+from clearhead.learn.losses import batch_loss
+from clearhead.learn.recipe import TrainPlan
+from clearhead.learn.training.faults import diagnose, find_fault
+from clearhead.learn.training.machine import Precision
 from tests.harness import build, some_ids
 
 PLAN, FLOAT32 = TrainPlan(lr=0.5), Precision(torch.device("cpu"), None, "")

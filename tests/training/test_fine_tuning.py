@@ -10,15 +10,15 @@ import pytest
 import torch
 
 import clearhead as ch
-from clearhead.batches.batch import Batch
-from clearhead.data.examples import Corpus, Labelled, Tagged
-from clearhead.data.plan import DataPlan
 from clearhead.errors import ConfigError
-from clearhead.losses import class_answers, class_weighted
-from clearhead.recipe import read_recipe
-from clearhead.tasks.corpus import open_data
-from clearhead.tasks.spec import balanced_weights
-from clearhead.training.events import Note, Validated, read_log
+from clearhead.learn.batches.batch import Batch
+from clearhead.learn.data.examples import Corpus, Labelled, Tagged
+from clearhead.learn.data.plan import DataPlan
+from clearhead.learn.losses import class_answers, class_weighted
+from clearhead.learn.recipe import read_recipe
+from clearhead.learn.tasks.corpus import open_data
+from clearhead.learn.tasks.spec import balanced_weights
+from clearhead.learn.training.events import Note, Validated, read_log
 from tests.harness import worst
 
 WORDS = ["sea", "ship", "storm", "wind", "sail", "rope", "captain", "island"]

@@ -12,9 +12,9 @@ import pytest
 
 import clearhead as ch
 from clearhead.errors import TrainingError
-from clearhead.training.folder import BEFORE, LOCK, MOVING
-from clearhead.training.prepare import FINGERPRINT
-from clearhead.training.state import newest
+from clearhead.learn.training.folder import BEFORE, LOCK, MOVING
+from clearhead.learn.training.prepare import FINGERPRINT
+from clearhead.learn.training.state import newest
 from tests.training.kills import survive
 from tests.training.test_run import StopAt, child, run, same, text, weights
 

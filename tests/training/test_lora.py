@@ -10,11 +10,11 @@ import torch
 
 import clearhead as ch
 from clearhead.errors import InputError
-from clearhead.fast.lora import LoraLinear, merge, merged, unmerge
-from clearhead.fast.prepare import prepared
-from clearhead.recipe import TrainPlan
-from clearhead.training.optim import make_optimizer
-from clearhead.training.weights import adapted_note, add_lora
+from clearhead.learn.recipe import TrainPlan
+from clearhead.learn.training.optim import make_optimizer
+from clearhead.learn.training.weights import adapted_note, add_lora
+from clearhead.run.kernels.lora import LoraLinear, merge, merged, unmerge
+from clearhead.run.kernels.prepare import prepared
 from tests.harness import build, config, some_ids, worst
 
 MODELS = {

@@ -13,11 +13,11 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import clearhead as ch
-from clearhead import losses
-from clearhead.batches.batch import IGNORE, Batch
+from clearhead.core.stack import Block
 from clearhead.errors import InputError
-from clearhead.losses import balance_loss, batch_loss, default_chunk
-from clearhead.model.stack import Block
+from clearhead.learn import losses
+from clearhead.learn.batches.batch import IGNORE, Batch
+from clearhead.learn.losses import balance_loss, batch_loss, default_chunk
 from tests.harness import V, build, gradients, some_ids, worst
 
 LANGUAGE = {

@@ -8,10 +8,14 @@ import pytest
 import torch
 
 import clearhead as ch
-from clearhead.batches.batch import Batch
-from clearhead.data.plan import DataPlan
-from clearhead.fast import training as fast_training
-from clearhead.fast.training import (
+from clearhead.learn.batches.batch import Batch
+from clearhead.learn.data.plan import DataPlan
+from clearhead.learn.recipe import TrainPlan
+from clearhead.learn.tasks.table import TASKS
+from clearhead.learn.training.machine import Precision, host_bound, least_seconds, pays, quick_attention
+from clearhead.learn.training.weights import add_lora
+from clearhead.run.kernels import training as fast_training
+from clearhead.run.kernels.training import (
     JoinedAttention,
     join_projections,
     narrow_gelu,
@@ -22,10 +26,6 @@ from clearhead.fast.training import (
     suit_narrow,
     unjoined,
 )
-from clearhead.recipe import TrainPlan
-from clearhead.tasks.table import TASKS
-from clearhead.training.machine import Precision, host_bound, least_seconds, pays, quick_attention
-from clearhead.training.weights import add_lora
 from tests.harness import build, some_ids, worst
 
 MODELS = {

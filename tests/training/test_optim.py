@@ -11,9 +11,9 @@ from transformers.optimization import Adafactor
 
 import clearhead as ch
 from clearhead.errors import InputError
-from clearhead.recipe import TrainPlan
-from clearhead.training.muon import orthogonal
-from clearhead.training.optim import freeze, make_optimizer, parameter_groups, set_rate, step_if_finite
+from clearhead.learn.recipe import TrainPlan
+from clearhead.learn.training.muon import orthogonal
+from clearhead.learn.training.optim import freeze, make_optimizer, parameter_groups, set_rate, step_if_finite
 from tests.harness import build, config, some_ids, worst
 
 CPU = torch.device("cpu")

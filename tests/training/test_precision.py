@@ -9,14 +9,14 @@ import pytest
 import torch
 
 import clearhead as ch
-from clearhead.bundle import best_device
-from clearhead.cli import main
-from clearhead.data.plan import DataPlan
+from clearhead.app.cli import main
 from clearhead.errors import ConfigError, InputError
-from clearhead.recipe import TrainPlan
-from clearhead.tasks.table import TASKS
-from clearhead.training import machine
-from clearhead.training.machine import choose_precision, cpu_has_bfloat16
+from clearhead.learn.data.plan import DataPlan
+from clearhead.learn.recipe import TrainPlan
+from clearhead.learn.tasks.table import TASKS
+from clearhead.learn.training import machine
+from clearhead.learn.training.machine import choose_precision, cpu_has_bfloat16
+from clearhead.run.bundle import best_device
 from tests.training.test_run import TEXT, StopAt, run, same
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")

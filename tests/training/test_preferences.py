@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import clearhead as ch
-from clearhead.batches.batch import Batch
 from clearhead.errors import ConfigError
-from clearhead.tasks.entries.turns import PREFERENCE, pair_objective, preference_losses
-from clearhead.tasks.table import TASKS
+from clearhead.learn.batches.batch import Batch
+from clearhead.learn.tasks.entries.turns import PREFERENCE, pair_objective, preference_losses
+from clearhead.learn.tasks.table import TASKS
 from tests import harness
 
 SETTINGS = {
@@ -95,13 +95,13 @@ def test_a_run_begins_at_its_reference_and_learns_the_pairs(tuned):
 def test_the_loss_is_that_of_each_conversation_alone(tuned, tmp_path):
     """The two answers of a row do not see each other: their log-probabilities are those of `score`."""
     m = ch.load(tuned[0])
-    from clearhead.batches.batching import make_batches
-    from clearhead.batches.encoded import encode_corpus
-    from clearhead.data.corpus import open_corpus
-    from clearhead.data.plan import DataPlan
-    from clearhead.tasks.chat import chat_ids, chat_template
-    from clearhead.tasks.entries.turns import pair_objective
-    from clearhead.tasks.table import TASKS
+    from clearhead.learn.batches.batching import make_batches
+    from clearhead.learn.batches.encoded import encode_corpus
+    from clearhead.learn.data.corpus import open_corpus
+    from clearhead.learn.data.plan import DataPlan
+    from clearhead.learn.tasks.chat import chat_ids, chat_template
+    from clearhead.learn.tasks.entries.turns import pair_objective
+    from clearhead.learn.tasks.table import TASKS
 
     path, batching = tmp_path / "rows.jsonl", TASKS["prefer"].batching
     path.write_text("".join(json.dumps(row) + "\n" for row in rows(5)))

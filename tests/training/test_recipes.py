@@ -20,10 +20,10 @@ import torch
 import transformers
 
 import clearhead as ch
-from clearhead.cli import main
+from clearhead.app.cli import main
 from clearhead.hub.files import read_json
-from clearhead.recipe import SECTIONS, Recipe, _comments, read_recipe, recipe_names
-from clearhead.training.events import draw, read_log
+from clearhead.learn.recipe import SECTIONS, Recipe, _comments, read_recipe, recipe_names
+from clearhead.learn.training.events import draw, read_log
 
 transformers.logging.set_verbosity_error()
 
@@ -560,7 +560,7 @@ def learned(tmp_path_factory):
             if task != "image":
                 settings += ["model.max_positions=32", "tokens.kind=word"]
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr("clearhead.training.events.draw", draw)  # which other runs are spared
+                patch.setattr("clearhead.learn.training.events.draw", draw)  # which other runs are spared
                 made[task] = ch.train(write_task(task, folder), out=folder / task, settings=settings)
         return made[task]
 

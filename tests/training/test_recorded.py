@@ -6,13 +6,13 @@ import pytest
 import torch
 
 import clearhead as ch
-from clearhead.batches.batch import IGNORE, Batch
-from clearhead.batches.sizes import padded_up, scored_up, size_above
 from clearhead.errors import TrainingError
-from clearhead.fast import graphs
-from clearhead.losses import batch_loss
-from clearhead.training import prepare, recorded
-from clearhead.training.events import Note
+from clearhead.learn.batches.batch import IGNORE, Batch
+from clearhead.learn.batches.sizes import padded_up, scored_up, size_above
+from clearhead.learn.losses import batch_loss
+from clearhead.learn.training import prepare, recorded
+from clearhead.learn.training.events import Note
+from clearhead.run.kernels import graphs
 from tests.harness import build
 from tests.parallel import meshes
 

@@ -11,15 +11,15 @@ import torch
 from tokenizers import Tokenizer, models
 
 import clearhead as ch
-from clearhead.api import Model
-from clearhead.batches.batch import Batch
-from clearhead.cli import main
+from clearhead.app.cli import main
 from clearhead.errors import ClearheadError, ConfigError, InputError
-from clearhead.evaluation.evaluate import data_plan
-from clearhead.losses import batch_loss
-from clearhead.recipe import Recipe, read_recipe
-from clearhead.tasks.table import TASKS
-from clearhead.training.build import base_of, build
+from clearhead.learn.batches.batch import Batch
+from clearhead.learn.evaluation.evaluate import data_plan
+from clearhead.learn.losses import batch_loss
+from clearhead.learn.recipe import Recipe, read_recipe
+from clearhead.learn.tasks.table import TASKS
+from clearhead.learn.training.build import base_of, build
+from clearhead.run.api import Model
 from tests.harness import build as micro
 from tests.harness import some_ids
 

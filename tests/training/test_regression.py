@@ -11,11 +11,11 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import clearhead as ch
-from clearhead.cli import main
-from clearhead.data.plan import DataPlan
+from clearhead.app.cli import main
 from clearhead.errors import InputError
-from clearhead.tasks.corpus import open_examples
-from clearhead.tasks.entries.regression import _ranks, predict
+from clearhead.learn.data.plan import DataPlan
+from clearhead.learn.tasks.corpus import open_examples
+from clearhead.learn.tasks.entries.regression import _ranks, predict
 
 WORDS = tuple("abcdefghijklmnop")
 SMALL = (

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 import clearhead as ch
-from clearhead.fast.training import join_projections
-from clearhead.losses import batch_loss
-from clearhead.training import machine
-from clearhead.training.events import read_log
-from clearhead.training.faults import find_fault
-from clearhead.training.machine import Precision
-from clearhead.training.state import State
-from clearhead.training.weights import average
+from clearhead.learn.losses import batch_loss
+from clearhead.learn.training import machine
+from clearhead.learn.training.events import read_log
+from clearhead.learn.training.faults import find_fault
+from clearhead.learn.training.machine import Precision
+from clearhead.learn.training.state import State
+from clearhead.learn.training.weights import average
+from clearhead.run.kernels.training import join_projections
 from tests.harness import build, some_ids
 from tests.training.test_run import TEXT, StopAt, run, same, weights
 
@@ -262,7 +262,7 @@ def test_no_run_ends_for_a_sample_that_is_too_long(tmp_path, text):
 
 
 def test_the_log_is_json_whatever_the_numbers(text, tmp_path, monkeypatch):
-    from clearhead.training import loop
+    from clearhead.learn.training import loop
 
     monkeypatch.setattr(loop, "validate", lambda *given: ({"loss": math.nan, "perplexity": math.inf}, ""))
     run(text, tmp_path / "run", "train.steps=4")
@@ -303,7 +303,7 @@ def test_a_scaled_loss_that_is_not_finite_ends_the_run(text, tmp_path, monkeypat
 
 @pytest.mark.ledger("H10")
 def test_a_fault_has_the_same_name_where_projections_are_joined():
-    from clearhead.batches.batch import Batch
+    from clearhead.learn.batches.batch import Batch
 
     model = build()
     with torch.no_grad():

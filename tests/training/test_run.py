@@ -17,10 +17,10 @@ import torch
 from transformers import AutoTokenizer
 
 import clearhead as ch
-from clearhead.batches import even
-from clearhead.cli import main
-from clearhead.training.events import read_log
-from clearhead.training.state import newest
+from clearhead.app.cli import main
+from clearhead.learn.batches import even
+from clearhead.learn.training.events import read_log
+from clearhead.learn.training.state import newest
 from tests.harness import worst
 
 TEXT = "the quick brown fox jumps over the lazy dog while it sings of the sea\n" * 60

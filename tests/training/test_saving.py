@@ -10,9 +10,9 @@ import pytest
 
 import clearhead as ch
 from clearhead.errors import CheckpointError
-from clearhead.training import loop
-from clearhead.training.events import Saved, Stepped
-from clearhead.training.state import newest
+from clearhead.learn.training import loop
+from clearhead.learn.training.events import Saved, Stepped
+from clearhead.learn.training.state import newest
 
 SETTINGS = {
     **{"model.d_model": 8, "model.n_layers": 1, "model.n_heads": 2, "train.steps": 6, "train.save_every": 2},

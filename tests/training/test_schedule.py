@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_with_warmup, get_wsd_schedule
 
-from clearhead.recipe import TrainPlan
-from clearhead.training.optim import original_schedule, rate, warmup_steps
+from clearhead.learn.recipe import TrainPlan
+from clearhead.learn.training.optim import original_schedule, rate, warmup_steps
 
 STEPS, WARMUP, LR = 200, 17, 3e-4
 

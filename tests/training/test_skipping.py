@@ -13,12 +13,12 @@ import torch
 from safetensors.torch import load_file
 
 import clearhead as ch
-from clearhead.cli import main
-from clearhead.recipe import TrainPlan
-from clearhead.training import loop, machine, optim, prepare, recorded
-from clearhead.training.events import Skipped, read_log
-from clearhead.training.machine import Precision
-from clearhead.training.running import TrainingRun
+from clearhead.app.cli import main
+from clearhead.learn.recipe import TrainPlan
+from clearhead.learn.training import loop, machine, optim, prepare, recorded
+from clearhead.learn.training.events import Skipped, read_log
+from clearhead.learn.training.machine import Precision
+from clearhead.learn.training.running import TrainingRun
 from tests.harness import build
 from tests.training.test_faults import Cliff
 from tests.training.test_run import StopAt, run, same, weights

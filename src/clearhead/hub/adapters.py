@@ -5,13 +5,13 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from clearhead.core.transformer import Transformer
 from clearhead.errors import CheckpointError, nearest
-from clearhead.fast.lora import LoraLinear, merge
 from clearhead.hub.architecture import Architecture
 from clearhead.hub.files import read_json, refuse
 from clearhead.hub.peft import Adapter, RankUpdate, read_adapter, write_adapter
 from clearhead.hub.peft_settings import SETTINGS
-from clearhead.model.transformer import Transformer
+from clearhead.run.kernels.lora import LoraLinear, merge
 
 
 class Adapters:

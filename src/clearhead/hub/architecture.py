@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from clearhead.config import MOST_LAYERS, MOST_WIDE, ModelConfig
+from clearhead.core.config import MOST_LAYERS, MOST_WIDE, ModelConfig
 from clearhead.errors import CheckpointError, ConfigError, first_line
 from clearhead.hub.fields import ConfigPart, Json, count_labels
 from clearhead.hub.files import refuse

@@ -4,8 +4,8 @@ In evaluation, transformers draws block 0 as every random block, so its keys sta
 1 + num_random_blocks times. Rows of up to 5 + 2 · num_random_blocks blocks are read in full.
 """
 
-from clearhead.config import ModelConfig
-from clearhead.config.kinds import Blocks, Full, read_kind
+from clearhead.core.config import ModelConfig
+from clearhead.core.config.kinds import Blocks, Full, read_kind
 from clearhead.hub.architecture import Architecture
 from clearhead.hub.bert import MASKED, SHAPE, TAGGER, classes, embedding, layers
 from clearhead.hub.fields import ACTIVATIONS, ConfigPart, Json, field, scaled

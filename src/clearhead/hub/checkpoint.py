@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from clearhead.config import ModelConfig
-from clearhead.data.files import RECIPE
+from clearhead.core.config import ModelConfig
+from clearhead.core.transformer import Transformer
 from clearhead.errors import CheckpointError, ClearheadError, ConfigError, nearest
 from clearhead.hub import gguf_config
 from clearhead.hub.architecture import SECTION, Architecture, check_sizes, is_among
@@ -31,7 +31,7 @@ from clearhead.hub.registry import ARCHITECTURES, ONE_TOWER, architecture_of, to
 from clearhead.hub.rules import Rule, Shape, matches
 from clearhead.hub.stored import as_stored, check_bounds, common_dtype, equal
 from clearhead.hub.weights import Entry, allocated, cast, finite, held, open_weights
-from clearhead.model.transformer import Transformer
+from clearhead.learn.data.files import RECIPE
 
 READERS = min(4, os.cpu_count() or 1)  # threads: they wait for memory
 OWN = Architecture(SECTION, {"ClearheadModel": {}}, (), ())  # tensors under our own names

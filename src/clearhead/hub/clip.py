@@ -5,12 +5,12 @@ A linear layer without bias leads from each to the common space.
 
 from typing import Any
 
-from clearhead.config import ModelConfig
+from clearhead.core.config import ModelConfig
 from clearhead.hub.fields import WHOLE_HEADS, Json, fixed
 from clearhead.hub.files import refuse
 from clearhead.hub.rules import Rule
 from clearhead.hub.tower_tables import TowersTable, image_tower, shape, text_tower
-from clearhead.model.kinds.towers import HIGHEST, TowersConfig
+from clearhead.variants.towers import HIGHEST, TowersConfig
 
 END, OLD_END = 49407, 2  # with the second, which was a mistake once, the highest id of a text is its end
 

@@ -1,6 +1,6 @@
 """DeBERTa v2 and v3: BERT whose scores also tell how far away a key stands (disentangled attention)."""
 
-from clearhead.config import ModelConfig
+from clearhead.core.config import ModelConfig
 from clearhead.hub.architecture import Architecture
 from clearhead.hub.bert import BLOCK, KIND, MASKED, SHAPE, SPAN, TAGGER, TYPES, classes
 from clearhead.hub.fields import ACTIVATIONS, ConfigPart, Json, field, fixed

@@ -10,10 +10,10 @@ from itertools import compress
 import torch
 from torch import Tensor
 
-from clearhead.config import ModelConfig
-from clearhead.fast.library import compiled_before
+from clearhead.core.config import ModelConfig
 from clearhead.hub.rules import JOINED, JOINED_TRANSPOSED, SAME, TRANSPOSED, Rule, Shape
 from clearhead.hub.weights import Entry, allocated, cast
+from clearhead.run.kernels.library import compiled_before
 
 PIECE = 1 << 22  # bytes read at a time of what is turned or converted: they stay near the processor
 LINES = 64  # rows turned together: their columns fill whole lines of the cache

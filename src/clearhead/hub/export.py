@@ -7,7 +7,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from clearhead.config import ModelConfig
+from clearhead.core.config import ModelConfig
+from clearhead.core.transformer import Transformer
 from clearhead.errors import CheckpointError
 from clearhead.hub.architecture import SECTION, Architecture
 from clearhead.hub.checkpoint import OWN, Description, matching_rules, more
@@ -16,7 +17,6 @@ from clearhead.hub.registry import nearest_to
 from clearhead.hub.rules import Rule
 from clearhead.hub.weights import Entry, cast
 from clearhead.hub.writing import Outgoing
-from clearhead.model.transformer import Transformer
 
 
 def exported(config: ModelConfig, original: Description | None = None) -> Description:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from clearhead.config import ModelConfig
+from clearhead.core.config import ModelConfig
 from clearhead.errors import CheckpointError
 from clearhead.hub.files import refuse
 

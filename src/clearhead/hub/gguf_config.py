@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clearhead.config import ModelConfig, RopeScaling
+from clearhead.core.config import ModelConfig, RopeScaling
+from clearhead.core.positions import rope_frequencies
 from clearhead.errors import CheckpointError
 from clearhead.hub.architecture import WITHOUT_EFFECT, Architecture
 from clearhead.hub.fields import Json
@@ -21,7 +22,6 @@ from clearhead.hub.gguf_file import GgufHeader, open_gguf
 from clearhead.hub.gguf_tables import DIALECTS, Dialect
 from clearhead.hub.registry import ARCHITECTURES
 from clearhead.hub.rules import same
-from clearhead.model.positions import rope_frequencies
 
 FACTORS = "rope_freqs.weight"
 LARGEST = {"gemma2": 46, "gemma3": 62}  # layers of the 27B models, whose scores have another scale

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from clearhead.config import ModelConfig
+from clearhead.core.config import ModelConfig
 from clearhead.hub.fields import Json
 from clearhead.hub.llama import BLOCK, QKV, TOKENS
 from clearhead.hub.rules import EXPERTS, SAME, Operation, Rule, Shape, Tensors, joined, same

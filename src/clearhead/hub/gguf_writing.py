@@ -13,7 +13,8 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from clearhead.config import ModelConfig
+from clearhead.core.config import ModelConfig
+from clearhead.core.transformer import Transformer
 from clearhead.errors import CheckpointError, first_line
 from clearhead.hub.checkpoint import Description
 from clearhead.hub.export import outgoing
@@ -30,8 +31,7 @@ from clearhead.hub.gguf_file import GgufHeader, StoredTensor, gguf_package
 from clearhead.hub.gguf_tokenizer import tokenizer_fields
 from clearhead.hub.weights import cast
 from clearhead.hub.writing import Outgoing
-from clearhead.model.transformer import Transformer
-from clearhead.quant.apply import refuse_quantized
+from clearhead.run.quant.apply import refuse_quantized
 
 TYPES = {"F32": 0, "F16": 1, "Q8_0": 7, "Q4_0": 2}  # with the number of general.file_type
 TABLES = ("token_embd.weight", "output.weight", "position_embd.weight")

@@ -1,6 +1,6 @@
 """Fields that differ from layer to layer: which of them have a sliding window, and which do not rotate."""
 
-from clearhead.config import MOST_LAYERS, ModelConfig
+from clearhead.core.config import MOST_LAYERS, ModelConfig
 from clearhead.hub.fields import ConfigPart, Json
 from clearhead.hub.files import refuse
 

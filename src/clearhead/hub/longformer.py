@@ -1,7 +1,7 @@
 """Longformer: RoBERTa with a window in each layer, and global tokens with projections of their own."""
 
-from clearhead.config import MOST_LAYERS, ModelConfig
-from clearhead.config.kinds import GlobalKind, GlobalTokens
+from clearhead.core.config import MOST_LAYERS, ModelConfig
+from clearhead.core.config.kinds import GlobalKind, GlobalTokens
 from clearhead.hub.architecture import Architecture
 from clearhead.hub.bert import BLOCK, ROBERTA, SHAPE, classes, embedding, heads, layers, masked_head
 from clearhead.hub.fields import ConfigPart, Json, fixed, positions_after_padding

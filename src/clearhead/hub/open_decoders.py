@@ -2,7 +2,7 @@
 
 import math
 
-from clearhead.config import ModelConfig
+from clearhead.core.config import ModelConfig
 from clearhead.hub.architecture import Architecture
 from clearhead.hub.fields import ACTIVATIONS, LABELS, ConfigPart, Json, cases, field, fixed
 from clearhead.hub.files import refuse

@@ -22,7 +22,7 @@ from clearhead.hub.languages import LANGUAGES
 from clearhead.hub.pixels import PREPROCESSOR
 from clearhead.hub.spectrogram import CLASS
 from clearhead.hub.tokenizer import SPEECH, save_tokenizer
-from clearhead.tokens.kinds import byte_letters
+from clearhead.hub.tokens.kinds import byte_letters
 
 SIZES = {  # of config.json, by their names in `dims`
     "n_mels": "num_mel_bins",

@@ -16,7 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from clearhead.config import ModelConfig
+from clearhead.core.config import ModelConfig
+from clearhead.core.dtypes import wide
+from clearhead.core.transformer import Transformer
 from clearhead.hub.architecture import Architecture
 from clearhead.hub.checkpoint import empty_model, matching_rules, more
 from clearhead.hub.files import read_json, refuse, whole_folder, write_json
@@ -24,8 +26,6 @@ from clearhead.hub.peft_settings import SETTINGS, by_pattern, checked_settings, 
 from clearhead.hub.rules import JOINED_TRANSPOSED, TRANSPOSED, Rule
 from clearhead.hub.weights import Entry, open_tensors
 from clearhead.hub.writing import Outgoing, write_tensors
-from clearhead.model.dtypes import wide
-from clearhead.model.transformer import Transformer
 
 STEM = "adapter_model"
 PREFIX, ENDS = "base_model.model.", (".lora_A.weight", ".lora_B.weight")

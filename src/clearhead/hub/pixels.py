@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from clearhead.config import ModelConfig
-from clearhead.data.pictures import pixels_of
+from clearhead.core.config import ModelConfig
 from clearhead.errors import CheckpointError, InputError, MissingExtraError, first_line, refuse
 from clearhead.hub.files import read_json_if_any
+from clearhead.learn.data.pictures import pixels_of
 
 PREPROCESSOR = "preprocessor_config.json"
 PROCESSOR = "processor_config.json"  # which newer directories have in its place

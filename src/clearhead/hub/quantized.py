@@ -3,7 +3,8 @@
     "quantization_config": {"quant_method": "clearhead", "layers": {"head.out": [8, 32, true], ...}}
 
 A layer is named with its bits, its group and whether it is symmetric. Its weight is the tensors
-`NAME.codes`, `NAME.scales` and, where it has them, `NAME.offsets` and `NAME.smooth` (see `quant/grid.py`).
+`NAME.codes`, `NAME.scales` and, where it has them, `NAME.offsets` and `NAME.smooth` (see
+`run/quant/grid.py`).
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,15 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from clearhead.config import ModelConfig
+from clearhead.core.config import ModelConfig
+from clearhead.core.transformer import Transformer
 from clearhead.errors import CheckpointError, ClearheadError
 from clearhead.hub.architecture import QUANTIZATION, SECTION
 from clearhead.hub.files import refuse
 from clearhead.hub.weights import Entry
 from clearhead.hub.writing import Outgoing
-from clearhead.model.transformer import Transformer
-from clearhead.quant.grid import Grid
-from clearhead.quant.layers import PARTS, QuantizedLinear, QuantizedTable, empty_layer, quantized_parts
+from clearhead.run.quant.grid import Grid
+from clearhead.run.quant.layers import PARTS, QuantizedLinear, QuantizedTable, empty_layer, quantized_parts
 
 METHOD = "clearhead"  # the quant_method that config.json names
 

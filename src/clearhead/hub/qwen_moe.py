@@ -1,6 +1,6 @@
 """Qwen2-MoE and Qwen3-MoE: Qwen's tables with a mixture of experts in some of the layers."""
 
-from clearhead.config import ModelConfig
+from clearhead.core.config import ModelConfig
 from clearhead.hub.fields import ConfigPart, Json, field, fixed
 from clearhead.hub.files import refuse
 from clearhead.hub.layers import count_layers, sliding_windows

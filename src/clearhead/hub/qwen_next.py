@@ -6,8 +6,8 @@ decays, and head by head the queries and gates of a full layer.
 
 import dataclasses
 
-from clearhead.config import ModelConfig
-from clearhead.config.kinds import GatedDeltaKind
+from clearhead.core.config import ModelConfig
+from clearhead.core.config.kinds import GatedDeltaKind
 from clearhead.hub.fields import ConfigPart, Json, field, fixed
 from clearhead.hub.files import refuse
 from clearhead.hub.layers import count_layers

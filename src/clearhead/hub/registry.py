@@ -6,7 +6,7 @@ A checkpoint's `model_type` names one; for a config of ours, the one that expres
 from pathlib import Path
 from typing import Any
 
-from clearhead.config import ModelConfig
+from clearhead.core.config import ModelConfig
 from clearhead.errors import CheckpointError
 from clearhead.hub import (
     bart,

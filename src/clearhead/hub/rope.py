@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from clearhead.config import ModelConfig, RopeScaling
+from clearhead.core.config import ModelConfig, RopeScaling
 from clearhead.hub.fields import ConfigPart, Json
 from clearhead.hub.files import refuse
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clearhead.config import ModelConfig
+from clearhead.core.config import ModelConfig
 
 Shape = tuple[int, ...]
 Tensors = list[Tensor]

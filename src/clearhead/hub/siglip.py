@@ -5,11 +5,11 @@ Texts are therefore all of one length. The text's linear layer leads to the widt
 
 from typing import Any
 
-from clearhead.config import ModelConfig
+from clearhead.core.config import ModelConfig
 from clearhead.hub.fields import WHOLE_HEADS, Json, fixed
 from clearhead.hub.rules import JOINED, Rule, reshaped, same
 from clearhead.hub.tower_tables import TowersTable, image_tower, shape, text_tower
-from clearhead.model.kinds.towers import TowersConfig
+from clearhead.variants.towers import TowersConfig
 
 HEAD = "vision_model.head"
 QUERY = reshaped(lambda config: (1, 1, config.d_model))

@@ -17,10 +17,10 @@ import torch.nn.functional as nnf
 from numpy.typing import NDArray
 from torch import Tensor
 
-from clearhead.config import ModelConfig
-from clearhead.data.sounds import Samples
+from clearhead.core.config import ModelConfig
 from clearhead.errors import CheckpointError, refuse
 from clearhead.hub.pixels import PREPROCESSOR
+from clearhead.learn.data.sounds import Samples
 
 CLASS = "WhisperFeatureExtractor"
 HIGHEST = 8_000.0  # Hz, of the highest band, whatever the rate is

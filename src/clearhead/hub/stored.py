@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from clearhead.config import ModelConfig, StackSpec
+from clearhead.core.config import ModelConfig, StackSpec
 from clearhead.hub.architecture import POOLER_KEY, SECTION, Architecture
 from clearhead.hub.fields import Json
 from clearhead.hub.files import refuse

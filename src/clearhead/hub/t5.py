@@ -1,6 +1,6 @@
 """T5, T5 v1.1 and mT5: relative positions, one table per stack, and attention scores without a scale."""
 
-from clearhead.config import ModelConfig
+from clearhead.core.config import ModelConfig
 from clearhead.hub.architecture import Architecture
 from clearhead.hub.fields import ACTIVATIONS, ConfigPart, Json, field, fixed, scaled
 from clearhead.hub.files import refuse

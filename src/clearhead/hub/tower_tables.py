@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from clearhead.config import ModelConfig
+from clearhead.core.config import ModelConfig
 from clearhead.errors import CheckpointError, ConfigError
 from clearhead.hub.architecture import QUANTIZATION, Architecture
 from clearhead.hub.fields import ACTIVATIONS, ConfigPart, Json, field, fixed, patches
 from clearhead.hub.files import refuse
 from clearhead.hub.rules import Rule, reshaped, same
 from clearhead.hub.weights import Entry
-from clearhead.model.kinds.towers import TowersConfig
+from clearhead.variants.towers import TowersConfig
 
 Tower = Literal["text", "image"]
 SECTIONS: dict[Tower, str] = {"text": "text_config", "image": "vision_config"}  # of config.json

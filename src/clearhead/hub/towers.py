@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from clearhead.config import ModelConfig
+from clearhead.core.config import ModelConfig
+from clearhead.core.transformer import Transformer
 from clearhead.errors import CheckpointError
 from clearhead.hub import checkpoint, export
 from clearhead.hub.files import read_json, read_json_if_any, refuse
@@ -18,8 +19,7 @@ from clearhead.hub.stored import common_dtype
 from clearhead.hub.tower_tables import PREFIXES, Tower, TowersTable
 from clearhead.hub.weights import cast, finite, open_weights
 from clearhead.hub.writing import Outgoing
-from clearhead.model.kinds.towers import Towers, TowersConfig
-from clearhead.model.transformer import Transformer
+from clearhead.variants.towers import Towers, TowersConfig
 
 
 @dataclass(frozen=True)

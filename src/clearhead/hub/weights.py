@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from clearhead.errors import CheckpointError, first_line
-from clearhead.fast.turning import copied
 from clearhead.hub.files import (
     INDEX,
     PICKLED,
@@ -31,6 +30,7 @@ from clearhead.hub.files import (
     reading,
     refuse,
 )
+from clearhead.run.kernels.turning import copied
 
 DTYPES = {
     "F64": torch.float64,

@@ -24,11 +24,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from clearhead.core.transformer import Transformer
 from clearhead.errors import InputError, refuse
 from clearhead.hub.files import read_json
 from clearhead.inside import inputs, names
 from clearhead.inside.attention_maps import AttentionMaps, Axis, LayerMap, query_entropy
-from clearhead.model.transformer import Transformer
 
 BUDGET = 512 * 512  # cells of one head's pattern
 INDEX = "maps.json"

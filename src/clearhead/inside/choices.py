@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from clearhead.errors import InputError, nearest, refuse
+from clearhead.hub.tokens.labels import label, visible
 from clearhead.inside.inputs import Prepared
-from clearhead.tokens.labels import label, visible
 
 KINDS = {"lm": "token", "mlm": "token", "classifier": "class", "tagger": "class", "span": "place"}
 

@@ -12,15 +12,15 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
+from clearhead.core import masks
+from clearhead.core.attention import Attention
+from clearhead.core.heads import LanguageHead
+from clearhead.core.taps import Recording
+from clearhead.core.transformer import Output, evaluating
 from clearhead.errors import refuse
 from clearhead.inside import inputs, names
 from clearhead.inside.choices import Choices, choices_of, find_column
 from clearhead.inside.frozen import LinearReadout, exact, freeze, read_back, read_span
-from clearhead.model import masks
-from clearhead.model.attention import Attention
-from clearhead.model.heads import LanguageHead
-from clearhead.model.taps import Recording
-from clearhead.model.transformer import Output, evaluating
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from clearhead.core.dtypes import wide
+from clearhead.core.taps import tap_names
 from clearhead.errors import refuse
 from clearhead.inside import inputs, results
 from clearhead.inside.direct import AskedLogit, parts_of
 from clearhead.inside.frozen import exact
-from clearhead.model.dtypes import wide
-from clearhead.model.taps import tap_names
-from clearhead.quant.layers import weight_of
+from clearhead.run.quant.layers import weight_of
 
 
 @dataclass(frozen=True)

@@ -17,20 +17,20 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from clearhead.api import Model
+from clearhead.core.attention import Attention
+from clearhead.core.feedforward import Experts, FeedForward
+from clearhead.core.heads import ClassifierHead, LanguageHead, PooledHead, TokenHead
+from clearhead.core.norms import Norm
+from clearhead.core.stack import Block, Stack
+from clearhead.core.transformer import Transformer
 from clearhead.errors import refuse
-from clearhead.fast.lora import merged
 from clearhead.hub import checkpoint
 from clearhead.inside.inputs import AnyModel, as_model
-from clearhead.model.attention import Attention
-from clearhead.model.feedforward import Experts, FeedForward
-from clearhead.model.heads import ClassifierHead, LanguageHead, PooledHead, TokenHead
-from clearhead.model.kinds.disentangled import DisentangledAttention
-from clearhead.model.kinds.gated_delta import GatedDelta
-from clearhead.model.norms import Norm
-from clearhead.model.stack import Block, Stack
-from clearhead.model.transformer import Transformer
-from clearhead.quant.apply import refuse_quantized
+from clearhead.run.api import Model
+from clearhead.run.kernels.lora import merged
+from clearhead.run.quant.apply import refuse_quantized
+from clearhead.variants.disentangled import DisentangledAttention
+from clearhead.variants.gated_delta import GatedDelta
 
 # The layers of a sublayer that read its input.
 READERS = {

@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor, nn
 
+from clearhead.core.dtypes import precise
+from clearhead.core.heads import ClassifierHead, Head, LanguageHead, PooledHead, TokenHead
+from clearhead.core.norms import LayerNorm, RMSNorm
 from clearhead.errors import refuse
-from clearhead.model.dtypes import precise
-from clearhead.model.heads import ClassifierHead, Head, LanguageHead, PooledHead, TokenHead
-from clearhead.model.norms import LayerNorm, RMSNorm
 
 
 @dataclass(frozen=True)

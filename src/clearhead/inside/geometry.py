@@ -21,17 +21,17 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
-from clearhead.api import Model
-from clearhead.config import TABLES
+from clearhead.core.config import TABLES
+from clearhead.core.fronts import TokenFront
+from clearhead.core.heads import LanguageHead
+from clearhead.core.stack import Stack
 from clearhead.errors import InputError, refuse
+from clearhead.hub.tokens.labels import label, labels
 from clearhead.inside.heads.alignments import positions
 from clearhead.inside.inputs import AnyModel, as_model, device_of, patch_names, prepare_first
 from clearhead.inside.names import states
 from clearhead.inside.results import Floats, Result, on_cpu
-from clearhead.model.fronts import TokenFront
-from clearhead.model.heads import LanguageHead
-from clearhead.model.stack import Stack
-from clearhead.tokens.labels import label, labels
+from clearhead.run.api import Model
 
 Table = Literal["input", "output"]
 WordOrId = str | int

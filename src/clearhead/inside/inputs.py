@@ -20,15 +20,15 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor
 
-from clearhead.api import Model
-from clearhead.config import ModelConfig
-from clearhead.data.treebank import Span
+from clearhead.core.config import ModelConfig
+from clearhead.core.taps import Recording, edit, record
+from clearhead.core.transformer import Output, Transformer, evaluating
 from clearhead.errors import InputError, refuse
 from clearhead.hub import encodings, pixels
-from clearhead.model.taps import Recording, edit, record
-from clearhead.model.transformer import Output, Transformer, evaluating
-from clearhead.tasks.speech import first_window
-from clearhead.tokens.labels import labels
+from clearhead.hub.tokens.labels import labels
+from clearhead.learn.data.treebank import Span
+from clearhead.learn.tasks.speech import first_window
+from clearhead.run.api import Model
 
 AnyModel = Model | Transformer
 Given = str | Sequence[int] | Tensor | pixels.Image

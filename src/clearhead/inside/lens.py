@@ -29,16 +29,16 @@ from itertools import groupby
 import torch
 from torch import Tensor, nn
 
+from clearhead.core import dtypes
+from clearhead.core.heads import LanguageHead
+from clearhead.core.transformer import Transformer, evaluating
 from clearhead.errors import refuse
-from clearhead.fast.parts import like
-from clearhead.generate.exits import stop_at
 from clearhead.inside import inputs, names, results
 from clearhead.inside.choices import Choices, choices_of, find_column
 from clearhead.inside.direct import AskedLogit, Term, parts_of, terms_of
 from clearhead.inside.once import RecordedOnce
-from clearhead.model import dtypes
-from clearhead.model.heads import LanguageHead
-from clearhead.model.transformer import Transformer, evaluating
+from clearhead.run.generate.exits import stop_at
+from clearhead.run.kernels.parts import like
 
 TOGETHER = 32  # columns of which all layers are read at once
 ROWS = 64  # columns whose probabilities over all choices are held at a time

@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from clearhead.config import ModelConfig, StackSpec
-from clearhead.config.kinds import FULL, GatedDeltaKind, Kind
+from clearhead.core.config import ModelConfig, StackSpec
+from clearhead.core.config.kinds import FULL, GatedDeltaKind, Kind
 from clearhead.errors import InputError, nearest, refuse
 
 PARTS = {"self": "blocks.{}.attention", "encoder": "encoder.blocks.{}.attention", "cross": "blocks.{}.cross"}

@@ -17,13 +17,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from clearhead.core.taps import record
+from clearhead.core.transformer import evaluating
 from clearhead.errors import refuse
+from clearhead.hub.tokens.labels import labels
 from clearhead.inside import inputs, results
 from clearhead.inside.choices import choices_of, find_column
 from clearhead.inside.heads.alignments import positions
-from clearhead.model.taps import record
-from clearhead.model.transformer import evaluating
-from clearhead.tokens.labels import labels
 
 ROWS = 32  # inputs that are run at once
 STANDS_FOR_NOTHING = ("mask", "unk", "pad")

@@ -15,10 +15,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from clearhead.core.taps import Recording, matching, record, tap_names
+from clearhead.core.transformer import Output, evaluating
 from clearhead.inside.inputs import Prepared
 from clearhead.inside.names import kinds_of
-from clearhead.model.taps import Recording, matching, record, tap_names
-from clearhead.model.transformer import Output, evaluating
 
 LARGEST = 2**28  # numbers of all patterns together; where there would be more, none is kept
 LARGEST_GRAPH = 2**24  # numbers of all patterns, of a pass that is kept with its gradients

@@ -23,12 +23,12 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor
 
-from clearhead.config import StackSpec
+from clearhead.core.config import StackSpec
+from clearhead.core.taps import edit
+from clearhead.core.transformer import evaluating
 from clearhead.errors import nearest, refuse
 from clearhead.inside import inputs, names, results
 from clearhead.inside.choices import Choices, choices_of, find_column
-from clearhead.model.taps import edit
-from clearhead.model.transformer import evaluating
 
 PARTS = ("residual", "attention", "feedforward", "heads")
 TOKENS_AT_ONCE = 8192  # of all rows together: what one pass of patched rows may hold

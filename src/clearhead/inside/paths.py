@@ -25,12 +25,12 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from clearhead.config import ModelConfig
+from clearhead.core.config import ModelConfig
+from clearhead.core.taps import Recording, tap_names
 from clearhead.errors import refuse
 from clearhead.inside import inputs, names, results
 from clearhead.inside.direct import AddedPart, AskedLogit, Term, parts_of, terms_of
 from clearhead.inside.frozen import exact
-from clearhead.model.taps import Recording, tap_names
 
 LOOKED_THROUGH = 300  # of the largest edges, where one that moved something is looked for
 

@@ -18,14 +18,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from clearhead.api import Model
+from clearhead.core.transformer import Transformer, evaluating
 from clearhead.errors import refuse
-from clearhead.evaluation.metrics import perplexity
 from clearhead.inside.inputs import device_of
 from clearhead.inside.long.text import LongText, read_text
 from clearhead.inside.results import Result
-from clearhead.model.transformer import Transformer, evaluating
-from clearhead.quant.apply import (
+from clearhead.learn.evaluation.metrics import perplexity
+from clearhead.run.api import Model
+from clearhead.run.quant.apply import (
     LayerError,
     MethodName,
     QuantPlan,
@@ -33,9 +33,9 @@ from clearhead.quant.apply import (
     quantize_model,
     shared_copy,
 )
-from clearhead.quant.calibrate import moments
-from clearhead.quant.layers import quantized_parts
-from clearhead.quant.methods import CALIBRATED
+from clearhead.run.quant.calibrate import moments
+from clearhead.run.quant.layers import quantized_parts
+from clearhead.run.quant.methods import CALIBRATED
 
 OnProgress = Callable[[str, int, int], None]
 LENGTH = 512  # tokens of a row, at most

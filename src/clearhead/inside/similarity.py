@@ -13,7 +13,7 @@ import torch.nn.functional as nnf
 from torch import Tensor
 
 from clearhead.inside import inputs, results
-from clearhead.tasks.reading import embed
+from clearhead.learn.tasks.reading import embed
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ from contextlib import AbstractContextManager
 
 from torch import Tensor
 
-from clearhead.api import Model
+from clearhead.core.taps import edit
 from clearhead.errors import refuse
 from clearhead.inside import inputs, names
-from clearhead.model.taps import edit
+from clearhead.run.api import Model
 
 
 def steering_vector(m: inputs.AnyModel, toward: inputs.Given, away: inputs.Given, layer: int) -> Tensor:

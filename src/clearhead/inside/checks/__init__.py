@@ -16,7 +16,8 @@ from collections.abc import Callable
 
 import torch
 
-from clearhead.api import Model
+from clearhead.core.taps import unwrapped
+from clearhead.core.transformer import Transformer, evaluating
 from clearhead.errors import refuse
 from clearhead.inside.checks.forward import forward_rows, inside_rows
 from clearhead.inside.checks.independent import formula_rows, reference_rows
@@ -24,9 +25,8 @@ from clearhead.inside.checks.quantized import quantized_rows
 from clearhead.inside.checks.rows import LARGE, TOLERANCE, Check, Comparison, Inputs
 from clearhead.inside.checks.towers import named
 from clearhead.inside.checks.training import training_rows
-from clearhead.model.taps import unwrapped
-from clearhead.model.transformer import Transformer, evaluating
-from clearhead.quant.layers import quantized_parts
+from clearhead.run.api import Model
+from clearhead.run.quant.layers import quantized_parts
 
 __all__ = ["Check", "check", "checks_for"]
 

@@ -13,18 +13,18 @@ from pathlib import Path
 
 import torch
 
-from clearhead.api import Model, load
-from clearhead.config import ModelConfig
-from clearhead.fast.fixed_cache import FixedCache
-from clearhead.fast.prepare import prepared
+from clearhead.core.cache import Cache, WindowCache
+from clearhead.core.config import ModelConfig
+from clearhead.core.taps import record
+from clearhead.core.transformer import Transformer, attending
 from clearhead.inside.checks.rows import TOLERANCE, Comparison, Inputs, gap
 from clearhead.inside.lens import stopped_at
 from clearhead.inside.names import AttentionHead, attentions, states
 from clearhead.inside.parts.ablate import ablating
 from clearhead.inside.parts.prune import prune, units
-from clearhead.model.cache import Cache, WindowCache
-from clearhead.model.taps import record
-from clearhead.model.transformer import Transformer, attending
+from clearhead.run.api import Model, load
+from clearhead.run.kernels.fixed_cache import FixedCache
+from clearhead.run.kernels.prepare import prepared
 
 DEVICE_TOLERANCE = 1e-4  # of float32: sums are taken in another order there
 CacheForm = Callable[[], Cache]

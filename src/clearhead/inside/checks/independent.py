@@ -20,19 +20,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clearhead.api import Model, load
-from clearhead.config.kinds import read_kind
+from clearhead.core.config.kinds import read_kind
+from clearhead.core.feedforward import FeedForward
+from clearhead.core.taps import edit
+from clearhead.core.transformer import Transformer
 from clearhead.errors import InputError, MissingExtraError, refuse
-from clearhead.generate.decode import greedy
 from clearhead.hub.registry import ONE_TOWER
 from clearhead.inside.checks.forward import cache_forms, through
 from clearhead.inside.checks.long import long_rows, reach
 from clearhead.inside.checks.plainly import plainly
 from clearhead.inside.checks.rows import TOLERANCE, Comparison, Inputs, gap
 from clearhead.inside.checks.towers import reference_towers
-from clearhead.model.feedforward import FeedForward
-from clearhead.model.taps import edit
-from clearhead.model.transformer import Transformer
+from clearhead.run.api import Model, load
+from clearhead.run.generate.decode import greedy
 
 REFERENCE_TOLERANCE = 1e-4
 REFERENCE_LENGTH = 40  # of a row, where no threshold of the config is longer

@@ -15,20 +15,20 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from clearhead.config import LEARNED_BIASES, ModelConfig
-from clearhead.config.kinds import Blocks
+from clearhead.core.cache import Cache
+from clearhead.core.config import LEARNED_BIASES, ModelConfig
+from clearhead.core.config.kinds import Blocks
+from clearhead.core.transformer import Transformer
 from clearhead.errors import InputError
-from clearhead.fast.prepare import prepared
-from clearhead.generate import decode
-from clearhead.generate.prompts import Prompts, turns_by_length
-from clearhead.generate.request import Request
 from clearhead.inside.checks.forward import cache_forms
 from clearhead.inside.checks.plain_inputs import PlainRow
 from clearhead.inside.checks.plainly import Plain
 from clearhead.inside.checks.rows import TOLERANCE, Comparison, Inputs, gap
-from clearhead.model.cache import Cache
-from clearhead.model.kinds.stream_cache import StreamCache, check_stream, sees_past
-from clearhead.model.transformer import Transformer
+from clearhead.run.generate import decode
+from clearhead.run.generate.prompts import Prompts, turns_by_length
+from clearhead.run.generate.request import Request
+from clearhead.run.kernels.prepare import prepared
+from clearhead.variants.stream_cache import StreamCache, check_stream, sees_past
 
 MOST = 2048  # tokens of a row; a length beyond is reached by position alone
 USUAL = 128  # tokens of a row where no length matters

@@ -11,7 +11,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from clearhead.config import TABLES, ModelConfig, RopeScaling, StackSpec
+from clearhead.core.config import TABLES, ModelConfig, RopeScaling, StackSpec
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": lambda x: x.clamp(min=0),

@@ -9,8 +9,8 @@ import math
 import torch
 from torch import Tensor
 
-from clearhead.config import ModelConfig
-from clearhead.config.kinds import (
+from clearhead.core.config import ModelConfig
+from clearhead.core.config.kinds import (
     Blocks,
     Dilated,
     Full,
@@ -22,7 +22,7 @@ from clearhead.config.kinds import (
     Windowed,
 )
 from clearhead.inside.checks.plain_inputs import PlainInputs, PlainRow
-from clearhead.model.kinds.linear import orthogonal_features
+from clearhead.variants.linear import orthogonal_features
 
 MASK = 0x7FFFFFFF
 

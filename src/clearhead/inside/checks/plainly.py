@@ -1,8 +1,8 @@
-"""The Transformer in one file: a forward pass in float64 from weights and config, with none of `model/`.
+"""The Transformer in one file: a forward pass in float64 from weights and config, with none of `core/`.
 
 It is slow and plain on purpose: one row, one head at a time; masks are comparisons of numbers; every choice
 of the config is an `if`. `clearhead check` holds a model against it, so that a fault on both sides of an
-equality cannot pass unseen. And it says what a config means, from top to bottom: read it beside `model/`.
+equality cannot pass unseen. And it says what a config means, from top to bottom: read it beside `core/`.
 
 Shapes, all of one row: T query tokens, S key tokens, D model, E head width, V vocabulary.
 """
@@ -15,8 +15,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from clearhead.config import BIASES, ModelConfig
-from clearhead.config.kinds import FULL, Blocks, GatedDeltaKind, GlobalKind, Kind, LinearKind, LowRank
+from clearhead.core.config import BIASES, ModelConfig
+from clearhead.core.config.kinds import FULL, Blocks, GatedDeltaKind, GlobalKind, Kind, LinearKind, LowRank
 from clearhead.inside.checks.plain_inputs import ACTIVATIONS, PlainInputs, PlainRow, bucket, pairs, slope
 from clearhead.inside.checks.plain_kinds import (
     by_distance,

@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 
-from clearhead.api import Model, load
-from clearhead.fast.parts import Direct
-from clearhead.fast.prepare import prepared
 from clearhead.inside.checks.forward import forward_rows, inside_rows
 from clearhead.inside.checks.plainly import plainly
 from clearhead.inside.checks.rows import Comparison, Inputs, gap
-from clearhead.quant.apply import dequantized
-from clearhead.quant.layers import QuantizedLinear, quantized_parts, rounding_bound
+from clearhead.run.api import Model, load
+from clearhead.run.kernels.parts import Direct
+from clearhead.run.kernels.prepare import prepared
+from clearhead.run.quant.apply import dequantized
+from clearhead.run.quant.layers import QuantizedLinear, quantized_parts, rounding_bound
 
 REPLACED = ("fast copy = model", "saved = loaded", "built = config")
 FAST_TOLERANCE = 5e-2  # of logits, relative to the largest: inputs have 8 bits in every layer

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from clearhead.api import Model, load
 from clearhead.errors import MissingExtraError
 from clearhead.hub.towers import JoinedTowers
 from clearhead.inside.checks.rows import Comparison
-from clearhead.model.kinds.towers import pair_loss
+from clearhead.run.api import Model, load
+from clearhead.variants.towers import pair_loss
 
 PARITY = 1e-5
 PAIRS, END = 3, 2  # random pairs of a text and an image; tokens after the end of the first text

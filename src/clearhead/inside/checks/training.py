@@ -13,14 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clearhead.api import Model, load
-from clearhead.batches.batch import IGNORE, Batch
+from clearhead.core.transformer import Transformer
 from clearhead.inside.checks.rows import Comparison, Inputs, gap
-from clearhead.losses import batch_loss
-from clearhead.model.transformer import Transformer
-from clearhead.recipe import TrainPlan
-from clearhead.training import optim
-from clearhead.training.state import (
+from clearhead.learn.batches.batch import IGNORE, Batch
+from clearhead.learn.losses import batch_loss
+from clearhead.learn.recipe import TrainPlan
+from clearhead.learn.training import optim
+from clearhead.learn.training.state import (
     State,
     load_checkpoint,
     optimizer_tensors,
@@ -28,6 +27,7 @@ from clearhead.training.state import (
     save_checkpoint,
     snapshot,
 )
+from clearhead.run.api import Model, load
 
 PARTS = (slice(0, 1), slice(1, 2), slice(2, 4))  # of a batch of four rows
 STEPS, STOP = 3, 2  # of the run that is stopped

@@ -31,13 +31,13 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from clearhead.api import Model
-from clearhead.data import files, treebank
 from clearhead.errors import InputError, refuse
 from clearhead.hub.encodings import framed
+from clearhead.hub.tokens.labels import labels
 from clearhead.inside import inputs, results
 from clearhead.inside.names import AttentionHead, heads_in, patterned
-from clearhead.tokens.labels import labels
+from clearhead.learn.data import files, treebank
+from clearhead.run.api import Model
 
 UNLIMITED = 1 << 30
 

@@ -33,12 +33,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clearhead.api import Model
-from clearhead.config.kinds import FULL
+from clearhead.core.config.kinds import FULL
+from clearhead.core.masks import compose, tokens_from
 from clearhead.errors import refuse
 from clearhead.inside import inputs, names, results
-from clearhead.model.kinds.blocks import tokens_for
-from clearhead.model.masks import compose, tokens_from
+from clearhead.run.api import Model
+from clearhead.variants.blocks import tokens_for
 
 NARROW = ("previous", "next", "itself", "first", "separator", "same", "rare", "position")
 WIDE = ("local", "uniform")

@@ -21,14 +21,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from clearhead.api import Model
-from clearhead.batches.padding import by_length, padded, real_tokens
-from clearhead.data.treebank import Sentence
+from clearhead.core.transformer import Transformer
 from clearhead.errors import nearest, refuse
 from clearhead.inside import inputs, results
 from clearhead.inside.heads.alignments import WordTokens, align, word_attention, word_matrices
 from clearhead.inside.names import AttentionHead, heads_in, patterned
-from clearhead.model.transformer import Transformer
+from clearhead.learn.batches.padding import by_length, padded, real_tokens
+from clearhead.learn.data.treebank import Sentence
+from clearhead.run.api import Model
 
 DIRECTIONS = ("to governor", "to dependent")
 CELLS = 300_000  # of one head's patterns in a batch

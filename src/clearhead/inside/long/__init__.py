@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from clearhead.config import RopeScaling
+from clearhead.core.config import RopeScaling
 from clearhead.errors import nearest, refuse
 from clearhead.inside.inputs import AnyModel, as_model
 from clearhead.inside.long.growth import Growth, measure_growth
@@ -27,7 +27,7 @@ from clearhead.inside.long.positions import (
 from clearhead.inside.long.retrieval import RetrievalGrid, retrieve, words_of
 from clearhead.inside.long.text import LongText, read_text
 from clearhead.inside.results import Result
-from clearhead.tasks.reading import fitting
+from clearhead.learn.tasks.reading import fitting
 
 LongPart = Literal["perplexity", "retrieval", "cost"]
 PARTS: tuple[LongPart, ...] = ("perplexity", "retrieval", "cost")

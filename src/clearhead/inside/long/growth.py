@@ -18,11 +18,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from clearhead.costs import cost
+from clearhead.core.transformer import Transformer, evaluating
 from clearhead.inside.inputs import device_of
 from clearhead.inside.long.positions import OnProgress
 from clearhead.inside.results import Result
-from clearhead.model.transformer import Transformer, evaluating
+from clearhead.variants.costs import cost
 
 POINTS, SHORTEST = 5, 16  # lengths, each half of the next; tokens of the first at least
 REPEATS = 3  # passes, after one to warm up; the quickest counts: a busy machine only ever adds

@@ -16,18 +16,18 @@ import torch
 import torch.nn.functional as nnf
 from numpy.typing import NDArray
 
-from clearhead.config import ModelConfig, RopeScaling
+from clearhead.core.config import ModelConfig, RopeScaling
+from clearhead.core.dtypes import wide
+from clearhead.core.transformer import Transformer, evaluating
 from clearhead.errors import nearest, refuse
-from clearhead.evaluation.metrics import perplexity
-from clearhead.generate.decode import PREFILL_CHUNK, cache_for
-from clearhead.generate.prompts import turns_by_length
 from clearhead.hub.checkpoint import empty_model
 from clearhead.inside.inputs import device_of
 from clearhead.inside.long.text import LongText
 from clearhead.inside.results import Result
-from clearhead.losses import default_chunk
-from clearhead.model.dtypes import wide
-from clearhead.model.transformer import Transformer, evaluating
+from clearhead.learn.evaluation.metrics import perplexity
+from clearhead.learn.losses import default_chunk
+from clearhead.run.generate.decode import PREFILL_CHUNK, cache_for
+from clearhead.run.generate.prompts import turns_by_length
 
 OnProgress = Callable[[str, int, int], None]  # told a stage, and how much of how much is done
 MULTIPLES = (1, 2, 4)  # of the trained length, at which scalings are tried

@@ -26,15 +26,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from clearhead.api import Model
+from clearhead.core.transformer import evaluating
 from clearhead.errors import refuse
-from clearhead.evaluation.evaluate import BATCH_TOKENS
-from clearhead.generate.decode import cache_for, prefill
+from clearhead.hub.tokens.labels import VISIBLE, label
 from clearhead.inside.long.positions import OnProgress
 from clearhead.inside.long.text import LongText
 from clearhead.inside.results import Result
-from clearhead.model.transformer import evaluating
-from clearhead.tokens.labels import VISIBLE, label
+from clearhead.learn.evaluation.evaluate import BATCH_TOKENS
+from clearhead.run.api import Model
+from clearhead.run.generate.decode import cache_for, prefill
 
 CHOICES = 8
 KEY_WORDS = 2

@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from clearhead.api import Model
-from clearhead.batches.encoded import encode_corpus
-from clearhead.batches.rows import Ints
 from clearhead.errors import refuse
-from clearhead.evaluation.evaluate import data_plan, run_recipe, task_for
-from clearhead.recipe import read_recipe
-from clearhead.tasks.corpus import open_examples
-from clearhead.tasks.table import task_named
+from clearhead.learn.batches.encoded import encode_corpus
+from clearhead.learn.batches.rows import Ints
+from clearhead.learn.evaluation.evaluate import data_plan, run_recipe, task_for
+from clearhead.learn.recipe import read_recipe
+from clearhead.learn.tasks.corpus import open_examples
+from clearhead.learn.tasks.table import task_named
+from clearhead.run.api import Model
 
 NO_TEXT = (
     "no text is named, and the folder knows none: add --text FILE (in Python, text=FILE), "

@@ -20,8 +20,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from clearhead.api import Model
 from clearhead.errors import nearest, refuse
+from clearhead.hub.tokens.labels import decoded, label
 from clearhead.inside.inputs import AnyModel, as_model, patch_names
 from clearhead.inside.memories.neurons import (
     AROUND,
@@ -38,7 +38,7 @@ from clearhead.inside.memories.neurons import (
     read_batch,
 )
 from clearhead.inside.results import Result, plain
-from clearhead.tokens.labels import decoded, label
+from clearhead.run.api import Model
 
 Order = Literal["agreement", "activation"]
 NEURONS = 1024  # scored at a time: their scores of all tokens are held at once

@@ -27,17 +27,17 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor, nn
 
-from clearhead.api import Model
-from clearhead.batches.padding import padded, real_tokens
-from clearhead.config import StackSpec
+from clearhead.core.config import StackSpec
+from clearhead.core.feedforward import Experts
+from clearhead.core.heads import ClassifierHead, LanguageHead, TokenHead
+from clearhead.core.stack import Stack
 from clearhead.errors import InputError, refuse
 from clearhead.hub import encodings, pixels
 from clearhead.inside import frozen, inputs, results
 from clearhead.inside.names import layer_names
-from clearhead.model.feedforward import Experts
-from clearhead.model.heads import ClassifierHead, LanguageHead, TokenHead
-from clearhead.model.stack import Stack
-from clearhead.quant.layers import weight_of
+from clearhead.learn.batches.padding import padded, real_tokens
+from clearhead.run.api import Model
+from clearhead.run.quant.layers import weight_of
 
 Given = str | Sequence[int] | tuple[str, str] | pixels.Image | inputs.Prepared
 LONGEST = 512  # tokens of a passage, though the model may take more

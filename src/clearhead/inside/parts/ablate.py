@@ -31,16 +31,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from clearhead.config import ModelConfig
+from clearhead.core.config import ModelConfig
+from clearhead.core.taps import edit
+from clearhead.core.transformer import Transformer
 from clearhead.errors import nearest, refuse
 from clearhead.inside.choices import choices_of
 from clearhead.inside.inputs import AnyModel, Prepared, Target, as_model, device_of, prepare, recorded
 from clearhead.inside.names import AttentionHead, find_heads, layer_names, spec_of
 from clearhead.inside.parts.examples import Data, Examples, Quality, examples_from, judge
 from clearhead.inside.results import Result
-from clearhead.losses import arguments_for
-from clearhead.model.taps import edit
-from clearhead.model.transformer import Transformer
+from clearhead.learn.losses import arguments_for
 
 How = Literal["zero", "mean"]
 Heads = Iterable[AttentionHead | str] | AttentionHead | str

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clearhead.config import ModelConfig
+from clearhead.core.config import ModelConfig
 from clearhead.errors import refuse
 from clearhead.inside import inputs, results
 from clearhead.inside.names import attentions, heads_in, layer_names

@@ -17,20 +17,20 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from clearhead.api import Model
-from clearhead.batches.batch import IGNORE, Batch
-from clearhead.batches.padding import padded, real_tokens
-from clearhead.data.examples import PAIRS, TEXT, Chunk, Corpus, Pair, Rows
-from clearhead.data.plan import DataPlan
+from clearhead.core.heads import LanguageHead
+from clearhead.core.transformer import Transformer, evaluating
 from clearhead.errors import refuse
-from clearhead.evaluation.evaluate import BATCH_TOKENS, PICTURES, data_plan, judged_batches, task_for
-from clearhead.evaluation.examples import renamed
 from clearhead.inside import inputs, results
-from clearhead.losses import arguments_for, default_chunk, objective_of, summed
-from clearhead.model.heads import LanguageHead
-from clearhead.model.transformer import Transformer, evaluating
-from clearhead.tasks.corpus import open_examples
-from clearhead.tasks.table import TASKS
+from clearhead.learn.batches.batch import IGNORE, Batch
+from clearhead.learn.batches.padding import padded, real_tokens
+from clearhead.learn.data.examples import PAIRS, TEXT, Chunk, Corpus, Pair, Rows
+from clearhead.learn.data.plan import DataPlan
+from clearhead.learn.evaluation.evaluate import BATCH_TOKENS, PICTURES, data_plan, judged_batches, task_for
+from clearhead.learn.evaluation.examples import renamed
+from clearhead.learn.losses import arguments_for, default_chunk, objective_of, summed
+from clearhead.learn.tasks.corpus import open_examples
+from clearhead.learn.tasks.table import TASKS
+from clearhead.run.api import Model
 
 
 @dataclass(frozen=True, eq=False)

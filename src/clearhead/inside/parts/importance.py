@@ -21,7 +21,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from clearhead.config import ModelConfig
+from clearhead.core.config import ModelConfig
+from clearhead.core.taps import edit
+from clearhead.core.transformer import evaluating
 from clearhead.inside import inputs, results
 from clearhead.inside.names import AttentionHead, all_heads, attentions, layer_names
 from clearhead.inside.parts.ablate import (
@@ -34,10 +36,8 @@ from clearhead.inside.parts.ablate import (
     opened,
 )
 from clearhead.inside.parts.examples import Data, judge
-from clearhead.losses import batch_loss
-from clearhead.model.taps import edit
-from clearhead.model.transformer import evaluating
-from clearhead.tasks.table import TASKS
+from clearhead.learn.losses import batch_loss
+from clearhead.learn.tasks.table import TASKS
 
 
 @dataclass(frozen=True)

@@ -29,17 +29,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from clearhead.api import Model
-from clearhead.config import BIASES, ModelConfig
+from clearhead.core.attention import Attention
+from clearhead.core.config import BIASES, ModelConfig
+from clearhead.core.transformer import Transformer
 from clearhead.errors import refuse
 from clearhead.hub import checkpoint, registry
 from clearhead.inside import inputs, names, results
 from clearhead.inside.parts.ablate import Heads, OnProgress, ablating, as_heads, opened
 from clearhead.inside.parts.examples import Data, judge
 from clearhead.inside.parts.importance import HeadTable, ablate_each, importance
-from clearhead.model.attention import Attention
-from clearhead.model.transformer import Transformer
-from clearhead.quant.apply import refuse_quantized
+from clearhead.run.api import Model
+from clearhead.run.quant.apply import refuse_quantized
 
 By = Literal["importance", "ablation", "random"]
 Unit = tuple[names.AttentionHead, ...]  # heads that can only go together

@@ -25,14 +25,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from clearhead.api import Model
-from clearhead.data import corpus, tables
 from clearhead.errors import MissingExtraError, refuse
-from clearhead.evaluation.metrics import interval_of, ratio_of
 from clearhead.inside.inputs import AnyModel, as_model
 from clearhead.inside.probe.data import Data, ProbeItem, apart, choose_items, read_items, split_items
 from clearhead.inside.probe.states import POOLS, OnProgress, stack_of, vectors_of
 from clearhead.inside.results import Floats, Result
+from clearhead.learn.data import corpus, tables
+from clearhead.learn.evaluation.metrics import interval_of, ratio_of
+from clearhead.run.api import Model
 
 WORDS = 20_000  # that a probe is trained on, and as many to test it, at most
 TEST_SHARE = 0.2

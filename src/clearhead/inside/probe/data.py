@@ -15,12 +15,12 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from clearhead.data import corpora, files, formats, plan, split, tables
-from clearhead.data.examples import Images, Labelled, Tagged
-from clearhead.data.pictures import content
-from clearhead.data.treebank import Sentence, Span, TreeWord, locate, read_treebank
 from clearhead.errors import nearest, refuse
-from clearhead.tasks.corpus import open_examples
+from clearhead.learn.data import corpora, files, formats, plan, split, tables
+from clearhead.learn.data.examples import Images, Labelled, Tagged
+from clearhead.learn.data.pictures import content
+from clearhead.learn.data.treebank import Sentence, Span, TreeWord, locate, read_treebank
+from clearhead.learn.tasks.corpus import open_examples
 
 COLUMNS = ("upos", "xpos", "deprel", "relation", "arc", "lemma", "feats.NAME")
 FARTHEST = 4  # words to a governor that are told apart; farther ones are one class on either side

@@ -17,14 +17,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from clearhead.api import Model
-from clearhead.batches.padding import by_length, padded, real_tokens
 from clearhead.errors import refuse
 from clearhead.hub.pixels import to_pixels
 from clearhead.inside import inputs, names
 from clearhead.inside.heads.alignments import align, word_matrices
 from clearhead.inside.probe.data import ProbeItem
 from clearhead.inside.results import Floats, on_cpu
+from clearhead.learn.batches.padding import by_length, padded, real_tokens
+from clearhead.run.api import Model
 
 OnProgress = Callable[[str, int, int], None]
 BATCH_TOKENS = 4096  # of a batch, padding included

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clearhead.api import Model
-from clearhead.costs import Cost, cost
+from clearhead.core.taps import Listener, listening
+from clearhead.core.transformer import evaluating
 from clearhead.errors import InputError, nearest, refuse
 from clearhead.inside.inputs import AnyModel, Given, InputTokens, Prepared, Target, as_model, prepare_any
 from clearhead.inside.trace.legend import LEGEND
@@ -31,8 +31,8 @@ from clearhead.inside.trace.steps import (
     answer_steps,
     priced,
 )
-from clearhead.model.taps import Listener, listening
-from clearhead.model.transformer import evaluating
+from clearhead.run.api import Model
+from clearhead.variants.costs import Cost, cost
 
 __all__ = ["Peek", "Prediction", "Trace", "TraceRow", "TraceStep", "trace"]
 

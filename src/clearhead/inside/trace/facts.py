@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clearhead.config import ModelConfig
+from clearhead.core.config import ModelConfig
 from clearhead.inside.trace.kind_words import own_words
 from clearhead.inside.trace.words import Words, words_of
 

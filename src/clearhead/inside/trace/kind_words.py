@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping
 
-from clearhead.config import ModelConfig
+from clearhead.core.config import ModelConfig
 from clearhead.inside.trace.delta_words import DELTA
 from clearhead.inside.trace.words import Words
 

@@ -23,15 +23,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clearhead.api import Model
-from clearhead.config import ModelConfig
+from clearhead.core.config import ModelConfig
+from clearhead.core.dtypes import wide
+from clearhead.core.steps import Step
+from clearhead.hub.tokens.labels import label
 from clearhead.inside.inputs import InputTokens
 from clearhead.inside.results import Result
 from clearhead.inside.trace.facts import filled_words
 from clearhead.inside.trace.words import INPUTS
-from clearhead.model.dtypes import wide
-from clearhead.model.steps import Step
-from clearhead.tokens.labels import label
+from clearhead.run.api import Model
 
 FIRST = 5  # values shown of each result
 RECENT = 12  # latest steps that are searched for the one that computed an activation

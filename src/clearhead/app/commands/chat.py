@@ -1,0 +1,247 @@
+"""The command that talks with a model in the terminal: history, streaming, a look inside the last answer."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated, Any
+
+from tyro.conf import Positional, arg
+
+import clearhead as ch
+from clearhead.app.commands.common import Device, Dtype, Folder, load_model, option, print_notes
+from clearhead.app.commands.models import page_server
+from clearhead.app.commands.requests import GroupedRequest, options_with
+from clearhead.errors import ClearheadError, InputError, refuse
+from clearhead.run.generate.request import make_request
+
+ASKED = options_with(max_new_tokens=512)  # of an answer at most, where the command does not say
+HELP = """\
+/reset         forget the conversation, but not the system message
+/system TEXT   set the system message (no text: none), forget the conversation
+/save FILE     write the conversation as JSON, as `clearhead train` reads it
+/look          open the last answer in the explorer
+/help          show this
+/quit          end; so does Ctrl-D. Ctrl-C stops an answer"""
+
+
+def chat(
+    folder: Folder,
+    text: Annotated[
+        Positional[str | None],
+        option("what to say first, in place of the lines of stdin", metavar="TEXT"),
+    ] = None,
+    system: Annotated[str | None, option("the system message")] = None,
+    asking: Annotated[GroupedRequest, arg(name="")] = ASKED,
+    port: Annotated[int, option("of the page that /look opens; 0: any that is free")] = 0,
+    no_open: Annotated[bool, option("/look prints its address and opens no browser")] = False,
+    device: Device = "auto",
+    dtype: Dtype = None,
+) -> None:
+    """Talk with a model, by its own chat template. Type /help for what else can be typed.
+
+    For example:
+      clearhead chat my-model/
+      clearhead chat my-model/ --system "Be brief." --temperature 0.7 --seed 1
+      echo "What is a heron?" | clearhead chat my-model/
+    """
+    request = asking.request()
+    asked = {"max_new_tokens": request.max_new_tokens, **request.given()}
+    make_request(asked)  # a mistake is said before the model is loaded
+    model = load_model(folder, device=device, dtype=dtype)
+    from clearhead.learn.tasks.chat import chat_template
+
+    refuse(
+        model.config.family != "decoder" or model.config.head != "lm",
+        f"chat needs a decoder with head lm, and this is {model.config.family} with {model.config.head}",
+    )
+    chat_template(model)  # refuses a model without one
+    talk = Talk(model, asked, system, port, browser=not no_open)
+    for line in lines(text):
+        try:
+            if talk.take(line):
+                break
+        except ClearheadError as error:
+            if not sys.stdin.isatty():
+                raise
+            print_notes([str(error)])
+    if talk.show is not None:  # the page may still compute in threads of C++, which cannot be ended
+        sys.stdout.flush()
+        os._exit(0)
+
+
+def lines(first: str | None) -> Iterator[str]:
+    """Yield what the user types, and `first` before it; in a terminal with a prompt and line editing."""
+    if first is not None:
+        yield first
+    if not sys.stdin.isatty():
+        yield from (line.rstrip("\n") for line in (sys.stdin if first is None else ()))
+        return
+    with suppress(ImportError):
+        import readline  # noqa: F401  # arrow keys, and the lines typed before
+    print_notes(["/help shows what else can be typed; Ctrl-D ends"])
+    while True:
+        try:
+            yield input("> ")
+        except EOFError:
+            print()
+            return
+        except KeyboardInterrupt:
+            print()
+
+
+class Printed:
+    """Text that is printed as it grows; in a terminal, words that do not fit in `width` begin a new line."""
+
+    def __init__(self, width: int | None) -> None:
+        self.width, self.column, self.gap, self.word = width, 0, "", ""
+
+    def add(self, text: str) -> None:
+        """Print more; of a terminal's line, the last word waits until it is whole."""
+        if self.width is None:
+            print(text, end="", flush=True)
+            return
+        *words, self.word = re.split(r"(\s)", self.word + text)
+        for word, space in zip(words[::2], words[1::2]):
+            self._put(word)
+            if space == "\n":
+                print()
+                self.column, self.gap = 0, ""
+            else:
+                self.gap += space
+        sys.stdout.flush()
+
+    def _put(self, word: str) -> None:
+        if not word:
+            return
+        from rich.cells import cell_len
+
+        if self.column and self.column + cell_len(self.gap + word) > (self.width or 0):
+            print()
+            self.column, self.gap = 0, ""
+        print(self.gap + word, end="")
+        self.column, self.gap = self.column + cell_len(self.gap + word), ""
+
+    def end(self) -> None:
+        """Print what is left, and end the line."""
+        self._put(self.word)
+        print(flush=True)
+
+
+class Talk:
+    """A conversation: its messages, and the commands that begin with a slash."""
+
+    def __init__(
+        self, model: ch.Model, asked: dict[str, Any], system: str | None, port: int, browser: bool
+    ) -> None:
+        self.model, self.asked, self.system, self.port, self.browser = model, asked, system, port, browser
+        self.turns: list[dict[str, str]] = []
+        self.read: list[int] = []  # the ids of the last answer, after those of what it answers
+        self.show: Callable[[list[int]], str] | None = None
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        """The whole conversation."""
+        lead = [{"role": "system", "content": self.system}] if self.system else []
+        return [*lead, *self.turns]
+
+    def take(self, line: str) -> bool:
+        """Do what a line says; return True where it ends the conversation."""
+        word, _, rest = line.strip().partition(" ")
+        commands = {"/reset": self.reset, "/system": self.instruct, "/save": self.save, "/look": self.look}
+        if word in ("/quit", "/exit"):
+            return True
+        if word == "/help":
+            print(HELP)
+        elif word in commands:
+            commands[word](rest.strip())
+        elif word.startswith("/"):
+            raise InputError(f"there is no {word}: type /help for what there is")
+        elif word:
+            self.say(line)
+        return False
+
+    def say(self, text: str) -> None:
+        """Answer a message, printing the text as it grows; Ctrl-C keeps what is there."""
+        from clearhead.learn.tasks.chat import chat_ids
+
+        messages, streamed = [*self.messages, {"role": "user", "content": text}], list[str]()
+
+        out = Printed(shutil.get_terminal_size().columns if sys.stdout.isatty() else None)
+
+        def show(row: int, new: str) -> None:
+            streamed.append(new)
+            out.add(new)
+
+        prompt, asked = chat_ids(self.model, messages, {}), {"reuse": True, **self.asked}
+        if "overflow" not in asked:
+            room = self.model.max_length - len(prompt)
+            refuse(room < 1, f"the conversation fills the {self.model.max_length:,} tokens: type /reset")
+            asked["max_new_tokens"] = min(asked["max_new_tokens"], room)
+        ids: list[int] = []
+        try:
+            made = self.model.chat(messages, **asked, on_text=show)
+            ids = made.ids
+        except KeyboardInterrupt:
+            ids = self.model.text_tokenizer.encode("".join(streamed), add_special_tokens=False).ids
+        finally:
+            out.end()
+        self.read = [*prompt, *ids]
+        self.turns += [messages[-1], {"role": "assistant", "content": "".join(streamed).strip()}]
+
+    def reset(self, rest: str = "") -> None:
+        """Forget the conversation."""
+        self.turns, self.read = [], []
+        print_notes(["a new conversation"])
+
+    def instruct(self, rest: str) -> None:
+        """Set the system message."""
+        self.system = rest or None
+        self.reset()
+
+    def save(self, rest: str) -> None:
+        """Write the conversation to a file that is not there yet."""
+        refuse(not rest, "/save needs the name of a file, such as /save talk.jsonl")
+        refuse(not self.turns, "there is no conversation to save yet")
+        path = Path(rest)
+        refuse(path.exists(), f"{path} is there already: name another")
+        try:
+            with path.open("x", encoding="utf-8") as file:
+                file.write(json.dumps({"messages": self.messages}, ensure_ascii=False) + "\n")
+        except OSError as error:
+            raise InputError(f"{path} cannot be written: {error.strerror}") from None
+        print_notes([f"saved {path}"])
+
+    def look(self, rest: str = "") -> None:
+        """Open the last answer, with all that it answers, in the explorer."""
+        refuse(not self.read, "there is no answer to look at yet")
+        if self.show is None:
+            self.show = page(self.model, self.port)
+        address = self.show(self.read)
+        print_notes([f"the last answer: {address}"])
+        if self.browser:
+            import webbrowser
+
+            webbrowser.open(address)
+
+
+def page(model: ch.Model, port: int) -> Callable[[list[int]], str]:
+    """Start the explorer beside the conversation; return a function from ids to the address to open."""
+    from clearhead.app.explorer.session import Opened, Session
+
+    opened = Opened(model.folder.resolve().name if model.folder else "model", lambda: model)
+    server, listening, address = page_server(Session([opened]), "127.0.0.1", port)
+    threading.Thread(target=server.run, args=([listening],), daemon=True).start()
+
+    def show(ids: list[int]) -> str:
+        opened.example = {"ids": ids}
+        return address
+
+    return show

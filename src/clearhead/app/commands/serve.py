@@ -1,0 +1,228 @@
+"""Commands that serve a model: over HTTP, and over a file of requests."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from tyro.conf import Positional, UseAppendAction
+
+from clearhead.app.commands.common import Dtype, Folder, check_inputs, load_model, option, print_notes
+from clearhead.app.commands.retrieve import Passages, Retrieve
+from clearhead.errors import InputError, MissingExtraError, refuse
+
+if TYPE_CHECKING:
+    from clearhead.run.serve.engine import ServeEngine
+
+KEY = "CLEARHEAD_API_KEY"
+Tokens = Annotated[int, option("tokens read in one step at most")]
+Running = Annotated[int, option("texts written at the same time")]
+Cache = Annotated[int | None, option("tokens that the cache holds; default: as many as 1 GiB holds")]
+Device = Annotated[str, option("where the model runs", metavar="cpu|cuda|mps|auto")]
+
+
+def serve(
+    folder: Folder,
+    model: Annotated[
+        UseAppendAction[tuple[str, ...]], option("one more model, under a name", metavar="NAME=DIR")
+    ] = (),
+    adapter: Annotated[
+        UseAppendAction[tuple[str, ...]],
+        option(
+            "a low-rank update of the first model, under a name: PEFT's directory, or what train.lora leaves",
+            metavar="NAME=DIR",
+        ),
+    ] = (),
+    host: Annotated[
+        str, option("address to listen on; others than this machine's own let others in")
+    ] = "127.0.0.1",
+    port: Annotated[int, option("0: any that is free")] = 8000,
+    api_key_file: Annotated[
+        Path | None, option(f"keys, one on a line, of which a request must have one; also: ${KEY}")
+    ] = None,
+    max_waiting: Annotated[
+        int | None, option("requests that wait; more get 429; default: an eighth of max-running")
+    ] = None,
+    max_waiting_tokens: Annotated[int, option("tokens of the prompts that wait")] = 262_144,
+    step_tokens: Tokens = 512,
+    max_running: Running = 64,
+    cache_tokens: Cache = None,
+    exact: Annotated[
+        bool, option("logits with the same bits whoever shares the batch; slower for one text alone")
+    ] = False,
+    lookup: Annotated[
+        int | None,
+        option("tokens guessed from a text itself at most, where it pays; 0: none; default: 8, on a GPU 0"),
+    ] = None,
+    retrieve: Retrieve = None,
+    passages: Passages = 3,
+    drain: Annotated[
+        float, option("seconds that running requests get when the server is told to end")
+    ] = 30.0,
+    page: Annotated[
+        bool, option("show the page at / also where others reach the server: they see all requests")
+    ] = False,
+    log_prompts: Annotated[
+        bool, option("write what is asked to stderr, a line each; else nothing of it is written anywhere")
+    ] = False,
+    share_prefix_cache: Annotated[
+        bool,
+        option("share cached prefixes between API keys too: cached_tokens then tells what others have asked"),
+    ] = False,
+    device: Device = "auto",
+    dtype: Dtype = None,
+) -> None:
+    """Serve a model over HTTP, with the routes of OpenAI's API: any client of it works.
+
+    For example:
+      clearhead serve my-model/
+      clearhead serve my-model/ --model small=other-model/ --port 9000
+      clearhead serve my-model/ --adapter polite=lora-run/
+      clearhead serve my-model/ --host 0.0.0.0 --api-key-file keys.txt
+      clearhead serve my-model/ --retrieve notes.index
+    """
+    given = [(folder.resolve().name, folder), *(_named(one, "model") for one in model)]
+    updates = dict(tuned := [_named(one, "adapter") for one in adapter])
+    folders, names = dict(given), [name for name, _ in (*given, *tuned)]
+    for one in (*folders.values(), *updates.values()):
+        check_inputs(one)
+    twice = next((name for name in names if names.count(name) > 1), None)
+    refuse(twice is not None, f"two models are called {twice}: give one another name")
+    keys = _keys(api_key_file)
+    try:
+        import uvicorn
+
+        from clearhead.app.explorer.app import is_loopback
+        from clearhead.run.serve.app import make_server
+        from clearhead.run.serve.behind import ServerBehind
+        from clearhead.run.serve.guard import Connection, connections_allowed
+        from clearhead.run.serve.passages import ServedPassages
+    except ImportError:
+        raise MissingExtraError("serving needs FastAPI and uvicorn: pip install 'clearhead[serve]'") from None
+    from clearhead.app.commands.models import bind
+    from clearhead.labs.retrieval.index import Index
+    from clearhead.run.serve.limits import Limits
+
+    found = None if retrieve is None else ServedPassages(Index(retrieve), passages)
+    waiting = max(1, max_running // 8) if max_waiting is None else max_waiting
+    limits = Limits(
+        step_tokens, max_running, waiting, max_waiting_tokens, 64, cache_tokens, exact, lookup=lookup
+    )
+    listening = bind(host, port)
+    engines = {
+        name: _engine(where, limits, device, dtype, updates if where is folder else {})
+        for name, where in folders.items()
+    }
+    address = f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}"
+    if not is_loopback(host) and not keys:
+        print_notes(
+            [f"warning: {host} can be reached by others, and no key is asked for: see --api-key-file"]
+        )
+    for name, engine in engines.items():
+        if exact and not engine.exact:
+            print_notes([f"note: on this machine the last bits of {name}'s logits depend on the batch"])
+    print_notes([f"clearhead serves {', '.join(engines)}: {address}/v1  (Ctrl-C ends it)"])
+    if log_prompts:
+        logging.basicConfig(level=logging.WARNING)
+        logging.getLogger("clearhead.run.serve").setLevel(logging.INFO)
+    shown = page or is_loopback(host)
+    app = make_server(engines, host, keys, drain, found, shown, log_prompts, share_prefix_cache)
+    Connection.most = connections_allowed()
+    config = uvicorn.Config(
+        app,
+        log_level="warning",
+        server_header=False,
+        timeout_graceful_shutdown=int(drain) + 1,
+        http=Connection,
+    )
+    sys.setswitchinterval(0.0005)  # seconds for which the engine's thread may keep the loop's from running
+    ServerBehind(config, host, listening, list(engines.values()), keys).run()
+
+
+def batch(
+    folder: Folder,
+    requests: Annotated[Positional[Path], option("requests, one JSON object on a line", metavar="IN.jsonl")],
+    answers: Annotated[Positional[Path], option("where answers are added, a line each", metavar="OUT.jsonl")],
+    step_tokens: Tokens = 512,
+    max_running: Running = 64,
+    cache_tokens: Cache = None,
+    ray: Annotated[
+        int, option("engines to run as actors of Ray, on the cluster that RAY_ADDRESS names or here; 0: none")
+    ] = 0,
+    device: Device = "auto",
+    dtype: Dtype = None,
+) -> None:
+    """Answer a file of requests: OpenAI's batch lines, or bodies of completions and chats.
+
+    Broken off and started again, it goes on with the rows that have no answer yet. A file that holds anything
+    but answers, or answers to other requests under the same names, is refused and left as it is.
+
+    For example:
+      clearhead batch my-model/ requests.jsonl answers.jsonl
+      clearhead batch my-model/ requests.jsonl answers.jsonl --ray 4
+    """
+    check_inputs(folder)
+    refuse(not requests.is_file(), f"{requests} is not a file: name one with a request on each line")
+    refuse(ray < 0, f"--ray {ray} is no number of engines: give 1 or more, or 0 for none")
+    try:
+        from clearhead.run.serve.batch import check_files, model_fingerprint, run_batch
+        from clearhead.run.serve.shards import run_on_ray
+    except ImportError:
+        raise MissingExtraError("batch needs FastAPI: pip install 'clearhead[serve]'") from None
+    from clearhead.run.serve.limits import Limits
+
+    limits = Limits(step_tokens, max_running, sys.maxsize, sys.maxsize, cache_tokens=cache_tokens)
+    check_files(requests, answers)  # before a model is loaded
+    model = model_fingerprint(folder, dtype)
+    if ray:
+        options = {"device": device, **({} if dtype is None else {"dtype": dtype})}
+        written = run_on_ray(folder, limits, options, requests, answers, ray, model)
+    else:
+        engine = _engine(folder, limits, device, dtype)
+        written = run_batch(engine, folder.resolve().name, requests, answers, model)
+    count = sum(1 for _ in written)
+    print_notes([f"{count} answers added to {answers}"])
+
+
+def _engine(
+    folder: Path, limits: object, device: str, dtype: str | None, adapters: Mapping[str, Path] | None = None
+) -> ServeEngine:
+    from clearhead.hub.adapters import is_adapter
+    from clearhead.run.serve.adapters import updates_of
+    from clearhead.run.serve.engine import ServeEngine
+    from clearhead.run.serve.limits import Limits
+
+    assert isinstance(limits, Limits)
+    m = load_model(folder, device=device, dtype=dtype)
+    updates = {}
+    for name, where in (adapters or {}).items():
+        if is_adapter(where):
+            m.adapters.add(name, where)
+            updates[name] = m.adapters.products(name)
+        else:
+            tuned = load_model(where, device=device, dtype=dtype).model
+            updates[name] = updates_of(m.model, tuned, name)
+    return ServeEngine(m, limits, updates)
+
+
+def _named(given: str, option: str) -> tuple[str, Path]:
+    name, equals, where = given.partition("=")
+    refuse(not (name and equals and where), f'--{option} "{given}" must be NAME=DIR')
+    return name, Path(where)
+
+
+def _keys(file: Path | None) -> list[str]:
+    """Return the keys of the file and of the environment."""
+    found = [os.environ[KEY]] if os.environ.get(KEY) else []
+    if file is None:
+        return found
+    try:
+        lines = [line.strip() for line in file.read_text("utf-8").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"--api-key-file {file} cannot be read: {error}") from None
+    refuse(not any(lines), f"--api-key-file {file} has no key: write one on each line")
+    return [*found, *filter(None, lines)]

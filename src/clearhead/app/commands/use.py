@@ -1,0 +1,336 @@
+"""Commands that use a model: generate, translate, score, classify, predict, tag, fill, embed."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+from tyro.conf import Positional, arg
+
+from clearhead.app.commands.common import Beams, Folder, LengthPenalty, TokenIds, option, warnings_as_notes
+from clearhead.app.commands.requests import GroupedRequest
+from clearhead.app.commands.retrieve import Passages, Retrieve, cite, reader
+from clearhead.app.commands.texts import Options, Text, TextOptions, together
+from clearhead.app.report import class_table, fill_table, score_table, tag_table
+from clearhead.core.config import TABLES
+from clearhead.errors import refuse
+from clearhead.labs.retrieval.prompts import before_prompt
+from clearhead.learn.tasks.results import Candidate, Generation
+from clearhead.run.generate.request import make_request
+
+PairText = Annotated[str | None, option("the second text, for a model of pairs; in JSON lines: pair")]
+Prompt = Annotated[
+    Positional[str | None],
+    option(
+        "the text to continue (with an encoder: to answer); - or nothing: stdin, one prompt per line",
+        metavar="TEXT",
+    ),
+]
+
+
+def generate(
+    folder: Folder,
+    prompt: Prompt = None,
+    asking: Annotated[GroupedRequest, arg(name="")] = GroupedRequest(),  # noqa: B008
+    draft: Annotated[Path | None, option("a smaller model that guesses tokens, in place of --lookup")] = None,
+    best: Annotated[
+        int | None,
+        option("report log-probabilities, and so many of the best tokens at each step", name="logprobs"),
+    ] = None,
+    stream: Annotated[bool, option("print the text as it grows")] = False,
+    ids: TokenIds = False,
+    retrieve: Retrieve = None,
+    passages: Passages = 3,
+    options: Options = TextOptions(),  # noqa: B008
+) -> None:
+    """Continue a text.
+
+    For example:
+      clearhead generate my-model/ "Once upon a time"
+      clearhead generate my-model/ "Once upon" --temperature 0.8 --seed 1 --stream
+      clearhead generate my-model/ "Once upon" --beams 4 --num-return 2 --json
+      clearhead generate my-model/ --file prompts.txt --output texts.txt
+      echo "Once upon" | clearhead generate my-model/ -
+      clearhead generate my-model/ "We met in" --retrieve notes.index
+      torchrun --nproc-per-node 2 -m clearhead generate my-model/ "Once upon"
+    """
+    request = asking.request()
+    asked = request.given() | ({} if best is None else {"logprobs": True, "alternatives": best})
+    make_request(asked)  # a mistake is said before the model is loaded
+    refuse(ids and retrieve is not None, "--retrieve looks for text, and --ids gives none: leave one out")
+    find = reader(retrieve, passages)
+    live = stream and not options.json and prompt not in (None, "-")
+    with together(options, prompt) as (options, parallel):
+        model = options.load(folder, parallel)
+        from clearhead.learn.tasks import generation
+
+        hooks = generation.Hooks(
+            (lambda number, new: print(new, end="", flush=True)) if live else None,
+            draft=None if draft is None else options.load(draft),
+        )
+
+        def written(given: str | list[int]) -> str:
+            if isinstance(given, str):
+                return given
+            return (
+                "".join(f"{one} " for one in given) if model.tokenizer is None else str(model.decode(given))
+            )
+
+        goes_on = model.config.family != "encoder-decoder"  # the new text goes on from the prompt
+        if goes_on and model.config.positions in TABLES:
+            asked.setdefault("overflow", "slide")
+
+        def compute(batch: list[dict[str, Any]]) -> list[list[Generation]]:
+            for fields in batch if live and goes_on else ():
+                print(written(fields["prompt"]), end="", flush=True)
+            prompts = [fields["prompt"] for fields in batch]
+            for number, fields in enumerate(batch if retrieve is not None else ()):
+                hits = find(prompts[number])
+                room = model.max_length - request.max_new_tokens
+                prompts[number], hits = before_prompt(
+                    prompts[number], hits, lambda text: len(model.prompt_ids(text)), room
+                )
+                cite(fields, hits, options.json)
+            return generation.generate(model, prompts, asked, hooks)
+
+        def body(fields: dict[str, Any], made: list[Generation]) -> dict[str, Any]:
+            found = [_as_json(one) for one in made]
+            return {**fields, **({"results": found} if request.num_return > 1 else found[0])}
+
+        def line(fields: dict[str, Any], made: list[Generation]) -> str:
+            lead = written(fields["prompt"]) if goes_on else ""
+            return "" if live else "\n".join(f"{lead}{_text(one)}" for one in made)
+
+        with warnings_as_notes():
+            options.run({"prompt": prompt}, compute, body, line, ids=ids)
+
+
+def _text(made: Generation) -> str:
+    """Return the text that was written; without a tokenizer, its token ids."""
+    return " ".join(map(str, made.ids)) if made.text is None else made.text
+
+
+def _as_json(made: Generation) -> dict[str, Any]:
+    shown = {"text": made.text, "ids": made.ids, "stop_reason": made.stop_reason}
+    extra = {
+        **{"logprobs": made.logprobs, "alternatives": made.alternatives},
+        **{"score": made.score, "layers": made.layers},
+    }
+    return shown | {key: value for key, value in extra.items() if value is not None}
+
+
+def translate(
+    folder: Folder,
+    text: Text = None,
+    max_new_tokens: Annotated[
+        int | None, option("where the text ends at the latest; default: the model's own")
+    ] = None,
+    beams: Beams = None,
+    length_penalty: LengthPenalty = None,
+    ids: TokenIds = False,
+    options: Options = TextOptions(),  # noqa: B008
+) -> None:
+    """Translate, or whatever else an encoder-decoder was trained to make of a text.
+
+    For example:
+      clearhead translate my-model/ "Ein Hund läuft."
+      clearhead translate my-model/ --file german.txt --output english.txt
+      cat german.txt | clearhead translate my-model/ --beams 1
+    """
+    model = options.load(folder)
+    options.run(
+        {"text": text},
+        compute=lambda batch: model.translate(_texts(batch), max_new_tokens, beams, length_penalty),
+        body=lambda fields, made: {"source": fields["text"], **_as_json(made)},
+        line=lambda fields, made: _text(made),
+        ids=ids,
+    )
+
+
+def score(
+    folder: Folder,
+    text: Text = None,
+    source: Annotated[str | None, option("what the encoder reads, for an encoder-decoder")] = None,
+    ids: TokenIds = False,
+    options: Options = TextOptions(),  # noqa: B008
+) -> None:
+    """How probable a model finds a text: log-probability of each token, total, perplexity.
+
+    For example:
+      clearhead score my-model/ "The cat sat on the mat"
+      clearhead score my-model/ --json < texts.txt
+    """
+    model = options.load(folder)
+    from clearhead.hub.tokens.labels import labels
+    from clearhead.learn.tasks.generation import check_scores
+
+    check_scores(model)
+    options.run(
+        {"text": text},
+        compute=lambda batch: [model.score(one["text"], one.get("source", source)) for one in batch],
+        body=lambda fields, made: {
+            **{"text": fields["text"], "ids": made.ids, "logprobs": made.logprobs},
+            **{"total": made.total, "perplexity": made.perplexity},
+        },
+        line=lambda fields, made: f"{made.total:.4f}\t{made.perplexity:.4f}",
+        show=lambda made: score_table(made, labels(model.tokenizer, made.ids)),
+        optional={"source": source},
+        ids=ids,
+    )
+
+
+def classify(
+    folder: Folder,
+    text: Annotated[
+        Positional[str | None],
+        option("a text, or an image file; - or nothing: stdin, one per line", metavar="TEXT"),
+    ] = None,
+    pair: PairText = None,
+    labels: Annotated[
+        tuple[str, ...],
+        option("the classes, in words, for an image and a model of two towers (CLIP, SigLIP)"),
+    ] = (),
+    options: Options = TextOptions(),  # noqa: B008
+) -> None:
+    """Find the class of a text, a pair of texts or an image, with its probability.
+
+    For example:
+      clearhead classify my-model/ "A film to see twice."
+      clearhead classify my-model/ --file reviews.txt --json
+      clearhead classify my-vit/ photo.png
+      clearhead classify my-clip/ photo.png --labels "a cat" "a dog"
+    """
+    model = options.load(folder)
+    if labels or model.towers is not None:
+        from clearhead.learn.tasks.towers import check_labels, towers_of
+
+        towers_of(model, "classify --labels")
+        refuse(not labels, 'this model finds one of the classes it is given: add --labels "a cat" "a dog"')
+        refuse(pair is not None, "--pair is a text, and a model of two towers finds the class of an image")
+        check_labels(labels)
+    options.run(
+        {"text": text},
+        compute=lambda batch: model.classify(_pairs(batch), options.rows, labels or None),
+        body=_joined,
+        line=lambda fields, made: f"{made.label}\t{made.probability:.4f}",
+        show=class_table,
+        optional={"pair": pair},
+    )
+
+
+def predict(
+    folder: Folder,
+    text: Text = None,
+    pair: PairText = None,
+    options: Options = TextOptions(),  # noqa: B008
+) -> None:
+    """Predict a number for a text or a pair of texts, with a model of task regress.
+
+    For example:
+      clearhead predict my-model/ "A film to see twice."
+      clearhead predict my-model/ --file reviews.txt --json
+    """
+    model = options.load(folder)
+    from clearhead.learn.tasks.entries.regression import predict
+
+    options.run(
+        {"text": text},
+        compute=lambda batch: cast(list[float], predict(model, _pairs(batch), options.rows)),
+        body=lambda fields, made: {**fields, "number": made},
+        line=lambda fields, made: f"{made:.6g}",
+        optional={"pair": pair},
+    )
+
+
+def tag(folder: Folder, text: Text = None, options: Options = TextOptions()) -> None:  # noqa: B008
+    """Tag each word of a text, and find the spans that the tags make.
+
+    For example:
+      clearhead tag my-model/ "Anna lives in Berlin."
+      clearhead tag my-model/ --file sentences.txt --json
+    """
+    model = options.load(folder)
+    from clearhead.learn.tasks.reading import tag
+
+    options.run(
+        {"text": text},
+        compute=lambda batch: tag(model, _texts(batch), options.rows),
+        body=_joined,
+        line=lambda fields, made: " ".join(f"{word.text}/{word.label}" for word in made.words),
+        show=tag_table,
+    )
+
+
+def fill(
+    folder: Folder,
+    text: Text = None,
+    k: Annotated[int, option("how many candidates for each mask")] = 5,
+    options: Options = TextOptions(),  # noqa: B008
+) -> None:
+    """Fill in the masked words of a text, with the likeliest candidates of a masked model.
+
+    For example:
+      clearhead fill my-model/ "The [MASK] sat on the mat."
+      clearhead fill my-model/ --file texts.txt --k 1
+    """
+    model = options.load(folder)
+    from clearhead.learn.tasks.reading import fill
+
+    def line(fields: dict[str, Any], masks: list[list[Candidate]]) -> str:
+        return "\t".join(" ".join(f"{one.token}:{one.probability:.4f}" for one in mask) for mask in masks)
+
+    options.run(
+        {"text": text},
+        compute=lambda batch: fill(model, _texts(batch), k, options.rows),
+        body=lambda fields, masks: {**fields, "masks": [[asdict(one) for one in mask] for mask in masks]},
+        line=line,
+        show=fill_table,
+    )
+
+
+def embed(
+    folder: Folder,
+    text: Text = None,
+    prompt: Annotated[str | None, option("the name of the model's prompt to put before each text")] = None,
+    images: Annotated[bool, option("the texts are image files, for a model of two towers")] = False,
+    options: Options = TextOptions(),  # noqa: B008
+) -> None:
+    """Turn a text, or an image, into one vector.
+
+    For example:
+      clearhead embed my-model/ "A quiet town by the river."
+      clearhead embed my-clip/ photo.png --images
+      clearhead embed my-model/ --file sentences.txt --output vectors.npy
+      clearhead embed my-model/ --file sentences.txt --json --output vectors.jsonl
+    """
+    model = options.load(folder)
+    if images:
+        from clearhead.learn.tasks.towers import towers_of
+
+        towers_of(model, "embed --images")
+    read = Path if images else str
+    options.run(
+        {"text": text},
+        compute=lambda batch: model.embed(
+            [read(one) for one in _texts(batch)], options.batch_size, prompt
+        ).tolist(),
+        body=lambda fields, made: {**fields, "embedding": made},
+        line=lambda fields, made: " ".join(f"{value:.6g}" for value in made),
+        array=True,
+        of_file=options.batch_size or 1024,
+    )
+
+
+def _texts(batch: list[dict[str, Any]], name: str = "text") -> list[str]:
+    return [fields[name] for fields in batch]
+
+
+def _pairs(batch: list[dict[str, Any]]) -> list[Any]:
+    """Return the text of each input, or its pair of texts."""
+    return [(fields["text"], fields["pair"]) if "pair" in fields else fields["text"] for fields in batch]
+
+
+def _joined(fields: dict[str, Any], made: Any) -> dict[str, Any]:
+    """Return an input and its result in one JSON object."""
+    return {**fields, **asdict(made)}

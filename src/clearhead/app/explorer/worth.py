@@ -1,0 +1,122 @@
+"""Views of what parts of an input, neurons, directions and words are worth, as plain JSON."""
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from clearhead.app.explorer.pack import packed_floats
+from clearhead.app.explorer.views import PageRun
+from clearhead.errors import refuse
+from clearhead.inside.choices import choices_of, find_column
+from clearhead.inside.firing import firing
+from clearhead.inside.geometry import neighbours, projection
+from clearhead.inside.heads.roles import library_sentences
+from clearhead.inside.inputs import Prepared, prepare
+from clearhead.inside.memories import ReadCorpus, read_corpus
+from clearhead.inside.occlusion import occlusion
+from clearhead.inside.results import plain
+from clearhead.inside.similarity import similarity
+from clearhead.inside.steer import steering, steering_vector
+from clearhead.run.api import Model
+
+NEURONS = 8  # that are listed
+FIRED = 3  # places that are shown of each
+CORPUS = 48  # sentences in which the page looks for what fires them
+WRITTEN = 24  # tokens of a steered text
+NEAR = 24  # tokens around the chosen one on the map
+CHOICES = 5  # of a steered answer
+
+
+def occlusion_view(run: PageRun, position: int, token: int | None) -> dict[str, Any]:
+    """Return what each word or patch is worth to one choice."""
+    return dict(plain(occlusion(run.m, run.prepared, token, position)))
+
+
+def similar_view(run: PageRun) -> dict[str, Any]:
+    """Return how alike the two texts of a run are; each is read by itself."""
+    refuse(not isinstance(run.given, str) or run.pair is None, "give a second text to compare this one with")
+    found = similarity(run.m, run.given, str(run.pair))
+    return {"cosine": found.cosine, "tokens": plain(found.tokens), "states": packed_floats(found.states)}
+
+
+def neurons_view(run: PageRun, position: int, token: int | None, against: int | None) -> dict[str, Any]:
+    """Return the neurons that matter to one choice, what promotes them elsewhere, and what they promote."""
+    m, prepared = run.m, run.prepared
+    found = firing(m, prepared, token, position, against=against, count=NEURONS)
+    corpus = None
+    if prepared.source is None and prepared.tokens.ids:
+        library = fired(m) if run.corpus is None else run.corpus()
+        corpus = library or read_corpus(m, [prepared], top=FIRED)
+    shelf = None if corpus is None else corpus.judged([one.name for one in found.neurons])
+    rows = []
+    for one in found.neurons:
+        known = None if shelf is None else shelf.neuron(one.name)
+        contexts = () if known is None else known.contexts
+        rows.append(
+            {
+                **one.to_dict(),
+                "promotes": [name for name, _ in (known.promoted if known else ())][:6],
+                "fired": [
+                    {"before": each.before, "token": each.token, "after": each.after} for each in contexts
+                ],
+            }
+        )
+    return {"choice": found.choice, "neurons": rows, "read": 0 if corpus is None else corpus.texts}
+
+
+def fired(m: Model) -> ReadCorpus | None:
+    """Return what fires every neuron of a model in some English sentences; None where it reads no text."""
+    readable = m.tokenizer is not None and m.config.input == "tokens" and len(m.config.stacks) == 1
+    return read_corpus(m, library_sentences()[:CORPUS], top=FIRED) if readable else None
+
+
+def steered_view(
+    run: PageRun, texts: tuple[str, str], layer: int, strength: float, position: int
+) -> dict[str, Any]:
+    """Return what the model says before and after a direction is added to its stream.
+
+    A model that writes goes on with the text; another gives its likeliest answers.
+    """
+    refuse(run.prepared.source is not None, "steering takes a model of one stack")
+    m, given = run.m, run.given
+    refuse(
+        not all(text.strip() for text in texts), "steering takes two texts: one to go toward, one to leave"
+    )
+    vector = steering_vector(m, *texts, layer)
+    size = float(vector.norm())
+    writes = m.config.head == "lm" and m.config.family == "decoder"
+    said = []
+    for added in (nullcontext(), steering(m, vector, layer, strength)):
+        with added:
+            if writes:
+                made: Any = m.generate(given, WRITTEN, num_beams=1)
+                said.append({"text": made.text if m.tokenizer is not None else " ".join(map(str, made.ids))})
+            else:
+                said.append({"choices": _answers(prepare(m, given, None, run.pair), position)})
+    return {"before": said[0], "after": said[1], "layer": layer, "strength": strength, "size": size}
+
+
+def _answers(prepared: Prepared, position: int) -> list[dict[str, Any]]:
+    choices = choices_of(prepared)
+    with torch.no_grad():
+        scores = choices.scores(prepared.run().required_logits)[0, position].float().softmax(-1).cpu()
+    best = scores.topk(min(CHOICES, len(scores)))
+    return [{"label": choices.name(int(i)), "p": float(p)} for p, i in zip(*best)]
+
+
+def map_view(run: PageRun, position: int) -> dict[str, Any]:
+    """Return the vector of the chosen token, its neighbours and the text's tokens on a plane."""
+    ids = run.prepared.tokens.ids
+    refuse(not ids, "an image has no table of token vectors")
+    position = find_column(position, run.prepared.tokens.labels)
+    near = neighbours(run.m, ids[position], NEAR)
+    words = list(dict.fromkeys([ids[position], *near.ids, *ids]))[: NEAR + 64]
+    found = projection(run.m, words)
+    return {
+        "labels": list(found.labels),
+        "points": found.points.tolist(),
+        "explained": list(found.explained),
+        "near": [{"label": name, "cosine": score} for name, score in zip(near.labels, near.scores)],
+        "kinds": ["chosen", *("near" if word in near.ids else "text" for word in words[1:])],
+    }

@@ -1,0 +1,323 @@
+"""The key/value cache: the keys and values of earlier tokens, handed in with each call and extended by it.
+
+Four forms share one interface. `Cache` grows as needed, or reserves room at first and allocates nothing more.
+`WindowCache` keeps at most a window of keys in the layers that have one. In files of their own, `StreamCache`
+keeps the first tokens and the last ones, and `FixedCache` has buffers of one size, for compiled steps. The
+model calls `begin` before its first layer and `advance` after its last.
+
+Keys are written in place: a cache is for inference, and gradients do not flow through it.
+
+Shapes: B batch, K key/value heads, T new tokens, S all tokens, E head width.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from clearhead.core.config.kinds import Kind
+from clearhead.core.masks import Slots, Tokens, empty_slots, join, next_order
+from clearhead.errors import InputError, refuse
+from clearhead.variants.ragged import latest
+
+
+class LayerKeys:
+    """The keys and values of one attention, each [B, K, S, E], or None before the first call."""
+
+    k: Tensor | None = None
+    v: Tensor | None = None
+    steps_back = True  # whether the last tokens can be forgotten again
+
+    def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Keep those of new tokens; return those of all the tokens that attention may see."""
+        self.k, self.v = k, v
+        return k, v
+
+    def read(self) -> tuple[Tensor, Tensor]:
+        """Return the buffers of keys and of values."""
+        if self.k is None or self.v is None:
+            raise InputError("this layer of the cache is empty: run the model with the cache first")
+        return self.k, self.v
+
+    def reorder(self, rows: Tensor) -> None:
+        """Replace row i by row `rows[i]`."""
+        if self.k is not None and self.v is not None:
+            self.k, self.v = self.k[rows], self.v[rows]
+
+    def follow(self, tokens: Tokens | None) -> None:
+        """Forget all but `tokens`, those that a cropped cache still has; slots past them are written anew."""
+
+
+class CrossKeys(LayerKeys):
+    """The keys and values of one layer's cross-attention: computed by the first call, read by later ones."""
+
+
+class Cache:
+    """The growing form. `reserve` makes room for that many tokens at once; past it, room doubles."""
+
+    sinks = 0  # how many of the first tokens move with the last ones
+    _visible: Tokens  # those of the cache and of the call in progress
+
+    def __init__(self, reserve: int = 0) -> None:
+        wrong = not isinstance(reserve, int) or reserve < 0
+        refuse(wrong, f"reserve {reserve!r:.40} is no number of tokens: use Cache(), or Cache(512)")
+        self.reserve = reserve
+        self.length = 0  # slots filled, padding included
+        self.tokens: Tokens | None = None  # the tokens in them
+        self.packed = False  # whether the tokens belong to several documents
+        self.source: Tokens | None = None  # the tokens that cross-attention reads
+        self.rings: dict[Kind, Slots] = {}  # the tokens in the ring of each kind, where layers have one
+        self.layers: dict[int, LayerKeys] = {}
+        self.cross: dict[int, CrossKeys] = {}
+        self._count = torch.empty(0, dtype=torch.long)
+
+    @property
+    def rows(self) -> int | None:
+        """Number of rows; None before the first call."""
+        return next((keys.k.shape[0] for keys in self.layers.values() if keys.k is not None), None)
+
+    @property
+    def gone(self) -> int:
+        """Number of first slots that `tokens` no longer describes: windows and states do without them."""
+        return 0 if self.tokens is None else max(0, self.length - self.tokens.length)
+
+    def layer(self, index: int, kind: Kind) -> LayerKeys:
+        """Return the self-attention keys of one layer."""
+        if index not in self.layers:
+            self.layers[index] = GrowingKeys(self) if kind.chooses else StateKeys()
+        return self.layers[index]
+
+    def cross_layer(self, index: int) -> CrossKeys:
+        """Return the cross-attention keys of one layer."""
+        return self.cross.setdefault(index, CrossKeys())
+
+    def begin(self, tokens: Tokens) -> None:
+        """Prepare for new tokens, before the first layer."""
+        self.packed = self.packed or tokens.documents is not None
+        self._visible = tokens if self.tokens is None else self._join(self.tokens, tokens)
+
+    def _join(self, before: Tokens, tokens: Tokens) -> Tokens:
+        if not (before.plain and tokens.plain):
+            return join(before, tokens)
+        total, device = self.length + tokens.length, tokens.order.device
+        # Count ahead, so that most steps allocate nothing.
+        if self._count.shape[0] < total or self._count.device != device:
+            self._count = torch.arange(max(2 * total, self.reserve), device=device)
+        count = self._count[None, :total]
+        return Tokens(count, count, None, None, plain=True)
+
+    def visible(self, kind: Kind) -> Tokens:
+        """Return the tokens whose keys `LayerKeys.update` returns in a layer of this kind."""
+        return self._visible
+
+    def aligned(self, bias: Tensor, kind: Kind) -> Tensor:
+        """Lay out a bias over all tokens so far, [B|1, H|1, T, S], as the keys that `visible` describes."""
+        return bias
+
+    def advance(self) -> None:
+        """Count the new tokens as read, after the last layer."""
+        self.length += self._visible.length - (0 if self.tokens is None else self.tokens.length)
+        self.tokens = self._visible
+        bounded = all(isinstance(keys, RingKeys | StateKeys) for keys in self.layers.values())
+        if not self.tokens.plain and bounded:
+            self.tokens = latest(self.tokens, max((kind.slots for kind in self.rings), default=1))
+
+    def reorder(self, rows: Tensor, cross: bool = True) -> None:
+        """Replace row i by row `rows[i]` in every layer; `rows` [B'] may have any length.
+
+        `cross=False` leaves the cross-attention keys alone, for rows that move among copies of one source.
+        """
+        for keys in self.layers.values():
+            keys.reorder(rows)
+        self.tokens = None if self.tokens is None else self.tokens.of_rows(rows)
+        if cross:
+            self.reorder_sources(rows)
+
+    def reorder_sources(self, rows: Tensor) -> None:
+        """Replace row i by row `rows[i]` in the cross-attention keys."""
+        for keys in self.cross.values():
+            keys.reorder(rows)
+        self.source = None if self.source is None else self.source.of_rows(rows)
+
+    def crop(self, length: int) -> None:
+        """Forget all but the first `length` slots."""
+        refuse(
+            not 0 <= length <= self.length,
+            f"cannot crop a cache of {self.length} tokens to {length}: choose 0 to {self.length}",
+        )
+        if length == self.length:
+            return
+        refuse(
+            length > 0 and not all(keys.steps_back for keys in self.layers.values()),
+            f"a layer of this model keeps a state, not keys, and cannot step back to {length} of "
+            f"{self.length} tokens: read them anew",
+        )
+        refuse(
+            0 < length <= self.gone,
+            f"this cache has forgotten the first {self.gone} slots, and cannot step back to {length}: "
+            "use Cache() to step back",
+        )
+        kept = length - self.gone
+        self.tokens = self.tokens.map(lambda x: x[:, :kept]) if self.tokens is not None and length else None
+        self.length, self.packed = length, self.packed and length > 0
+        for keys in self.layers.values():
+            keys.follow(self.tokens)
+
+
+class StateKeys(LayerKeys):
+    """What a layer keeps in place of keys: tensors of constant size, each with a row per row of the batch."""
+
+    steps_back = False
+    state: tuple[Tensor, ...] = ()
+
+    def keep(self, *state: Tensor) -> None:
+        """Keep this state, the answer of the call in progress."""
+        # Copies, since each may be a part of all the states of a pass.
+        self.state = tuple(part.detach().clone() for part in state)
+        self.k = self.v = self.state[0]  # for the number of rows
+
+    def forget(self) -> None:
+        """Begin anew."""
+        self.state, self.k, self.v = (), None, None
+
+    def follow(self, tokens: Tokens | None) -> None:
+        """Begin anew where no token is left."""
+        if tokens is None:
+            self.forget()
+
+    def reorder(self, rows: Tensor) -> None:
+        """Replace row i by row `rows[i]`."""
+        if self.state:
+            self.keep(*(part[rows] for part in self.state))
+
+
+class GrowingKeys(LayerKeys):
+    """Keys in a buffer with room to spare."""
+
+    def __init__(self, cache: Cache) -> None:
+        self.cache = cache
+
+    def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Append the new keys and values; return views of the buffers."""
+        start, stop = self.cache.length, self.cache.length + k.shape[2]
+        room = max(stop, self.cache.reserve)
+        self.k, self.v = with_room(self.k, k, start, room), with_room(self.v, v, start, room)
+        self.k.narrow(2, start, stop - start).copy_(k.detach() if k.requires_grad else k)
+        self.v.narrow(2, start, stop - start).copy_(v.detach() if v.requires_grad else v)
+        return self.k.narrow(2, 0, stop), self.v.narrow(2, 0, stop)
+
+
+def with_room(buffer: Tensor | None, new: Tensor, filled: int, room: int) -> Tensor:
+    """Return `buffer` if it has `room` slots, else a copy with at least twice as many: [B, K, room, E]."""
+    slots = 0 if buffer is None else buffer.shape[2]
+    if buffer is not None and slots >= room:
+        return buffer
+    B, K, _, E = new.shape
+    larger = new.new_empty(B, K, max(room, 2 * slots), E)
+    if buffer is not None:
+        larger[:, :, :filled] = buffer[:, :, :filled]
+    return larger
+
+
+class WindowCache(Cache):
+    """Layers with a window keep its keys, those of the last real tokens of each row; other layers grow.
+
+    A token is written to slot `order % window` of its row, so each row forgets by its own count of real
+    tokens. Sinks have slots of their own before these, by position. One more slot at the end takes what is
+    not kept: padding, and tokens that leave the window within one call.
+    """
+
+    _new: Tokens  # those of the call in progress
+
+    def __init__(self, reserve: int = 0) -> None:
+        super().__init__(reserve)
+        self.slots: dict[Kind, Tensor] = {}  # the slot of each new token, B T
+        self._before: dict[Kind, Slots] = {}  # the ring before the call in progress
+
+    def layer(self, index: int, kind: Kind) -> LayerKeys:
+        """Return the self-attention keys of one layer."""
+        if kind.reach is None:
+            return super().layer(index, kind)
+        return self.layers.setdefault(index, RingKeys(self, kind))
+
+    def begin(self, tokens: Tokens) -> None:
+        """Prepare for new tokens; each ring is written when the first layer with its window asks."""
+        super().begin(tokens)
+        self._new = tokens
+        self.slots.clear()
+
+    def visible(self, kind: Kind) -> Tokens:
+        """Return the ring with one new token in it, or the ring before the call and several new tokens."""
+        if kind.reach is None:
+            return super().visible(kind)
+        if kind not in self.slots:
+            self._write(kind, kind.reach, self._new)
+        return self.rings[kind] if self._new.length == 1 else join(self._before[kind], self._new)
+
+    def aligned(self, bias: Tensor, kind: Kind) -> Tensor:
+        """Return the bias in layers without a window; refuse it where a ring lacks some of its keys."""
+        refuse(
+            kind.reach is not None,
+            f"bias speaks of keys that a window cache of {kind.reach} forgets: use Cache()",
+        )
+        return bias
+
+    def _write(self, kind: Kind, window: int, tokens: Tokens) -> None:
+        """Write the new tokens into the ring of this kind."""
+        order, real, sinks, trash = tokens.order, tokens.real_mask(), kind.kept_first, kind.slots - 1
+        old = self.rings.get(kind) or empty_slots(order.shape[0], kind.slots, order.device)
+        batch = max(order.shape[0], old.order.shape[0])  # 1 on either side where all rows are alike
+        last = torch.where(real, order, -1).amax(1, keepdim=True)
+        slot = torch.where(real & (order > last - window), sinks + order % window, trash)
+        if sinks:
+            slot = torch.where(real & (tokens.positions < sinks), tokens.positions, slot)
+        slot = slot.expand(batch, -1)
+
+        def written(ring: Tensor, new: Tensor) -> Tensor:
+            return ring.expand(batch, -1).scatter(1, slot, new.expand(batch, -1))
+
+        order, positions, real, documents = map(written, old.tensors(), tokens.tensors())
+        real[:, trash] = False
+        self.rings[kind] = Slots(order, positions, real, documents)
+        self._before[kind], self.slots[kind] = old, slot
+
+    def reorder(self, rows: Tensor, cross: bool = True) -> None:
+        """Replace row i by row `rows[i]` in every layer and ring."""
+        super().reorder(rows, cross)
+        self.rings = {kind: ring.of_rows(rows) for kind, ring in self.rings.items()}
+
+    def crop(self, length: int) -> None:
+        """Forget all, or all but the first `length` slots as long as no window has begun to forget."""
+        for kind, ring in self.rings.items():
+            refuse(
+                0 < length < self.length and int(ring.order.max()) >= (kind.reach or 0),
+                f"a window cache of {kind.reach} has forgotten what a crop to {length} needs: "
+                "use Cache() to step back",
+            )
+        if length == self.length:
+            return
+        super().crop(length)
+        real = self.tokens.real if self.tokens is not None else None
+        count = length if real is None else next_order(self.tokens, real.shape[0], real.device)
+        for kind, ring in self.rings.items():
+            self.rings[kind] = replace(ring, real=ring.real & (ring.order < count))
+
+
+class RingKeys(LayerKeys):
+    """Keys of the sinks and of the last real tokens of each row, and one slot for what is not kept."""
+
+    def __init__(self, cache: WindowCache, kind: Kind) -> None:
+        self.cache, self.kind = cache, kind
+
+    def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Write into the ring; return it, or for several tokens the ring as it was and then the new keys."""
+        B, K, T, _ = k.shape
+        if self.k is None or self.v is None:
+            self.k = k.new_zeros(B, K, self.kind.slots, k.shape[3])
+            self.v = v.new_zeros(B, K, self.kind.slots, v.shape[3])
+        slot = self.cache.slots[self.kind].expand(B, T)[:, None, :, None]
+        k, v = k.detach(), v.detach()
+        whole = None if T == 1 else (torch.cat([self.k, k], dim=2), torch.cat([self.v, v], dim=2))
+        self.k.scatter_(2, slot.expand(-1, K, -1, k.shape[3]), k)
+        self.v.scatter_(2, slot.expand(-1, K, -1, v.shape[3]), v)
+        return whole or (self.k, self.v)

@@ -1,0 +1,345 @@
+"""The fields of a config, and the specifications they become.
+
+`Fields` is what a user asks for. `resolve` derives a field that is None there from the others, as its comment
+says. The parts of a model are built from `StackSpec` and `HeadSpec`, where every value is final.
+`StackFields` is what a user and a stack have in common.
+"""
+
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, Self
+
+from clearhead.core.config.kinds import GatedDeltaKind, Kind, LinearKind, LowRank, Windowed
+from clearhead.core.config.scaling import RopeScaling
+from clearhead.core.config.typed import check_names
+
+Family = Literal["decoder", "encoder", "encoder-decoder"]
+Input = Literal["tokens", "patches", "vectors", "frames"]
+PositionName = Literal[
+    "learned", "sinusoidal", "rope", "alibi", "relative", "learned+relative", "disentangled", "none"
+]
+TABLES = ("learned", "learned+relative")  # schemes with a vector for each position, up to max_positions
+BIASES = ("alibi", "relative", "learned+relative")  # those that add a bias to the scores, one for each head
+LEARNED_BIASES = ("relative", "learned+relative", "disentangled")  # those whose scores learn by distance
+NormName = Literal["layernorm", "rmsnorm"]
+NormPosition = Literal["pre", "post", "sandwich", "output"]
+ActivationName = Literal["relu", "gelu", "gelu_tanh", "quick_gelu", "silu", "relu2"]
+PoolerName = Literal["none", "tanh", ActivationName]
+HeadName = Literal["lm", "mlm", "classifier", "tagger", "span", "embedding", "none"]
+Pooling = Literal["cls", "mean", "last"]
+Initialisation = Literal["xavier", "gpt2", "bert"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StackFields:
+    """What a user says and the parts of a stack read unchanged; None means "none", as in no soft-cap."""
+
+    # Size
+    vocab_size: int = 0  # required wherever ids go in or out
+    d_model: int = 512  # width of the residual stream
+    n_layers: int = 6  # of the decoder, or of the only stack
+    n_heads: int = 8  # queries of each token, side by side
+    # by attention: {"blocks.3.attention": (0, 5)}
+    pruned_heads: Mapping[str, tuple[int, ...]] = field(default_factory=dict, hash=False)
+
+    # Embedding
+    # of the encoder where there is one: ids, image patches, vectors (linear) or frames (conv)
+    input: Input = "tokens"
+    embedding_scale: float = 1.0  # the original Transformer multiplies by sqrt(d_model)
+    embedding_norm: bool = False  # a norm after the embedding
+    # a narrower token table is widened by itself, without a bias, before segments and positions are added
+    project_tokens: bool = False
+    n_types: int = 0  # segment (token type) embeddings
+    patch_size: int = 16  # patches: height and width of a square, in pixels
+    n_channels: int = 3  # patches: 3 for colour, 1 for grey
+    class_token: bool = False  # patches: a learned vector before the first patch
+    patch_bias: bool = True  # patches: in their projection
+    d_input: int = 0  # vectors, frames: width of one input vector
+    conv_kernel: int = 3  # frames: two convolutions of this width, the second with the stride below
+    conv_stride: int = 2  # frames: 2 halves their number
+
+    # Positions
+    positions: PositionName = "learned"  # how order is told: a table, waves, rotation or a bias
+    max_positions: int = 1024  # longest sequence; for schemes without a table, the length it is meant for
+    position_offset: int = 0  # learned: rows skipped at the start of the table
+    # sin, cos, sin, cos ... or all sin, then all cos
+    sinusoid_layout: Literal["interleaved", "half"] = "interleaved"
+    # slowest wave exactly 10,000 long (True) or one step short of it, as in the paper
+    sinusoid_ends: bool = False
+    rope_base: float = 10_000.0  # larger: slower rotation, for longer texts
+    # base in layers that have a window; None: rope_base, with the scaling
+    rope_local_base: float | None = None
+    rope_layout: Literal["half", "interleaved"] = "half"  # pairs are (i, i + E/2), or (2i, 2i + 1)
+    rope_scaling: RopeScaling | None = None  # beyond the trained length; see RopeScaling
+    rope_skips: tuple[int, ...] = ()  # layers, counted from 0, in which nothing is rotated
+    relative_buckets: int = 32  # relative: biases per head, by distance; disentangled: vectors
+    relative_max_distance: int = 128  # relative, disentangled: from here on, one bucket
+    # disentangled: queries meet the vector of a distance ("c2p"), keys do ("p2c"), or both
+    relative_terms: Literal["both", "c2p", "p2c"] = "both"
+    relative_norm: bool = False  # disentangled: a norm on those vectors
+
+    # Attention
+    attention_softcap: float | None = None  # scores become cap * tanh(scores / cap)
+    attention_sink: bool = False  # a learned score per head that no key has: it takes weight from all of them
+    # what the heads found, times a sigmoid of a projection; gated-delta layers have a gate of their own
+    attention_gate: bool = False
+    qk_norm: Literal["none", "head", "full"] = "none"  # norm on queries and keys, per head or over all heads
+
+    # Feed-forward
+    activation: ActivationName = "gelu"  # between the two linear layers
+    gated: bool = False  # a third layer: activation(gate) * up
+    # gated: before the activation the gate is at most this, and what it multiplies lies within -this and this
+    gated_clamp: float | None = None
+    gated_shift: float = 0.0  # gated: added to what the gate multiplies, after the clamp
+    n_experts: int = 0  # 0: one feed-forward; else a mixture of them
+    n_active_experts: int = 2  # how many each token visits
+    # softmax over the chosen, or over all
+    router_order: Literal["topk_softmax", "softmax_topk"] = "topk_softmax"
+    router_renormalise: bool = True  # softmax_topk: make the chosen weights sum to one
+    router_bias: bool = False  # in the layer that chooses experts
+    d_shared_expert: int = 0  # width of one more expert that each token visits, weighed by a sigmoid; 0: none
+    dense_layers: tuple[int, ...] = ()  # layers, counted from 0, with one feed-forward in place of a mixture
+
+    # Residual
+    norm_position: NormPosition = "pre"  # before or after a sublayer, both, or on its output
+    first_norm: bool = True  # False: the first attention reads the embedding, whose norm serves it, as it is
+    parallel: bool = False  # attention and feed-forward read the same input and are added together
+    parallel_norms: Literal[1, 2] = 1  # one norm for both, or one each
+    residual_scale: float = 1.0  # on what each sublayer adds
+
+    # Dropout, in training only
+    dropout: float = 0.0  # on embeddings and what sublayers add
+    feedforward_dropout: float = 0.0  # between the two feed-forward layers
+    layer_drop: float = 0.0  # stochastic depth: chance that a row of the batch skips a sublayer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fields(StackFields):
+    """All that a user may say about a Transformer: `StackFields`, and what is derived or not a stack's."""
+
+    # Size
+    family: Family = "decoder"  # which stacks there are, and who sees the future
+    n_encoder_layers: int | None = None  # encoder-decoder: None: n_layers
+    n_kv_heads: int | None = None  # key/value heads; None: n_heads; 1: multi-query; between: grouped-query
+    n_encoder_heads: int | None = None  # encoder-decoder: None: n_heads
+    d_head: int | None = None  # None: d_model / n_heads
+    # encoder-decoder: None: d_head; where that is d_model / n_heads: d_model / n_encoder_heads
+    d_encoder_head: int | None = None
+    d_value: int | None = None  # width of a value head; None: d_head
+    d_ff: int | None = None  # None: 4 * d_model
+    d_encoder_ff: int | None = None  # encoder-decoder: None: d_ff
+    max_encoder_positions: int | None = None  # encoder-decoder: None: max_positions
+    d_expert: int | None = None  # width of an expert; None: d_ff
+    # None: every layer its own weights; k: runs of layers share k sets of weights
+    layer_groups: int | None = None
+
+    # Embedding
+    source_vocab_size: int | None = None  # encoder-decoder: None: vocab_size
+    d_embedding: int | None = None  # narrower token table, projected up to d_model; None: d_model
+    # a linear layer after the tables; None: where d_embedding is not d_model
+    embedding_projection: bool | None = None
+    share_embeddings: bool = True  # encoder-decoder: one token table for both sides
+    tie_embeddings: bool = True  # the output layer is the transposed (decoder) token table
+    image_size: tuple[int, int] | None = None  # patches: height, width
+
+    # Attention
+    # kind of attention, such as "linear(elu)": see `kinds`; a tuple sets it per layer, and is repeated
+    attention: str | tuple[str, ...] = "full"
+    # short for attention "window(128)"; a tuple sets it per layer
+    window: int | tuple[int | None, ...] | None = None
+    attention_scale: float | None = None  # None: 1 / sqrt(d_head)
+    rope_fraction: float = 1.0  # part of each head that is rotated
+
+    # Depth
+    # mixture of depths: share of the tokens that a router sends through a layer, in every second layer;
+    # a tuple sets it per layer, and is repeated
+    depth_capacity: float | tuple[float, ...] = 1.0
+
+    # Biases
+    bias: bool = True  # in every linear layer and norm, unless a field below says otherwise
+    qkv_bias: bool | None = None  # None: bias
+    key_bias: bool | None = None  # of keys alone, which no softmax sees; None: qkv_bias
+    attention_out_bias: bool | None = None  # None: bias
+    feedforward_bias: bool | None = None  # None: bias
+    norm_bias: bool | None = None  # layernorm only; None: bias
+
+    # Norm
+    norm: NormName = "layernorm"  # rmsnorm: no mean is subtracted, and no bias
+    norm_eps: float = 1e-5  # added to the variance before the root
+    norm_unit_offset: bool = False  # the scale is 1 + weight
+    final_norm: bool | None = None  # after the last block; None: all but post-norm
+
+    # Dropout, in training only
+    attention_dropout: float | None = None  # on attention weights; None: dropout
+    embedding_dropout: float | None = None  # None: dropout
+
+    # Head
+    head: HeadName | None = None  # None: classifier if n_classes is set, else lm or (encoder) mlm
+    n_classes: int = 0  # classifier, tagger: number of labels
+    pooling: Pooling | None = None  # None: cls for a bidirectional model, last for a causal one
+    pooler: PoolerName = "none"  # a dense layer after pooling (tagger, span: on each token), its activation
+    pooler_bias: bool = True  # in that layer, and in the dense layer of head_transform
+    pooler_norm: bool = False  # a norm after that layer
+    normalise: bool = False  # embedding: scale the vector to length one
+    head_transform: bool | None = None  # lm, mlm: dense, activation, norm before the output; None: mlm only
+    head_layer: bool = False  # tagger, span: a feed-forward, added and normalised, before the output
+    head_activation: ActivationName | None = None  # of that transform or layer; None: activation
+    head_bias: bool | None = None  # None: all but lm
+    logit_scale: float = 1.0  # logits are multiplied by it
+    logit_softcap: float | None = None  # logits become cap * tanh(logits / cap)
+
+    # Initialisation
+    init: Initialisation = "gpt2"  # the distribution of fresh weights
+    init_std: float = 0.02  # spread of fresh weights; xavier has its own
+
+    def __new__(cls, *values: object, **named: object) -> Self:
+        """Refuse an unknown name, with the nearest one, before Python does without it."""
+        check_names(cls, named)
+        return super().__new__(cls)
+
+
+@dataclass(frozen=True)
+class NormSpec:
+    """A norm of any width."""
+
+    kind: NormName
+    eps: float
+    bias: bool
+    unit_offset: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class StackSpec(StackFields):
+    """Everything that the parts of one stack, the encoder's or the decoder's, are built from.
+
+    Fields that are not explained here mean what they mean in `Fields`, for this stack.
+    """
+
+    prefix: str  # of its tap names: "" for the stack that feeds the head, else "encoder."
+    causal: bool
+    cross: bool  # each block also attends to another stack's output
+
+    n_kv_heads: int
+    d_head: int
+    d_value: int
+    d_ff: int
+    d_expert: int
+    block_of: tuple[int, ...]  # number of the block of each layer; layers that share weights have the same
+    d_embedding: int  # width of the token table
+    embedding_projection: bool  # of the sum of tokens, segments and positions, to d_model
+    image_size: tuple[int, int]
+    d_rotary: int  # leading columns of a head that RoPE rotates
+    kinds: tuple[Kind, ...]  # of attention, one per layer
+    capacities: tuple[float, ...]  # of each layer, the share of the tokens that go through; 1: all
+    attention_scale: float
+    qkv_bias: bool
+    key_bias: bool
+    attention_out_bias: bool
+    feedforward_bias: bool
+    norm: NormSpec
+    final_norm: bool
+    attention_dropout: float
+    embedding_dropout: float
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The window of each layer; None for a layer of another kind."""
+        return tuple(kind.size if isinstance(kind, Windowed) else None for kind in self.kinds)
+
+    @functools.cached_property
+    def whole_kinds(self) -> tuple[Kind, ...]:
+        """The different kinds of attention of the layers that all tokens go through."""
+        return tuple(dict.fromkeys(kind for kind, share in zip(self.kinds, self.capacities) if share == 1))
+
+    @property
+    def d_summed(self) -> int:
+        """Width of tokens, segments and positions when they are added."""
+        return self.d_model if self.project_tokens else self.d_embedding
+
+    @property
+    def bounded(self) -> bool:
+        """Whether weights belong to positions, so that none past `max_positions` can be read."""
+        return self.positions in TABLES or any(isinstance(kind, LowRank) for kind in self.kinds)
+
+    @property
+    def n_patches(self) -> int:
+        """Number of patches of one image."""
+        height, width = self.image_size
+        return (height // self.patch_size) * (width // self.patch_size)
+
+    def n_tokens(self, length: int) -> int:
+        """Return the number of tokens that the front makes of `length` inputs."""
+        if self.input == "patches":
+            return self.n_patches + self.class_token
+        stride = self.conv_stride if self.input == "frames" else 1
+        return (length + stride - 1) // stride  # rounded up
+
+    def delta_sizes(self, kind: GatedDeltaKind) -> tuple[int, int, int, int]:
+        """Return key heads, value heads and the widths of both; the stack's own where the kind says 0."""
+        return (
+            kind.key_heads or self.n_kv_heads,
+            kind.value_heads or self.n_heads,
+            kind.d_key or self.d_head,
+            kind.d_value or self.d_value,
+        )
+
+    def n_features(self, kind: LinearKind) -> int:
+        """Return the number of features of a query or key."""
+        if kind.features != "favor":
+            return self.d_head
+        return kind.count or math.ceil(self.d_head * math.log(self.d_head))
+
+    def state_shapes(self, layer: int) -> list[tuple[int, ...]]:
+        """Return the shapes of what a layer keeps of one row in place of keys; none if it keeps keys."""
+        kind = self.kinds[layer]
+        if isinstance(kind, LinearKind):
+            heads = self.kv_heads_of(f"{self.prefix}blocks.{layer}.attention")
+            return [(heads, self.n_features(kind), self.d_value + 1), (heads,)]
+        if isinstance(kind, GatedDeltaKind):
+            keys, values, d_key, d_value = self.delta_sizes(kind)
+            return [(values, d_key, d_value), (kind.kernel - 1, 2 * keys * d_key + values * d_value)]
+        return []
+
+    def feedforwards(self, layer: int) -> dict[str, int]:
+        """Return the width of each feed-forward of a layer, by its name in the block; experts are several."""
+        if not self.n_experts or layer in self.dense_layers:
+            return {"feedforward": self.d_ff}
+        experts = {f"feedforward.experts.{number}": self.d_expert for number in range(self.n_experts)}
+        return {**experts, **({"feedforward.shared": self.d_shared_expert} if self.d_shared_expert else {})}
+
+    def heads_of(self, attention: str) -> tuple[int, ...]:
+        """Return the heads that pruning has left in the attention of this name."""
+        gone = self.pruned_heads.get(attention, ())
+        return tuple(head for head in range(self.n_heads) if head not in gone)
+
+    def kv_heads_of(self, attention: str) -> int:
+        """Return the number of key/value heads left there; heads are pruned by whole groups."""
+        return len(self.heads_of(attention)) * self.n_kv_heads // self.n_heads
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadSpec:
+    """Everything that the head is built from; fields mean what they mean in `Fields`."""
+
+    head: HeadName
+    d_model: int
+    d_embedding: int
+    vocab_size: int
+    n_classes: int  # of a span: begins here, ends here
+    tied: bool  # the output layer is the token table
+    pooling: Pooling
+    pooler: PoolerName
+    pooler_bias: bool
+    pooler_norm: bool
+    normalise: bool
+    transform: bool
+    head_layer: bool
+    d_ff: int
+    activation: ActivationName
+    bias: bool
+    logit_scale: float
+    logit_softcap: float | None
+    norm: NormSpec
+    dropout: float

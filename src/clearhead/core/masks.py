@@ -1,0 +1,253 @@
+"""Masks: who may attend to whom, composed once per forward pass from a few predicates. True = may attend.
+
+`Tokens` holds what the predicates need to know of each slot of a row. Causality goes by `order`, the number
+of real tokens before a slot, and windows go by `positions`. So padding on either side, gaps, packed
+documents and caches of any form need no rules of their own.
+
+Shapes: B batch (1 where all rows are alike), T query length, S key length.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Self
+
+import torch
+from torch import Tensor
+
+from clearhead.core.config.kinds import FULL, Kind
+from clearhead.core.positions import Relative, Rotary
+from clearhead.errors import refuse
+from clearhead.variants.choices import Choice, predicate
+from clearhead.variants.packed import of_real, positions_in_documents
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A row of tokens as masks and positions see it."""
+
+    order: Tensor  # B|1 T: how many real tokens stand before this one
+    positions: Tensor  # B|1 T
+    real: Tensor | None  # B|1 T: False for padding; None: all real
+    documents: Tensor | None  # B|1 T: tokens of different documents do not see each other; None: one document
+    plain: bool  # all real, one document, order and positions both 0, 1, 2, ... from some start
+    totals: Tensor | None = None  # B|1 T: tokens of its document, where a kind of attention asks for that
+    globals: Tensor | None = None  # B|1 T: which see all and are seen by all, where a kind has such tokens
+    until: Tensor | None = None  # B|1 T: queries of this order and later do not see it; None: all may
+
+    @property
+    def length(self) -> int:
+        """Number of slots, padding included."""
+        return self.order.shape[1]
+
+    def real_mask(self) -> Tensor:
+        """Return `real`, spelled out where all tokens are real."""
+        return torch.ones_like(self.order, dtype=torch.bool) if self.real is None else self.real
+
+    def document_ids(self) -> Tensor:
+        """Return `documents`, spelled out where there is one document."""
+        return torch.zeros_like(self.order) if self.documents is None else self.documents
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return order, positions, real and documents, all spelled out."""
+        return self.order, self.positions, self.real_mask(), self.document_ids()
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Self:
+        """Return these tokens with `change` applied to each tensor."""
+        return replace(
+            self,
+            order=change(self.order),
+            positions=change(self.positions),
+            real=None if self.real is None else change(self.real),
+            documents=None if self.documents is None else change(self.documents),
+            totals=None if self.totals is None else change(self.totals),
+            globals=None if self.globals is None else change(self.globals),
+            until=None if self.until is None else change(self.until),
+        )
+
+    def of_rows(self, rows: Tensor) -> Self:
+        """Return the tokens of some rows; where all rows are alike, nothing changes."""
+        return self if self.plain else self.map(lambda x: x if x.shape[0] == 1 else x[rows])
+
+
+@dataclass(frozen=True)
+class Slots(Tokens):
+    """The tokens in the slots of a buffer: padding and documents are always spelled out."""
+
+    real: Tensor
+    documents: Tensor
+    plain: bool = False
+
+
+def empty_slots(batch: int, slots: int, device: torch.device | str) -> Slots:
+    """Return slots that hold no token yet."""
+    zeros = torch.zeros(batch, slots, dtype=torch.long, device=device)
+    return Slots(zeros, zeros.clone(), torch.zeros_like(zeros, dtype=torch.bool), zeros.clone())
+
+
+def tokens_from(
+    batch: int,
+    length: int,
+    device: torch.device,
+    mask: Tensor | None = None,
+    positions: Tensor | None = None,
+    documents: Tensor | None = None,
+    before: Tokens | None = None,
+) -> Tokens:
+    """Describe the tokens of one forward pass; `before` are the tokens that the cache already holds."""
+    if mask is None and positions is None and documents is None and (before is None or before.plain):
+        start = before.length if before is not None else 0
+        count = torch.arange(start, start + length, device=device)[None]
+        return Tokens(count, count, None, None, plain=True)
+
+    real = torch.ones(batch, length, dtype=torch.bool, device=device) if mask is None else mask
+    order = (next_order(before, batch, device) + real.cumsum(1) - 1).clamp(min=0)
+    if documents is not None:
+        documents = of_real(documents.long().expand(real.shape[0], -1), real)
+    if positions is None and documents is not None:
+        packed = before is not None and before.length and before.documents is not None
+        held = (before.document_ids(), before.positions, before.real_mask()) if before and packed else None
+        positions = positions_in_documents(documents, real, held)
+    positions = order if positions is None else positions
+    return Tokens(order, positions.long(), real, documents, plain=False)
+
+
+def next_order(before: Tokens | None, batch: int, device: torch.device) -> Tensor:
+    """Count the real tokens that each row already has: [B, 1]."""
+    if before is None or before.real is None or not before.length:
+        return torch.full((batch, 1), 0 if before is None else before.length, dtype=torch.long, device=device)
+    return (torch.where(before.real, before.order, -1).amax(1, keepdim=True) + 1).expand(batch, 1)
+
+
+def join(a: Tokens, b: Tokens) -> Tokens:
+    """Return the tokens of `a` followed by those of `b`."""
+    batch = max(a.order.shape[0], b.order.shape[0])
+
+    def cat(x: Tensor, y: Tensor) -> Tensor:
+        return torch.cat([x.expand(batch, -1), y.expand(batch, -1)], dim=1)
+
+    return Tokens(
+        cat(a.order, b.order),
+        cat(a.positions, b.positions),
+        None if a.real is b.real is None else cat(a.real_mask(), b.real_mask()),
+        None if a.documents is b.documents is None else cat(a.document_ids(), b.document_ids()),
+        plain=a.plain and b.plain,
+    )
+
+
+@dataclass(frozen=True)
+class BlockPlan:
+    """Which keys the blocks of queries meet, with masks and biases of these alone."""
+
+    size: int  # b
+    index: Tensor  # B|1 N M: numbers of the blocks of keys
+    mask: "Tensor | BlockMask"  # B|1 N b M·b, or what `flex_attention` takes in its place
+    bias: Tensor | None  # B|1 N H b M·b
+    globals: Tensor | None = None  # B|1 G: slots of the queries that see everything
+    global_mask: Tensor | None = None  # B|1 1 G S
+    global_bias: Tensor | None = None  # B|1 H G S
+    columns: "Columns | None" = None  # of strided attention: what the blocks leave out
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The tokens of each column, and who of them may attend to whom; R columns of Q queries and C keys."""
+
+    queries: Tensor  # B|1 R·Q: slots
+    keys: Tensor  # B|1 R·C
+    mask: Tensor  # B|1 R Q C
+    bias: Tensor | None  # B|1 R 1|H Q C
+    place: Tensor  # B|1 T: where each query stands among `queries`
+
+
+@dataclass(frozen=True)
+class View:
+    """What the attention of one layer may see: mask, bias and rotation, made by the stack."""
+
+    mask: Tensor | None = None  # B|1 1 T S, True = may attend; None: no mask, or a plain causal one
+    causal: bool = False  # the mask is exactly "key slot <= query slot", and `mask` is None
+    bias: Tensor | None = None  # B|1 H|1 T S, added to the scores
+    rotary: Rotary | None = None
+    relative: Relative | None = None
+    tokens: Tokens | None = None  # the queries, for kinds of attention that ask for more than a mask
+    blocks: BlockPlan | None = None  # stands for mask and bias, which `dense` spells out
+    dense: Callable[[], "View"] | None = None
+
+    def unrotated(self) -> "View":
+        """Return the same view without rotation."""
+        return replace(self, rotary=None)
+
+    def spelled_out(self) -> "View":
+        """Return the same view with a mask and a bias, also where blocks stand for them."""
+        return self if self.dense is None else replace(self.dense(), rotary=self.rotary)
+
+
+def compose(
+    queries: Tokens,
+    keys: Tokens,
+    *,
+    causal: bool = False,
+    kind: Kind = FULL,
+    prefix: Tensor | None = None,
+) -> tuple[Tensor | None, bool]:
+    """Return the mask [B|1, 1, T, S] and whether it is plain causal; a plain mask, causal or empty, is None.
+
+    `prefix` [B] counts the leading positions of each row that every query may see, even if `causal`.
+    """
+    if queries.plain and keys.plain and prefix is None and kind.sees_all(keys.length):
+        if not causal or queries.length == 1:
+            return None, False
+        if queries.length == keys.length:
+            return None, True
+
+    rule = None if kind == FULL else predicate(kind, causal)
+    allowed = rules(
+        queries, keys, causal, rule, lambda x: x[:, :, None], lambda x: x[:, None, :], prefix
+    )  # each B|1 T|1 S
+    if not allowed:
+        return None, False
+    mask = functools.reduce(torch.logical_and, allowed)
+    return mask.expand(-1, queries.length, -1)[:, None], False
+
+
+def rules(
+    queries: Tokens,
+    keys: Tokens,
+    causal: bool,
+    rule: Choice | None,
+    of_query: Callable[[Tensor], Tensor],
+    of_key: Callable[[Tensor], Tensor],
+    prefix: Tensor | None = None,
+) -> list[Tensor]:
+    """Return all that must hold of a query and a key, for the queries and keys that two functions pick."""
+    allowed: list[Tensor] = []
+    if keys.real is not None:
+        allowed.append(of_key(keys.real))
+    if queries.documents is not None and keys.documents is not None:
+        allowed.append(of_query(queries.documents) == of_key(keys.documents))
+    if causal:
+        earlier = of_key(keys.order) <= of_query(queries.order)
+        if prefix is not None:
+            earlier = earlier | of_key(keys.positions < prefix[:, None])
+        allowed.append(earlier)
+    if keys.until is not None:
+        refuse(prefix is not None, "prefix came with a cache that forgets it: use Cache()")
+        allowed.append(of_query(queries.order) < of_key(keys.until))
+    if rule is not None:
+        totals = None if queries.totals is None else of_query(queries.totals)
+        seen = rule(of_query(queries.positions), of_key(keys.positions), totals)
+        if queries.globals is not None and keys.globals is not None:
+            seen = seen | of_query(queries.globals) | of_key(keys.globals)
+        allowed.append(seen)
+    return allowed
+
+
+def spelled_out(mask: Tensor | None, causal: bool, queries: Tokens, keys: Tokens) -> Tensor:
+    """Return the answer of `compose` as a mask [B|1, 1, T, S], also where it is plain."""
+    if mask is not None:
+        return mask
+    everything = torch.ones(1, 1, queries.length, keys.length, dtype=torch.bool, device=queries.order.device)
+    return everything.tril() if causal else everything

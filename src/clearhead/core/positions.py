@@ -1,0 +1,249 @@
+"""Positions: how a model knows where a token stands.
+
+A scheme adds a vector to each embedding (`embed`), rotates queries and keys (`rotary`), adds a bias to
+attention scores (`bias`), or gives attention vectors of distances to meet (`relative`). All take positions as
+values, so padding, packing and caches need no special care. Nothing here is a buffer: tables are computed in
+float64 and cast at the end, so that `.bfloat16()` and autocast leave angles exact.
+
+Shapes: B batch, T query length, S key length, D model, H heads, E head width, R rotated columns of a head.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as nnf
+from torch import Tensor, nn
+
+from clearhead.core.config import RopeScaling, StackSpec
+from clearhead.core.dtypes import precise, wide
+from clearhead.core.steps import INDEX, Pass, Step
+from clearhead.core.taps import SILENT, Tap
+
+
+class Rotary(NamedTuple):
+    """Cosines and sines of one forward pass, each [B|1, 1, T, R]."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+class Relative(NamedTuple):
+    """Vectors of distances [R, D], and which one each pair of tokens has [B|1, T, S]."""
+
+    vectors: Tensor
+    which: Tensor
+
+
+class PositionScheme(nn.Module):
+    """The base of every scheme, and the scheme without positions."""
+
+    def __init__(self, spec: StackSpec) -> None:
+        super().__init__()
+        self.spec = spec
+
+    def embed(self, positions: Tensor, dtype: torch.dtype, tap: Tap = SILENT) -> Tensor | None:
+        """Return vectors to add to the embeddings: positions [B|1, T] -> [B|1, T, D]."""
+        return None
+
+    def rotary(self, positions: Tensor, window: int | None, tap: Tap = SILENT) -> Rotary | None:
+        """Return cosines and sines for layers of this window: positions [B|1, T] -> [B|1, 1, T, R] twice."""
+        return None
+
+    def bias(self, queries: Tensor, keys: Tensor, dtype: torch.dtype, tap: Tap = SILENT) -> Tensor | None:
+        """Return a bias to add to the scores: positions [B|1, T] and [B|1, S] -> [B|1, H, T, S]."""
+        return None
+
+    def relative(self, queries: Tensor, keys: Tensor, tap: Tap = SILENT) -> Relative | None:
+        """Return vectors of distances for attention to meet: positions [B|1, T] and [B|1, S]."""
+        return None
+
+    @staticmethod
+    def steps(spec: StackSpec, run: Pass, name: str, tokens: int) -> Iterator[Step]:
+        """Yield the steps of the scheme on rows of `tokens`."""
+        yield from ()
+
+
+class LearnedPositions(PositionScheme):
+    """One learned vector per position."""
+
+    def __init__(self, spec: StackSpec) -> None:
+        super().__init__(spec)
+        self.table = nn.Embedding(spec.max_positions + spec.position_offset, spec.d_summed)
+
+    def embed(self, positions: Tensor, dtype: torch.dtype, tap: Tap = SILENT) -> Tensor:
+        """Look up rows of the table, past its offset."""
+        return tap.step("table", self.table(positions + self.spec.position_offset))
+
+    @staticmethod
+    def steps(spec: StackSpec, run: Pass, name: str, tokens: int) -> Iterator[Step]:
+        """Yield the table."""
+        parameters = (spec.max_positions + spec.position_offset) * spec.d_summed
+        yield Step(f"{name}.table", "positions", parameters, kept=tokens * INDEX)
+
+
+class SinusoidalPositions(PositionScheme):
+    """Sines and cosines of geometrically growing wavelength, at any position."""
+
+    def embed(self, positions: Tensor, dtype: torch.dtype, tap: Tap = SILENT) -> Tensor:
+        """Map [B|1, T] -> [B|1, T, D]."""
+        spec, width, places = self.spec, self.spec.d_summed, positions + self.spec.position_offset
+        layout = (spec.sinusoid_layout, spec.sinusoid_ends)
+        if spec.input == "patches":
+            # Half of the columns tell the row of a patch, half its column; the class token gets zeros.
+            columns = spec.image_size[1] // spec.patch_size
+            patch = (places - int(spec.class_token)).clamp(min=0)
+            halves = (patch // columns, width // 2), (patch % columns, width - width // 2)
+            waves = torch.cat([sinusoid(where, half, *layout) for where, half in halves], dim=-1)
+            waves = waves * (places >= spec.class_token)[..., None].to(waves.device)
+        else:
+            waves = sinusoid(places, width, *layout)
+        return tap.step("waves", waves.to(positions.device, dtype))
+
+
+def sinusoid(positions: Tensor, width: int, layout: str = "interleaved", ends: bool = False) -> Tensor:
+    """Compute sin(p / 10000^(2i/width)) and its cosine: positions [...] -> [..., width] in float64.
+
+    `interleaved` is the paper's order, sin on even and cos on odd columns. `half` puts all sines first. With
+    `ends` the slowest wave is exactly 10,000 long, as in some translation models, and an odd last column is
+    zero.
+    """
+    pairs = width // 2 if ends else (width + 1) // 2
+    positions = precise(positions)
+    steps = torch.arange(pairs, dtype=torch.float64, device=positions.device)
+    exponent = steps / max(pairs - 1, 1) if ends else steps * 2 / width
+    angles = positions[..., None] * torch.pow(10_000.0, -exponent)
+    if layout == "half":
+        waves = torch.cat([angles.sin(), angles.cos()[..., : width // 2]], dim=-1)
+    else:
+        waves = torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(-2)[..., :width]
+    return nnf.pad(waves, (0, width - waves.shape[-1]))
+
+
+class RopePositions(PositionScheme):
+    """Rotary positions: the angle between a query and a key depends on their distance alone."""
+
+    def rotary(self, positions: Tensor, window: int | None, tap: Tap = SILENT) -> Rotary:
+        """Compute angles in float64, cosines and sines in float32; layers with a window may have a base."""
+        spec, where, device = self.spec, precise(positions), positions.device
+        base, scaling, name = spec.rope_base, spec.rope_scaling, "rotary"
+        if window is not None and spec.rope_local_base is not None:
+            base, scaling, name = spec.rope_local_base, None, "rotary.local"
+        frequencies, factor = rope_frequencies(spec.d_rotary, base, scaling, spec.max_positions, where)
+        angles = where[:, None, :, None] * frequencies  # B 1 T R/2
+        half = spec.rope_layout == "half"
+        angles = torch.cat([angles, angles], dim=-1) if half else angles.repeat_interleave(2, dim=-1)
+        turns = Rotary((angles.cos() * factor).float().to(device), (angles.sin() * factor).float().to(device))
+        if tap.traced:
+            tap.step(name, torch.stack(turns))
+        return turns
+
+    @staticmethod
+    def steps(spec: StackSpec, run: Pass, name: str, tokens: int) -> Iterator[Step]:
+        """Yield cosines and sines, once for each window."""
+        each = 2 * spec.d_rotary * 4 * len(spec.whole_kinds)
+        yield Step(f"{name}.rotary", "positions", kept=tokens * each)
+
+
+def rotate(x: Tensor, rotary: Rotary, layout: str) -> Tensor:
+    """Rotate the first R columns of each head: [B, H, T, E] -> [B, H, T, E]."""
+    width = rotary.cos.shape[-1]
+    turned, kept = wide(x[..., :width]), x[..., width:]
+    if layout == "half":
+        a, b = turned.chunk(2, dim=-1)
+        quarter = torch.cat([-b, a], dim=-1)  # each pair rotated by a quarter circle
+    else:
+        quarter = torch.stack([-turned[..., 1::2], turned[..., ::2]], dim=-1).flatten(-2)
+    turned = (turned * rotary.cos + quarter * rotary.sin).to(x.dtype)
+    return turned if not kept.shape[-1] else torch.cat([turned, kept], dim=-1)
+
+
+def rope_frequencies(
+    width: int, base: float, scaling: RopeScaling | None, max_positions: int, positions: Tensor
+) -> tuple[Tensor, float]:
+    """Return radians per position of each pair, [R/2] in float64, and a factor for cosines and sines."""
+    pair = torch.arange(0, width, 2, dtype=torch.float64, device=positions.device) / width
+    plain = base**-pair
+    if scaling is None:
+        return plain, 1.0
+    trained = scaling.original_positions or max_positions
+    if scaling.kind == "linear":
+        return plain / scaling.factor, 1.0
+    if scaling.kind == "dynamic":  # the base grows with the length, once it passes the trained length
+        length = (positions.max() + 1).clamp(min=trained)
+        growth = scaling.factor * length / trained - (scaling.factor - 1)
+        return (base * growth.double() ** (width / (width - 2))) ** -pair, 1.0
+    if scaling.kind == "llama3":  # long waves are interpolated, short ones kept, those between blended
+        turns = trained * plain / (2 * math.pi)  # over the trained length
+        low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
+        keep = ((turns - low) / (high - low)).clamp(0, 1)
+        return keep * plain + (1 - keep) * plain / scaling.factor, 1.0
+    if scaling.kind == "yarn":
+        return _yarn(plain, width, base, scaling, trained)
+    # longrope: each pair has a divisor within the trained length, and one beyond it.
+    stretch = scaling.factor if scaling.factor != 1 else max_positions / trained
+    usual = 1.0 if stretch <= 1 else math.sqrt(1 + math.log(stretch) / math.log(trained))
+    short, long = (plain.new_tensor(divisors) for divisors in (scaling.short_factor, scaling.long_factor))
+    return plain / torch.where(positions.max() + 1 > trained, long, short), scaling.attention_factor or usual
+
+
+def _yarn(plain: Tensor, width: int, base: float, scaling: RopeScaling, trained: int) -> tuple[Tensor, float]:
+    """Keep pairs that turn often, interpolate pairs that turn rarely, with a linear ramp between.
+
+    The factor on cosines and sines comes second.
+    """
+
+    def pair_with(turns: float) -> float:
+        """Return the index of the pair that makes this many turns over the trained length."""
+        return width * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+    low, high = pair_with(scaling.beta_fast), pair_with(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, width - 1)
+    steps = torch.arange(width // 2, dtype=torch.float64, device=plain.device)
+    interpolate = ((steps - low) / ((high - low) or 0.001)).clamp(0, 1)
+    growth = math.log(max(scaling.factor, 1))
+    factor = 0.1 * growth + 1
+    if scaling.mscale and scaling.mscale_all_dim:
+        factor = (0.1 * scaling.mscale * growth + 1) / (0.1 * scaling.mscale_all_dim * growth + 1)
+    if scaling.attention_factor is not None:
+        factor = scaling.attention_factor
+    return plain / scaling.factor * interpolate + plain * (1 - interpolate), factor
+
+
+class AlibiPositions(PositionScheme):
+    """ALiBi: scores fall linearly with distance, at a slope of its own for each head."""
+
+    def bias(self, queries: Tensor, keys: Tensor, dtype: torch.dtype, tap: Tap = SILENT) -> Tensor:
+        """Map [B|1, T], [B|1, S] -> [B|1, H, T, S]."""
+        distance = (queries[:, :, None] - keys[:, None, :]).abs()  # B T S
+        wide_enough = torch.promote_types(dtype, torch.float32)
+        slopes = alibi_slopes(self.spec.n_heads, distance.device).to(wide_enough)
+        return tap.step("bias", (-slopes[:, None, None] * distance[:, None]).to(dtype))
+
+    @staticmethod
+    def steps(spec: StackSpec, run: Pass, name: str, tokens: int) -> Iterator[Step]:
+        """Yield the bias of all layers; under a causal mask, each layer keeps a masked copy instead."""
+        if not spec.causal:
+            whole = any(window is None or window >= tokens for window in spec.windows)
+            yield Step(f"{name}.bias", "positions", kept=spec.n_heads * tokens**2 * run.size if whole else 0)
+
+
+def alibi_slopes(n_heads: int, device: torch.device | None = None) -> Tensor:
+    """Return 2^(-8/n), 2^(-16/n), ... for the power of two n <= H, then every other slope of 2n: [H]."""
+    power = 2 ** int(math.log2(n_heads))
+    count = torch.arange(1, 2 * n_heads + 1, dtype=torch.float64, device=device)
+    others = count[: 2 * (n_heads - power) : 2]
+    return torch.exp2(torch.cat([-8 / power * count[:power], -4 / power * others]))
+
+
+# Schemes that look up a distance are in `kinds.relative`, which has the table of all.
+POSITIONS: dict[str, type[PositionScheme]] = {
+    "none": PositionScheme,
+    "learned": LearnedPositions,
+    "sinusoidal": SinusoidalPositions,
+    "rope": RopePositions,
+    "alibi": AlibiPositions,
+}

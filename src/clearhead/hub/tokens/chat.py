@@ -1,0 +1,293 @@
+"""Chat templates: a conversation to the text that a model reads, by a Jinja template in a sandbox.
+
+A template is code that came with a model: it is rendered without access to Python, its work is bounded
+(`sandbox`), and what it raises is one line. `ChatTemplate.learned` also finds the characters that the
+assistant wrote, which are what is trained on.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import json
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from jinja2 import Template, TemplateError, nodes, pass_context
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.runtime import Context, Macro
+
+from clearhead.errors import InputError, refuse, refusing
+from clearhead.hub.tokens.sandbox import SafeNamespace, Sandbox, bounded
+
+Message = Mapping[str, Any]
+ASSISTANT = "assistant"
+LEADING = ("system", "developer")  # roles that may stand before anything is asked
+UNWRITTEN = ("role", "content", "weight", "tool_call_id")  # fields that a template need not read
+REASONING = ("reasoning_content", "thinking", "reasoning")  # names that one field goes by
+MARKS = "clearhead_marks"  # in the context of a template: what is put around the blocks of the assistant
+# What the assistant calls, after what it says: one block of JSON for each call.
+_CALLS = (
+    "{% for call in message['tool_calls'] or [] %}{% set called = call['function'] or call %}"
+    "{{ '\n<tool_call>\n' + ({'name': called['name'], 'arguments': called['arguments']} | tojson) + "
+    "'\n</tool_call>' }}{% endfor %}"
+)
+# Templates by name, for models that have none. They need no token that a vocabulary may lack.
+KNOWN = {
+    "plain": (
+        "{% if tools %}{{ 'Tools: ' + (tools | tojson) + '\n\n' }}{% endif %}"
+        "{% for message in messages %}{% if message['role'] == 'assistant' %}"
+        "{{ 'Assistant: ' + (message['content'] or '') }}"
+        + _CALLS
+        + "{{ (eos_token | default('')) + '\n\n' }}"
+        "{% elif message['role'] == 'system' %}{{ message['content'] + '\n\n' }}"
+        "{% else %}{{ (message['role'] | capitalize) + ': ' + message['content'] + '\n\n' }}{% endif %}"
+        "{% endfor %}{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
+    ),
+    "chatml": (
+        "{% if tools %}{{ '<|im_start|>tools\n' + (tools | tojson) + '<|im_end|>\n' }}{% endif %}"
+        "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
+        "{{ message['content'] or '' }}" + _CALLS + "{{ '<|im_end|>' + '\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    ),
+}
+MARKER = re.compile(r"<\|\w+\|>")  # how templates write the special tokens around a turn
+
+
+class Turn(NamedTuple):
+    """What the assistant wrote in one turn, by the characters of a text."""
+
+    first: int
+    last: int  # the one after the last
+    said: int  # where the content ends, and what ends the turn begins
+
+
+Spans = list[Turn]
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A template, and the special tokens it may name: bos_token, eos_token, ..."""
+
+    source: str
+    tokens: Mapping[str, str] = field(default_factory=dict)
+    tool_source: str | None = None  # what is taken in its place where there are tools
+
+    def render(
+        self, messages: Sequence[Message], generation: bool = True, /, tools: Any = None, **more: Any
+    ) -> str:
+        """Return the text of a conversation; with `generation`, up to where the next answer begins.
+
+        `tools` and further keywords are the template's own. What it would not read is refused by name.
+        """
+        source = self._source(tools)
+        for name in more:
+            refuse(
+                name in ("messages", "add_generation_prompt", MARKS, *self.tokens)
+                or not _reads(source, name),
+                f'chat_template_kwargs has "{name}", which the chat template does not take: leave it out',
+            )
+        return self._rendered(_checked(messages, source), generation, tools, **more)
+
+    def learned(self, messages: Sequence[Message], tools: Any = None) -> list[tuple[str, Spans]]:
+        """Return the texts that a conversation is learned from, with the spans that the assistant wrote.
+
+        There is one text, unless the template writes earlier turns differently once others follow, as those
+        do that leave out what was thought: then each answer has a text of its own, as it is generated. A
+        span begins where the generation prompt ends and goes to the end of the turn. Templates may mark
+        spans themselves by `{% generation %}`. An answer with nothing before it, or of weight 0, has none.
+        """
+        checked = _checked(messages, self._source(tools))
+        wanted = [place for place in answers(checked) if checked[place].get("weight") != 0]
+        if self.marks:
+            return [self._marked(checked, tools)] if wanted else []
+        texts = {}
+        for place in wanted:
+            asked = self._rendered(checked[:place], True, tools)
+            text = self._rendered(checked[: place + 1], False, tools)
+            start = _shared(asked, text)
+            earlier = self._rendered(checked[:place], False, tools) if start < len(asked) else ""
+            refuse(
+                start < _shared(earlier, asked),
+                "the chat template does not write an answer where the generation prompt asks for it: "
+                "mark what the assistant writes by {% generation %} and {% endgeneration %}",
+            )
+            content = _text(checked[place]).strip()
+            found = text.find(content or text[start:], start)
+            said = found + len(content) if found >= 0 else start
+            if checked[place].get("tool_calls"):  # special tokens may stand before and between the calls
+                said = len(text)
+            texts[place] = text, Turn(start, len(text), said)
+        whole = self._rendered(checked, False, tools)
+        if all(whole.startswith(text) for text, _ in texts.values()):
+            return [(whole, [span for _, span in texts.values()])] if texts else []
+        return [(text, [span]) for text, span in texts.values()]
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """The special tokens that the template writes by their names, such as <|im_end|>."""
+        return tuple(dict.fromkeys(MARKER.findall(self.source)))
+
+    @property
+    def marks(self) -> bool:
+        """True if the template marks what the assistant writes."""
+        return re.search(r"\{%-?\s*generation\s*-?%\}", self.source) is not None
+
+    def _marked(self, messages: Sequence[Message], tools: Any) -> tuple[str, Spans]:
+        """Render with marks around the blocks of the assistant, and take them out again."""
+        marks = [f"\x02{secrets.token_hex(8)}\x03" for _ in range(2)]
+        text, spans, begun = "", Spans(), 0
+        for piece in re.split(f"({'|'.join(marks)})", self._rendered(messages, False, tools, marks=marks)):
+            if piece == marks[0]:
+                begun = len(text)
+            elif piece == marks[1]:
+                spans.append(Turn(begun, len(text), len(text)))
+            else:
+                text += piece
+        return text, [span for span in spans if span.last > span.first]
+
+    def _source(self, tools: Any) -> str:
+        return self.source if self.tool_source is None or not tools else self.tool_source
+
+    def _rendered(
+        self, messages: Sequence[Message], generation: bool, tools: Any, marks: Any = None, **more: Any
+    ) -> str:
+        given = {**self.tokens, "messages": messages, "add_generation_prompt": generation, "tools": tools}
+        with refusing("the chat template refuses these messages"), bounded():
+            made = _compiled(self._source(tools))
+            return made.render(**{**given, "documents": None, MARKS: marks, **more})
+
+
+def answers(messages: Sequence[Message]) -> list[int]:
+    """Return the places of the assistant's messages that answer something and are not empty."""
+    first = next((n for n, one in enumerate(messages) if one.get("role") not in LEADING), len(messages))
+    return [
+        place
+        for place, one in enumerate(messages)
+        if place > first and one.get("role") == ASSISTANT and (_text(one).strip() or one.get("tool_calls"))
+    ]
+
+
+def _text(message: Message) -> str:
+    content = message.get("content")
+    parts = content if isinstance(content, list) else [{"text": content or ""}]
+    return "".join(str(part.get("text") or "") for part in parts)
+
+
+def _shared(one: str, other: str) -> int:
+    """Return how many characters two texts have in common at their beginning."""
+    return next((n for n, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
+
+
+def _reads(source: str, name: str) -> bool:
+    return re.search(rf"\b{re.escape(name)}\b", source) is not None
+
+
+def _checked(messages: Sequence[Message], source: str) -> list[dict[str, Any]]:
+    """Return messages of text alone; refuse what the template would pass over."""
+    return [_plain(number, message, source) for number, message in enumerate(messages)]
+
+
+def _plain(number: int, message: Message, source: str) -> dict[str, Any]:
+    place = f"messages.{number}"
+    if not isinstance(message, Mapping):
+        raise InputError(f"{place} must be an object with role and content")
+    reasons = next((message[name] for name in REASONING if message.get(name) is not None), None)
+    content = message.get("content")
+    unread = [
+        name
+        for name, value in message.items()
+        if name not in (*UNWRITTEN, *REASONING)
+        and value is not None
+        and not _reads(source, name)
+        and not (name == "name" and message.get("role") == "tool")  # the call that it answers names it too
+    ]
+    if reasons is not None and not any(_reads(source, name) for name in REASONING):
+        unread.append(next(name for name in REASONING if message.get(name) is not None))
+    refuse(unread, f'"{place}.{"".join(unread[:1])}" is not read by the chat template: leave it out')
+    refuse(not isinstance(message.get("role"), str), f"{place}.role must be a text, such as user")
+    for part in content if isinstance(content, list) else ():
+        refuse(
+            not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str),
+            f"{place}.content has a part that is no text: text alone is read here",
+        )
+        unknown = next((name for name in part if name not in ("type", "text")), None)
+        refuse(unknown, f'"{place}.content" has a part with "{unknown}", which is not read: leave it out')
+    if isinstance(content, list) and not _reads(source, "text"):  # it does not know of parts
+        content = "".join(part["text"] for part in content)
+    refuse(
+        not isinstance(content, str | list) and not message.get("tool_calls"),
+        f"{place}.content must be a text, or a list of parts of type text",
+    )
+    named = {} if reasons is None else {"thinking": reasons, **message, "reasoning_content": reasons}
+    given = {**(named or message)}
+    if message.get("tool_calls"):
+        given["tool_calls"] = _calls(message["tool_calls"], place)
+    same = "content" not in message or content is message["content"]
+    return given if same else {**given, "content": content}
+
+
+def _calls(calls: Any, place: str) -> list[dict[str, Any]]:
+    """Return tool calls with arguments as objects, which templates expect: OpenAI's form has JSON text."""
+    refuse(
+        not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls),
+        f"{place}.tool_calls must be a list of objects, each with a function, its name and its arguments",
+    )
+    return [
+        {**call, "function": _parsed(call["function"])}
+        if isinstance(call.get("function"), Mapping)
+        else _parsed(call)
+        for call in calls
+    ]
+
+
+def _parsed(function: Message) -> dict[str, Any]:
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        with suppress(ValueError, RecursionError):
+            found = json.loads(arguments)
+            arguments = found if isinstance(found, dict) else arguments
+    return {**function, "arguments": arguments} if "arguments" in function else {**function}
+
+
+# The sandbox ------------------------------------------------------------------------------------------------
+
+
+class WrittenBlocks(Extension):
+    """Blocks that mark what the assistant has written, for training."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        """Return what is inside the block, as a call of `written`."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("written"), [], [], body).set_lineno(line)
+
+    @pass_context
+    def written(self, context: Context, caller: Macro) -> str:
+        """Return the block, between marks where they are asked for."""
+        marks = context.get(MARKS)
+        return str(caller()) if not marks else f"{marks[0]}{caller()}{marks[1]}"
+
+
+@functools.lru_cache(maxsize=32)
+def _compiled(source: str) -> Template:
+    found = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[WrittenBlocks, loopcontrols])
+
+    def raise_exception(message: str) -> None:
+        raise TemplateError(message)
+
+    def tojson(value: Any, **named: Any) -> str:
+        return json.dumps(value, **{"ensure_ascii": False, **named})
+
+    found.add_counted(found.filters, "tojson", tojson)
+    found.globals["raise_exception"] = raise_exception
+    found.globals["namespace"] = SafeNamespace
+    found.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    return found.from_string(source)

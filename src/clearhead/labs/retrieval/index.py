@@ -1,0 +1,401 @@
+"""An index of passages on disk: built, brought up to date, and searched by meaning, by words, or by both.
+
+A folder holds `index.json` and parts of up to `BLOCK` passages, each one file that is named by what it holds.
+Parts are written whole, `index.json` last, and parts that it no longer names are removed after that. So a
+process may be killed at any moment: the index is the old one or the new one, and the parts that were ready
+are not embedded again. One process at a time writes to the folder: it holds a lock, which ends with it.
+
+N passages, D width of a vector, Q queries.
+"""
+
+import bisect
+import hashlib
+import json
+import warnings
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
+from safetensors.numpy import save
+
+from clearhead.errors import CheckpointError, InputError, refuse, refusing
+from clearhead.hub.files import read_json, write_bytes, write_text
+from clearhead.hub.locks import locked_folder
+from clearhead.labs.retrieval.graph import library, make_graph, near, read_graph
+from clearhead.labs.retrieval.order import best, fuse, nearest_rows
+from clearhead.labs.retrieval.parts import PARTS, IndexPart, Vectors, read_entry, read_part
+from clearhead.labs.retrieval.passages import WORDS, IndexedFile, IndexedPassage, find_files, read_passages
+from clearhead.labs.retrieval.words import Postings, bm25, join, post
+from clearhead.run.api import Model
+from clearhead.run.api import load as load_model
+
+MANIFEST, VERSION = "index.json", 1
+BLOCK = 1024  # passages of a part
+PROBES = ("A quiet town by the river.", "Do 17 proteins fold within 3.5 seconds?")
+AGREE = 1e-3  # between vectors of length one that the same embedder made on different machines
+TINY = 1e-30  # below every score of BM25 that is not 0
+DEPTH = 100  # of fusing two rankings: passages of each
+PROMPTS = {"query": ("query",), "passage": ("passage", "document")}  # names of prompts, by what is embedded
+By = Literal["meaning", "words", "both"]
+Nearest = Literal["exact", "hnsw"]
+OnPassages = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Hit:
+    """A passage that was found, and how well it fits: cosine, BM25, or the sum of 1 / (60 + rank)."""
+
+    passage: IndexedPassage
+    score: float
+
+    @property
+    def text(self) -> str:
+        """The passage itself."""
+        return self.passage.text
+
+    @property
+    def name(self) -> str:
+        """The id that a JSON object gave the passage, else where it stands: file and line."""
+        return self.passage.name or self.passage.place
+
+    @property
+    def file(self) -> str:
+        """The file that it is of."""
+        return self.passage.file
+
+    @property
+    def line(self) -> int:
+        """Its first line in the file, from 1."""
+        return self.passage.line
+
+
+class Index:
+    """An open index."""
+
+    def __init__(
+        self, folder: str | Path, model: Model | None = None, stale: bool = False, exact: bool = False
+    ) -> None:
+        """Open an index.
+
+        Args:
+            folder: that `build_index` wrote.
+            model: the embedder; None: that of the directory which the index names, once it is needed.
+            stale: search even where files have changed since.
+            exact: compare every vector, even where the index has a graph.
+        """
+        self.folder = Path(folder)
+        self.manifest, self.exact = _manifest(self.folder), exact
+        refuse(
+            not self.manifest["complete"],
+            f"{folder} was not finished: give the command `clearhead index` again, it goes on from there",
+        )
+        old = [one["file"] for one in self.manifest["sources"] if not _source(one).is_current()]
+        refuse(
+            old and not stale,
+            f"{', '.join(old[:3])}{' and more' if len(old) > 3 else ''} changed after {folder} was made: "
+            f"bring it up to date by `clearhead index --out {folder}`, or search as it is (--stale)",
+        )
+        self._model = None if model is None else _fitting(model, self.manifest, self.folder)
+
+    @cached_property
+    def model(self) -> Model:
+        """The embedder."""
+        if self._model is not None:
+            return self._model
+        return _fitting(load_model(self.manifest["model"]), self.manifest, self.folder)
+
+    def __len__(self) -> int:
+        return sum(part["passages"] for source in self.manifest["sources"] for part in source["parts"])
+
+    @property
+    def parts(self) -> list[tuple[str, IndexPart]]:
+        """All parts, each with the file that it is of."""
+        return self._read[0]
+
+    @property
+    def vectors(self) -> Vectors:
+        """The vectors of all passages [N, D]; those of a part are a view of it."""
+        return self._read[1]
+
+    @cached_property
+    def _read(self) -> tuple[list[tuple[str, IndexPart]], Vectors]:
+        entries = [(one["file"], part) for one in self.manifest["sources"] for part in one["parts"]]
+        vectors = np.empty((len(self), len(self.manifest["probes"][0])), np.float32)
+        parts, start = list[tuple[str, IndexPart]](), 0
+        for file, entry in entries:
+            part = read_part(self.folder, entry)
+            mine = vectors[start : start + entry["passages"]]
+            with refusing(f"{self.folder / MANIFEST} does not fit its parts: make the index again"):
+                mine[:] = part.vectors
+            parts.append((file, replace(part, vectors=mine)))
+            start += len(mine)
+        return parts, vectors
+
+    @cached_property
+    def graph(self) -> Any:
+        """The graph of the vectors; None: every vector is compared."""
+        entry = None if self.exact else self.manifest.get("graph")
+        return None if entry is None else read_graph(read_entry(self.folder, entry))
+
+    @cached_property
+    def postings(self) -> Postings:
+        """The words of all passages."""
+        return join([part.postings for _, part in self.parts])
+
+    def search(self, query: str, k: int = 10, by: By = "both") -> list[Hit]:
+        """Return the k passages nearest to a query, best first."""
+        return self.search_all([query], k, by)[0]
+
+    def search_all(self, queries: Sequence[str], k: int = 10, by: By = "both") -> list[list[Hit]]:
+        """Return the k nearest passages of each query, as `rank` finds them."""
+        return [
+            [Hit(self.passage(number), score) for number, score in found.items()]
+            for found in self.rank(queries, k, by)
+        ]
+
+    def rank(self, queries: Sequence[str], k: int = 10, by: By = "both") -> list[dict[int, float]]:
+        """Return the numbers of the k nearest passages of each query with their scores, best first.
+
+        `by` is "meaning" (cosine of the embedder's vectors; every passage is compared, or those that a graph
+        proposes), "words" (BM25), or "both", which sums the reciprocal ranks of the two. No text is read:
+        `passage` does that.
+        """
+        refuse(k < 1, f"k {k} must be 1 or more")
+        refuse(by not in get_args(By), f"by {by!r} is not known: choose from {', '.join(get_args(By))}")
+        refuse(not all(query.strip() for query in queries), "a query is empty: write what to look for")
+        if by == "meaning":
+            return self._by_meaning(queries, k)
+        if by == "words":
+            return self._by_words(queries, k)
+        deep = max(k, DEPTH)
+        pairs = zip(self._by_meaning(queries, deep), self._by_words(queries, deep))
+        return [dict(list(fuse(pair).items())[:k]) for pair in pairs]
+
+    def passage(self, number: int) -> IndexedPassage:
+        """Return the passage of a number, counted from 0 over all parts."""
+        refuse(not 0 <= number < len(self), f"passage {number} is not one of 0 to {len(self) - 1}")
+        place = bisect.bisect_right(self._starts, number) - 1
+        file, part = self.parts[place]
+        return part.passage(number - self._starts[place], file)
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        """The number of the first passage of each part, and that after the last."""
+        return list(accumulate((len(part.ends) for _, part in self.parts), initial=0))
+
+    def _by_words(self, queries: Sequence[str], k: int) -> list[dict[int, float]]:
+        return [best(bm25(self.postings, query), k, TINY) for query in queries]
+
+    def _by_meaning(self, queries: Sequence[str], k: int) -> list[dict[int, float]]:
+        asked = embedded(self.model, queries, "query")  # Q D
+        if self.graph is not None:
+            proposed = zip(asked, near(self.graph, asked, k))
+            exact = ((found, best(self.vectors[found] @ row, k)) for row, found in proposed)
+            return [{found[at]: score for at, score in scores.items()} for found, scores in exact]
+        return nearest_rows(asked, self.vectors, k)
+
+
+def embedded(model: Model, texts: Sequence[str], side: Literal["query", "passage"]) -> Vectors:
+    """Return vectors of length one [N, D]; a model with prompts for queries and passages gets them."""
+    known = model.sentences.prompts if model.sentences is not None else {}
+    prompt = next((name for name in PROMPTS[side] if name in known), None)
+    vectors = model.embed(list(texts), prompt=prompt).numpy()
+    made: Vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
+    return made
+
+
+# Building ---------------------------------------------------------------------------------------------------
+
+
+def build_index(
+    folder: str | Path,
+    model: Model | None = None,
+    files: Sequence[str | Path] = (),
+    words: int | None = None,
+    skip: bool = False,
+    nearest: Nearest | None = None,
+    on_passages: OnPassages = lambda stage, done, total: None,
+) -> Index:
+    """Index the passages of files; blocks of passages that are in the index already are not embedded again.
+
+    Args:
+        folder: to write; an index that is there is brought up to date.
+        model: the embedder; None: that of the index.
+        files: files and folders of text; none: those of the index.
+        words: of a passage of plain text, at most; None: as before, or 150, and no more than the embedder
+            reads whole.
+        skip: leave out files that cannot be read, with a warning that names each, in place of refusing them.
+        nearest: "exact" compares every vector with a query, "hnsw" those that a graph proposes; None: as
+            before, or exact.
+        on_passages: told what is being done, and how many passages of how many are embedded.
+    """
+    folder = Path(folder)
+    refuse(words is not None and words < 1, f"words {words} must be 1 or more")
+    if nearest == "hnsw":
+        library()  # refused before anything is embedded
+    with locked_folder(folder, "clearhead index", lambda line: warnings.warn(line, stacklevel=2)):
+        before = _manifest(folder) if (folder / MANIFEST).exists() else None
+        refuse(
+            before is None and any(folder.glob("[!.]*")),
+            f"{folder} exists and is no index: name another folder",
+        )
+        given = [str(file) for file in files] or (before or {}).get("given", [])
+        refuse(not given, f"no files were named, and {folder} is no index yet: name files or folders of text")
+        if model is None:
+            refuse(
+                before is None, f"{folder} is no index yet, so it needs an embedder: name a model directory"
+            )
+            model = load_model(str((before or {})["model"]))
+        if before is not None:
+            _fitting(model, before, folder)
+        words = words or (before or {}).get("words")
+        read = list(_read_all(find_files(given), words, skip, folder, model))
+        total, done, sources = sum(len(passages) for _, passages in read), 0, []
+        refuse(not total, f"there is no text in {', '.join(given[:3])}: name files of text")
+        _tell_cut(model, [one.text for _, passages in read for one in passages], words)
+        manifest = before or _empty(folder, model, words)
+        for source, passages in read:
+            parts = []
+            for start in range(0, len(passages), BLOCK):
+                parts.append(_part(folder, model, manifest["embedder"], passages[start : start + BLOCK]))
+                done += parts[-1]["passages"]
+                on_passages("embedding", done, total)
+            sources.append({**asdict(source), "parts": parts})
+        entries = [part for source in sources for part in source["parts"]]
+        wanted = nearest == "hnsw" or (nearest is None and (before or {}).get("graph"))
+        graph = _graph(folder, entries) if wanted else None
+        facts = {"given": given, "words": words, "sources": sources, "graph": graph, "complete": True}
+        write_text(folder / MANIFEST, json.dumps(manifest | facts))
+        named = {entry["name"] for entry in [*entries, *([graph] if graph else [])]}
+        for path in (folder / PARTS).iterdir():
+            if path.name not in named:
+                path.unlink(missing_ok=True)
+    return Index(folder, model)
+
+
+def _empty(folder: Path, model: Model, words: int | None) -> dict[str, Any]:
+    """Write the manifest of an index that is still to be built, which says by whom; return it."""
+    probes = embedded(model, PROBES, "passage")
+    name = hashlib.sha256(probes.tobytes()).hexdigest()[:16]
+    place = str(model.folder.resolve()) if model.folder is not None else ""
+    facts = {"version": VERSION, "model": place, "embedder": name, "probes": probes.tolist(), "words": words}
+    manifest = {**facts, "given": [], "sources": [], "complete": False}
+    write_text(folder / MANIFEST, json.dumps(manifest))
+    return manifest
+
+
+def _read_all(
+    paths: Sequence[Path], words: int | None, skip: bool, folder: Path, model: Model
+) -> Iterator[tuple[IndexedFile, list[IndexedPassage]]]:
+    for path in paths:
+        if folder.resolve() in path.resolve().parents:
+            continue  # the index itself lies among its files
+        try:
+            file, passages = read_passages(path, words or WORDS)
+            whole = (
+                words is not None or ".jsonl" in path.suffixes
+            )  # what is one passage by its file stays one
+            yield file, passages if whole else _halved(model, passages)
+        except InputError as error:
+            refuse(not skip, f"{error}; leave it out, or skip what cannot be read (--skip-unreadable)")
+            warnings.warn(f"left out: {error}", stacklevel=3)
+
+
+def _halved(model: Model, passages: Sequence[IndexedPassage]) -> list[IndexedPassage]:
+    """Return passages that the embedder reads whole: longer ones are cut in halves, as often as it takes."""
+    made, lengths = list[IndexedPassage](), _lengths(model, [one.text for one in passages])
+    for passage, length in zip(passages, lengths):
+        words = passage.text.split()
+        if length <= model.max_length or len(words) == 1:
+            made.append(passage)
+        else:
+            middle = (len(words) + 1) // 2
+            halves = (words[:middle], words[middle:])
+            made += _halved(model, [replace(passage, text=" ".join(half)) for half in halves])
+    return made
+
+
+def _lengths(model: Model, texts: Sequence[str]) -> list[int]:
+    """Return how many tokens each passage has for the embedder, its prompt and special tokens included."""
+    prompts = model.sentences.prompts if model.sentences is not None else {}
+    before = prompts.get(next((name for name in PROMPTS["passage"] if name in prompts), ""), "")
+    return [len(ids) for ids in model.encode([before + text for text in texts])]
+
+
+def _tell_cut(model: Model, texts: Sequence[str], words: int | None) -> None:
+    """Warn of passages whose end the embedder does not read."""
+    cut = sum(length > model.max_length for length in _lengths(model, texts))
+    if cut:
+        way_out = "leave --words out, or give fewer" if words is not None else "write shorter ones"
+        warnings.warn(
+            f"{cut:,} of {len(texts):,} passages have more than the {model.max_length:,} tokens that the "
+            f"embedder reads, and their end is found by words alone: {way_out}",
+            stacklevel=3,
+        )
+
+
+def _part(folder: Path, model: Model, embedder: str, passages: Sequence[IndexedPassage]) -> dict[str, Any]:
+    """Write the part of some passages, where it is not there yet; return its entry in the manifest."""
+    rows = [
+        json.dumps({"text": one.text, "line": one.line, "name": one.name}).encode() + b"\n"
+        for one in passages
+    ]
+    blob = b"".join(rows)
+    name = hashlib.sha256(embedder.encode() + blob).hexdigest()[:24] + ".safetensors"
+    path = folder / PARTS / name
+    if not path.exists():
+        texts = [one.text for one in passages]
+        arrays = {
+            "vectors": embedded(model, texts, "passage"),
+            **{f"postings.{key}": value for key, value in post(texts)._asdict().items()},
+            "rows": np.frombuffer(blob, np.uint8),
+            "ends": np.cumsum([len(row) for row in rows]),
+        }
+        write_bytes(path, save(arrays))
+    return {"name": name, "passages": len(passages), "checksum": zlib.crc32(path.read_bytes())}
+
+
+def _graph(folder: Path, entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Write the graph of all parts, where it is not there yet; return its entry in the manifest."""
+    name = hashlib.sha256("".join(entry["name"] for entry in entries).encode()).hexdigest()[:24] + ".hnsw"
+    path = folder / PARTS / name
+    if not path.exists():
+        write_bytes(path, make_graph([read_part(folder, entry).vectors for entry in entries]))
+    return {"name": name, "checksum": zlib.crc32(path.read_bytes())}
+
+
+# Reading ----------------------------------------------------------------------------------------------------
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
+    path = folder / MANIFEST
+    refuse(not path.exists(), f"{folder} is no index: make one by `clearhead index FILES --out {folder}`")
+    found = read_json(path)
+    known = {"version", "model", "embedder", "probes", "words", "given", "sources", "complete"}
+    refuse(
+        found.get("version") != VERSION or not known <= found.keys(),
+        f"{path} is not the manifest of an index of version {VERSION}: make the index again",
+        CheckpointError,
+    )
+    return found
+
+
+def _source(entry: dict[str, Any]) -> IndexedFile:
+    return IndexedFile(**{name: value for name, value in entry.items() if name != "parts"})
+
+
+def _fitting(model: Model, manifest: dict[str, Any], folder: Path) -> Model:
+    """Return the embedder, or refuse one that gives other vectors than the index has."""
+    stored, found = np.array(manifest["probes"], np.float32), embedded(model, PROBES, "passage")
+    other = stored.shape != found.shape or float(np.abs(stored - found).max()) > AGREE
+    refuse(
+        other,
+        f"{model.folder} embeds otherwise than the model that made {folder}, {manifest['model']}: "
+        "use that one, or make the index again in another folder",
+    )
+    return model

@@ -1,0 +1,165 @@
+"""What is timed: the first token of a prompt, decoding, reading inputs, a training step.
+
+The least that a job can take follows from what it must do: to read the weights, and while decoding the keys
+and values of a row, once for each step; and to compute the FLOPs that `ch.cost` counts. Quantized weights are
+multiplied as whole numbers, whose limit is not measured: there, reading alone counts.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from clearhead.errors import refuse
+from clearhead.run.api import Model
+from clearhead.run.quant.layers import quantized_parts
+from clearhead.variants.costs import Cost, cost
+
+Kind = Literal["first", "decode", "read", "train"]
+KINDS: tuple[Kind, ...] = ("first", "decode", "read", "train")
+PROMPT = 16  # tokens of a prompt, or of a source, before decoding
+TRAINED = (4, 128)  # rows and tokens of a training step
+READ = (48, 4, 160)  # texts that are read, tokens of the shortest and of the longest
+
+
+@dataclass(frozen=True)
+class SpeedSizes:
+    """How much of each job is done."""
+
+    prompt: int = 512  # tokens before the first token
+    new: int = 32  # tokens that each row of a batch writes
+    batches: tuple[int, ...] = (1, 8)
+
+
+@dataclass(frozen=True)
+class SpeedJob:
+    """One thing to time, with what it reads and computes at least."""
+
+    name: str
+    kind: Kind
+    tokens: int  # written or read in one run, or pictures
+    read: float  # bytes
+    flops: float
+    ids: Tensor  # [B, T]; pictures [B, C, H, W]
+    new: int = 0
+    texts: tuple[str, ...] = ()
+
+
+def jobs_of(m: Model, kinds: tuple[Kind, ...], sizes: SpeedSizes) -> list[SpeedJob]:
+    """Return the jobs that suit a model, of the kinds asked for."""
+    config, made = m.config, []
+    writes = config.head == "lm" and config.family != "encoder"
+    room = config.max_positions if config.bounded else max(sizes.prompt, PROMPT) + sizes.new
+    prompt, new = min(sizes.prompt, room - 1), min(sizes.new, room - PROMPT)
+    refuse(
+        writes and "decode" in kinds and new < 1,
+        f"the model has {room} positions: decoding is timed after {PROMPT} tokens, and has no room",
+    )
+    if writes and "first" in kinds:
+        made.append(_writing(m, f"first token after {prompt}", "first", 1, prompt, 1))
+    if writes and "decode" in kinds:
+        made += [
+            _writing(m, f"decode {new}, batch {batch}", "decode", batch, PROMPT, new)
+            for batch in sizes.batches
+        ]
+    if not writes and "read" in kinds and config.input != "frames":
+        made.append(_reading(m))
+    if "train" in kinds and config.input == "tokens" and _learns(m):
+        made.append(_training(m))
+    if quantized_parts(m.model):
+        made = [replace(job, flops=0.0) for job in made]
+    refuse(not made, f"none of {', '.join(kinds)} suits this model: a model that writes has first and decode")
+    return made
+
+
+def _learns(m: Model) -> bool:
+    return not quantized_parts(m.model)
+
+
+def _stored(m: Model) -> list[Tensor]:
+    """Return parameters, and of quantized layers what stands in their place."""
+    parts = quantized_parts(m.model).values()
+    codes = {one.data_ptr(): one for part in parts for one in part.buffers()}  # a table may be the head's
+    return [*m.model.parameters(), *codes.values()]
+
+
+def weight_bytes(m: Model) -> float:
+    """Return the bytes of weights that one pass reads; a table of tokens is read where it is the head too."""
+    counted, config = cost(m.config, length=1).parameters, m.config
+    whole = config.head == "lm" and config.tie_embeddings
+    share = (counted.active - (0 if whole else counted.embedding)) / counted.total
+    return share * sum(one.nbytes for one in _stored(m))
+
+
+def _priced(m: Model, rows: int, length: int, source: int | None = None) -> Cost:
+    weight = next(m.model.parameters())
+    dtype = str(weight.dtype).removeprefix("torch.")
+    both = m.config.family == "encoder-decoder"
+    return cost(m.config, length, rows, dtype, (source or length) if both else None)
+
+
+def _drawn(m: Model, rows: int, length: int) -> Tensor:
+    random = torch.Generator().manual_seed(0)
+    return torch.randint(m.config.vocab_size, (rows, length), generator=random)
+
+
+def _writing(m: Model, name: str, kind: Kind, rows: int, prompt: int, new: int) -> SpeedJob:
+    whole = _priced(m, rows, new if m.config.encoder is not None else prompt + new - 1, prompt)
+    cached = whole.memory.kv_cache + whole.memory.cross_cache
+    return SpeedJob(
+        name,
+        kind,
+        rows * new,
+        new * weight_bytes(m) + (new - 1) * cached,
+        _least_flops(whole, rows * new),
+        _drawn(m, rows, prompt),
+        new,
+    )
+
+
+def _least_flops(whole: Cost, scored: int) -> float:
+    """Return what writing takes at least: scores of `scored` tokens alone, and none for tokens to come."""
+    forward, tokens = whole.flops.forward, whole.flops.tokens
+    squares = sum(
+        2 * step.m * step.n * step.k * step.count
+        for step in whole.steps
+        if step.name.startswith("blocks.") and step.name.endswith((".attention.scores", ".attention.z"))
+    )
+    return forward.total - squares / 2 - forward.head * (1 - scored / tokens)
+
+
+def _reading(m: Model) -> SpeedJob:
+    """Texts of many lengths, or pictures."""
+    config, (count, shortest, longest) = m.config, READ
+    if config.input == "patches":
+        random = torch.Generator().manual_seed(0)
+        pictures = torch.rand(16, config.n_channels, *config.stacks[0].image_size, generator=random)
+        figures = cost(config, batch=16)
+        return SpeedJob("16 pictures", "read", 16, weight_bytes(m), figures.flops.forward.total, pictures)
+    refuse(m.tokenizer is None, "the model has no tokenizer: reading is timed on texts; add --tokenizer FILE")
+    longest = min(longest, config.max_positions - 2) if config.bounded else longest
+    ratio = (longest / shortest) ** (1 / (count - 1))
+    lengths = [round(shortest * ratio**place) for place in range(count)]
+    lengths = [lengths[(7 * place) % count] for place in range(count)]  # mixed, as texts come
+    drawn = _drawn(m, count, longest)
+    assert m.tokenizer is not None
+    texts = tuple(m.tokenizer.decode(row[:n].tolist()) or "a" for row, n in zip(drawn, lengths))
+    flops = sum(_priced(m, 1, n).flops.forward.total for n in lengths)
+    title = f"{count} texts of {shortest} to {longest} tokens"
+    return SpeedJob(title, "read", sum(lengths), weight_bytes(m), flops, drawn, texts=texts)
+
+
+def _training(m: Model) -> SpeedJob:
+    rows, length = TRAINED
+    length = min(length, m.config.max_positions) if m.config.bounded else length
+    figures = _priced(m, rows, length)
+    moved = 16 * figures.parameters.total  # weights, gradients and two moments, read or written
+    return SpeedJob(
+        f"training step, {rows} x {length}",
+        "train",
+        rows * length,
+        moved,
+        figures.flops.training,
+        _drawn(m, rows, length),
+    )

@@ -1,0 +1,275 @@
+"""`evaluate`: judge a model on every example of some files, each figure with its confidence interval."""
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from clearhead.core.config.typed import hints_of
+from clearhead.errors import InputError, refuse
+from clearhead.learn.batches import batch, batching, encoded
+from clearhead.learn.data import files, formats
+from clearhead.learn.data.examples import TEXT, Corpus, Images
+from clearhead.learn.data.given import Given, given_or_paths
+from clearhead.learn.data.plan import DataPlan
+from clearhead.learn.evaluation.examples import SeenPictures, begun, examine, examples, led, renamed
+from clearhead.learn.evaluation.judgement import ClassCounts, Figures, Judgement, OnProgress
+from clearhead.learn.evaluation.metrics import Counts, perplexity, sacrebleu_metric
+from clearhead.learn.recipe import GeneratePlan, Settings, read_recipe
+from clearhead.learn.tasks import reading, table
+from clearhead.learn.tasks.chat import chat_template
+from clearhead.learn.tasks.corpus import open_examples
+from clearhead.learn.tasks.spec import TaskSpec
+from clearhead.run.api import Model
+
+# What a run's own recipe says of reading and laying out data, which holds for other files too.
+READING = (
+    *("task", "format", "columns", "header", "encoding", "pattern", "texts_only", "lowercase"),
+    *("max_length", "packing", "mask_share", "span_length", "stride"),
+)
+BATCH_TOKENS = 16_384  # of a batch, padding included, where no number of rows is asked for
+PICTURES = 64  # at a time
+WINDOW = 2048  # tokens of a window over text, of a model that takes more
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """How good a model is on some data."""
+
+    task: str
+    examples: int  # windows of text, sources, sentences, questions, pictures
+    targets: int  # tokens, classes or tags that the loss is a mean over
+    metrics: dict[str, float]
+    intervals: dict[str, tuple[float, float]]  # of 95 %
+    signatures: dict[str, str]  # sacreBLEU's
+    notes: tuple[str, ...]  # what was guessed, cut or mapped, a short sentence each
+    outputs: tuple[str, ...]  # what the model said of each example, in their order; none for text
+    classes: ClassCounts | None = None  # of a classifier: figures of each class, and the confusion matrix
+
+
+def evaluate(
+    loaded: Model,
+    data: Any = (),
+    plan: DataPlan | None = None,
+    *,
+    seed: int = 0,
+    batch_size: int | None = None,
+    tokenize: str | None = None,
+    lowercase: bool = False,
+    on_progress: OnProgress = lambda stage, done, total: None,
+    **generation: Any,
+) -> Evaluation:
+    """Judge a model on every example of some files, on the device that it is on.
+
+    The model's head decides what is measured: for text, loss, perplexity and bits per byte; for pairs also
+    exact match, edits per token, BLEU and chrF of what the model writes; for classes, tags and answers,
+    accuracy and F1. Rows with the same source, or the same question and context, are one example with several
+    right answers.
+
+    Args:
+        loaded: the model.
+        data: files, folders, globs, or the name of an embedded corpus; none: the plan's. Or rows in memory,
+            as `train` takes them: of a data set in parts, those to validate on.
+        plan: how to read them; None: as the run that made the model read its own, else as they look.
+        seed: of the masks of mlm and denoise, and of the groups of examples that intervals come from.
+        batch_size: rows at a time; None: by their length.
+        tokenize: sacreBLEU's tokenizer for BLEU; None: 13a.
+        lowercase: give BLEU without regard to case as well.
+        on_progress: told what is being done, and how much of how much is.
+        generation: of pairs: options of `translate`, such as num_beams; else the model's own.
+    """
+    given = given_or_paths(data)
+    if isinstance(given, Given):
+        plan = replace(data_plan(loaded.folder) if plan is None else plan, format=None, pattern=None)
+        rows = given if given.validation is None else replace(given, paths=given.validation, validation=None)
+        with tempfile.TemporaryDirectory() as folder:
+            found = evaluate(
+                loaded, rows.write(Path(folder))["paths"], plan, seed=seed, batch_size=batch_size,
+                tokenize=tokenize, lowercase=lowercase, on_progress=on_progress, **generation,
+            )  # fmt: skip
+        return replace(found, notes=(*given.notes, *found.notes))
+    plan = data_plan(loaded.folder, given) if plan is None else plan
+    task = table.task_named(task_for(loaded, plan.task))
+    refuse(
+        generation and not task.writes,
+        f"{next(iter(generation), '')} is for models that write, and this one is judged by {task.name}: "
+        "leave it out",
+    )
+    if task.writes:
+        _check_tokenize(tokenize)
+    refuse(batch_size is not None and batch_size < 1, f"batch_size {batch_size} must be 1 or more")
+    refuse(seed < 0, f"seed {seed} must be 0 or more")
+    known = generation.keys() & hints_of(GeneratePlan)
+    GeneratePlan(**{name: generation[name] for name in known if generation[name] is not None})  # or refuses
+    plan = replace(
+        plan,
+        task=task.name,
+        paths=tuple(map(str, given)) or plan.paths,
+        validation=(),
+        batch_size=batch_size or PICTURES,
+        batch_tokens=None if batch_size else BATCH_TOKENS,
+    )
+    corpus, _ = open_examples(plan, split=False)
+    figures = Figures(seed, notes=[*corpus.notes, *task.remarks(corpus)])
+    if task.classes:
+        corpus = renamed(corpus, loaded, plan, figures.notes)
+    options = (tokenize, lowercase, generation, on_progress)
+    return _evaluation(Judgement(loaded, plan, corpus.validation, figures, *options), task, corpus)
+
+
+def data_plan(
+    folder: Path | None,
+    data: Sequence[str | Path] = (),
+    recipe: str | Path | None = None,
+    settings: Settings = (),
+) -> DataPlan:
+    """Return how data is read: by a recipe, else by that of the run in this folder, else by its looks.
+
+    `settings` change it. Parallel files are read in the direction of the recipe's.
+    """
+    settings = settings if isinstance(settings, Mapping) else list(settings)
+    recipe = run_recipe(folder) if recipe is None else recipe
+    stated, asked = read_recipe(recipe, settings).data, read_recipe(None, settings).data
+    changes = {name: getattr(stated, name) for name in READING}
+    if changes["format"] == "corpus" and asked.format is None:
+        changes["format"] = None  # the run learned from an embedded corpus: this is other data
+    changes["columns"] = changes["columns"] or formats.way_for(
+        [Path(path).expanduser() for path in data], list(map(Path, stated.paths))
+    )
+    return replace(asked, **changes)
+
+
+def run_recipe(folder: Path | None) -> Path | None:
+    """Return the recipe of the run in this folder, or of the run that a checkpoint is of, if any."""
+    places = () if folder is None else (folder / files.RECIPE, folder.resolve().parent.parent / files.RECIPE)
+    return next((place for place in places if place.is_file()), None)
+
+
+def task_for(loaded: Model, wanted: str | None) -> str:
+    """Return the task that a model is judged by: its head decides; an encoder-decoder may also mend text."""
+    table.shape_of(wanted)  # refuses a task that does not exist
+    config = loaded.config
+    theirs = loaded.description.theirs if loaded.description is not None else {}
+    problem = theirs.get("problem_type") if config.head == "classifier" else None
+    refuse(
+        not any(
+            spec.head == config.head and config.family in spec.fitting_families
+            for spec in table.TASKS.values()
+        ),
+        f"a model of family {config.family} with head {config.head} cannot be judged on data: "
+        f"{reading.fitting(loaded)}",
+    )
+    guessed_first = sorted(table.TASKS.values(), key=lambda spec: not spec.guessed)
+    names = [spec.name for spec in guessed_first if spec.judges(config, problem)]
+    refuse(
+        wanted is not None and names and wanted not in names,
+        f"task {wanted} does not fit a model of family {config.family} with head {config.head}, "
+        f"which is judged by {' or '.join(names)}",
+    )
+    refuse(
+        not names,
+        f"no task judges a classifier with {config.n_classes} outputs and problem_type {problem}: "
+        "only models that choose one of several classes, or give one number, are judged",
+    )
+    return wanted or names[0]
+
+
+def _check_tokenize(tokenize: str | None) -> None:
+    """Refuse a wrong tokenizer of sacreBLEU's now, before hours of generation."""
+    try:
+        sacrebleu_metric("BLEU", tokenize=tokenize)(["a"], ["a"])
+    except ImportError:
+        return  # a note says so later, in place of BLEU
+    except Exception as error:
+        from sacrebleu.metrics.bleu import BLEU
+
+        known = tokenize in BLEU.TOKENIZERS
+        why = str(error).splitlines()[0] if known else f"choose from {', '.join(map(str, BLEU.TOKENIZERS))}"
+        raise InputError(f"tokenize {tokenize!r} cannot be used: {why}") from None
+
+
+def judged_batches(
+    loaded: Model, task: str, plan: DataPlan, corpus: Corpus, folder: str, seed: int, notes: list[str]
+) -> tuple[batch.Batches, int, int]:
+    """Return every example to validate on once, in one order; the number of tokens, and how many are unknown.
+
+    `folder` holds the ids while they are read.
+    """
+    spec = table.task_named(task)
+    if spec.tokens is None:
+        return SeenPictures(loaded, cast(Images, corpus.validation), plan.batch_size), 0, 0
+    rows = encoded.encode_corpus(
+        corpus,
+        "validation",
+        spec.batching,
+        loaded.text_tokenizer,
+        loaded.class_names,
+        folder,
+        special=loaded.special,
+        template=chat_template(loaded) if spec.chats else None,
+    )
+    tokens, length = rows.n_tokens, min(loaded.max_length, plan.max_length or loaded.max_length)
+    if spec.shape is TEXT and plan.max_length is None and length > WINDOW:
+        notes.append(f"windows of {WINDOW:,} tokens: the model takes {length:,}, and data.max_length chooses")
+        length = WINDOW
+    if spec.one_shape and plan.packing == "stream":
+        rows = led(rows, "ids", rows.frame.special[0])
+    rows, special = begun(rows, loaded)
+    batches = batching.make_batches(
+        spec.batching, rows, plan, special=special, length=length, seed=seed, training=False
+    )
+    notes.extend(batches.notes)
+    return batches, tokens, rows.n_unknown
+
+
+def _evaluation(judgement: Judgement, task: TaskSpec, corpus: Corpus) -> Evaluation:
+    """Measure the loss, then what the task is about."""
+    loaded, figures, rows = judgement.loaded, judgement.figures, judgement.rows
+    places: dict[tuple[str, ...], int] = {}
+    if task.shape.row is not None and task.shape.row.ASKED:
+        places, judgement.references = examples(rows)
+        judgement.asked = list(places)
+    with tempfile.TemporaryDirectory() as folder:
+        batches, judgement.tokens, judgement.unknown = judged_batches(
+            loaded, task.name, judgement.plan, corpus, folder, figures.seed, figures.notes
+        )
+        losses = _examined(judgement, task, batches)
+    if places:
+        example = np.arange(len(losses)) if batches.example is None else batches.example
+        asked = np.array([places[row.asked()] for row in rows])[example]  # the example of each row
+        losses = np.stack([np.bincount(asked, column, len(places)) for column in losses.T], 1)
+    figures.add("loss", *losses.T)
+    if task.objective is None:
+        figures.derive("perplexity", "loss", perplexity)
+    outputs = tuple(task.figures(judgement))
+    return Evaluation(
+        task=task.name,
+        examples=len(losses),
+        targets=int(losses[:, 1].sum()),
+        metrics=figures.metrics,
+        intervals=figures.intervals,
+        signatures=figures.signatures,
+        notes=tuple(figures.notes),
+        outputs=outputs,
+        classes=figures.classes,
+    )
+
+
+def _examined(judgement: Judgement, task: TaskSpec, batches: batch.Batches) -> Counts:
+    """Return loss and number of targets of every row in the order of the data.
+
+    What the model said of each row is kept in `judgement`.
+    """
+    model, seen = judgement.loaded.engine.reader(), []
+    device = next(model.parameters()).device
+    for done, part in enumerate(examine(model, batches, device, objective=task.objective), start=1):
+        seen.append(part)
+        judgement.on_progress("reading", done, batches.per_epoch)
+    order = np.argsort(np.concatenate([part.numbers for part in seen]), kind="stable")
+    said, meant = ([row for part in seen for row in getattr(part, name)] for name in ("said", "meant"))
+    if said:
+        judgement.said, judgement.meant = ([rows[place] for place in order] for rows in (said, meant))
+    return np.concatenate([np.stack([part.losses, part.counts], 1) for part in seen])[order]

@@ -1,0 +1,362 @@
+"""The loss of a batch, for every head: the sum over its targets, and their number.
+
+The loss is a sum because batches are accumulated: the caller divides by the number of targets of the whole
+step, so that a step of several small batches equals a step of one large batch.
+
+The logits of a large vocabulary are the largest tensor of training. They are computed only for positions that
+have a target and, where there are many, for a chunk of positions at a time. The gradient of a chunk is taken
+before the next chunk begins.
+
+Shapes: B batch, T length, D model, V vocabulary, C classes, N positions that have a target.
+"""
+
+import functools
+import importlib.util
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import torch
+import torch.nn.functional as nnf
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.utils.checkpoint import checkpoint
+
+from clearhead.core import dtypes, feedforward, heads, transformer
+from clearhead.errors import refuse
+from clearhead.learn.batches.batch import IGNORE, Batch
+from clearhead.variants import depth
+from clearhead.variants.costs import chunk_rows
+
+Answered = tuple[list[list[Any]], list[list[Any]]]  # of each row: the model's answers, and the right ones
+RowLoss = Callable[[nn.Module, Tensor, Tensor, float], Tensor]
+
+CPU_LOGITS = 2**24  # computed at once, at most; on a GPU more, see `default_chunk`
+LARGE_VOCABULARY = 2**13  # from this size on our own kernel is faster than the compiler's
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What is learned, where that is not the next token: from the head's logits or what else it `reads`.
+
+    `states` are the last hidden states [B, T, D]; `answers` are the log-probabilities of the targets of each
+    document in a row, summed [B, 2].
+    """
+
+    loss: Callable[
+        [Tensor, Batch, float], Tensor
+    ]  # what is read, batch, smoothing -> [], summed over targets
+    answers: Callable[[Tensor, Batch], Answered]
+    reads: Literal["logits", "states", "answers"] = "logits"
+    # The loss of each row [B], where rows are judged by those beside them; None: each by itself.
+    rows: Callable[[Tensor, Batch], Tensor] | None = None
+
+    def read(self, model: transformer.Transformer, batch: Batch, chunk: int | None = None) -> Tensor:
+        """Return what the loss is computed from."""
+        arguments = arguments_for(model, batch)
+        if self.reads == "logits":
+            return cast(Tensor, model(**arguments).required_logits)
+        hidden: Tensor = model(**arguments, logits="none").hidden  # B T D
+        if self.reads == "states":
+            return hidden
+        assert isinstance(model.head, heads.LanguageHead)
+        chunk = default_chunk(model.config.vocab_size, hidden.device) if chunk is None else chunk
+        return answer_logprobs(model.head, hidden, batch, chunk)
+
+    def of_rows(self, read: Tensor, batch: Batch) -> Tensor:
+        """Return the loss of each row: [B]."""
+        if self.rows is not None:
+            return self.rows(read, batch)
+        places = [slice(row, row + 1) for row in range(len(batch))]
+        return torch.stack([self.loss(read[row], batch.rows(row), 0.0) for row in places])
+
+
+def answer_logprobs(head: heads.LanguageHead, hidden: Tensor, batch: Batch, chunk: int) -> Tensor:
+    """Return the log-probability of the targets of a row's two documents: [B, T, D] -> [B, 2]."""
+    assert batch.documents is not None
+    flat, targets = hidden.reshape(-1, hidden.shape[-1]), batch.targets.reshape(-1)
+    asked = (targets != IGNORE).nonzero()[:, 0]
+
+    def logprobs(rows: Tensor, wanted: Tensor) -> Tensor:
+        return -nnf.cross_entropy(dtypes.wide(head(rows, None)), wanted, reduction="none")
+
+    several = bool(chunk) and len(asked) > chunk and torch.is_grad_enabled()
+    parts = torch.split(asked, chunk) if chunk else (asked,)
+    found = [
+        checkpoint(logprobs, flat[some], targets[some], use_reentrant=False)
+        if several
+        else logprobs(flat[some], targets[some])
+        for some in parts
+    ]
+    slots = batch.documents.reshape(-1)[asked] + 2 * (asked // batch.targets.shape[1])
+    each = torch.cat(found)
+    return each.new_zeros(2 * len(batch)).index_add(0, slots, each).view(-1, 2)
+
+
+def arguments_for(model: transformer.Transformer, batch: Batch) -> dict[str, Tensor]:
+    """Return the model's inputs of a batch; token types are left out where the model has none."""
+    return {
+        name: value
+        for name, value in batch.arguments().items()
+        if name != "types" or model.config.n_types > 1
+    }
+
+
+def batch_loss(
+    model: transformer.Transformer,
+    batch: Batch,
+    smoothing: float = 0.0,
+    chunk: int | None = None,
+    balance: float = feedforward.BALANCE,
+    objective: Objective | None = None,
+    total: Callable[[Tensor], Tensor] = lambda value: value,
+) -> tuple[Tensor, int]:
+    """Return the loss summed over the targets of `batch`, and the number of targets.
+
+    Args:
+        model: compiled or not; the loss of a compiled model is compiled too.
+        batch: on the model's device.
+        smoothing: share of each target that is spread evenly over all classes, padding excluded.
+        chunk: positions whose logits are computed at a time, for lm and mlm; 0: all; None: by the vocabulary.
+        balance: weight of the losses of routers, in training: that which spreads tokens evenly over experts,
+            and that which teaches scores which tokens go through a layer.
+        objective: the task's; None: the usual one of the head.
+        total: sums a value over the processes that share the rows of a batch.
+    """
+    config, arguments = model.config, arguments_for(model, batch)
+    if objective is None and isinstance(model.head, heads.LanguageHead):
+        hidden = model(**arguments, logits="none").hidden  # B T D
+        chunk = default_chunk(config.vocab_size, hidden.device) if chunk is None else chunk
+        wanted, compiled = model.main.own(batch.targets, IGNORE), _is_compiled(model)
+        some = batch.n_targets < batch.targets.numel() or wanted is not batch.targets
+        count = batch.n_scored if wanted is batch.targets else None
+        loss = vocabulary_loss(model.head, hidden, wanted, smoothing, chunk, some, compiled, count)
+    else:
+        own = objective or objective_of(config.head)
+        loss = own.loss(own.read(model, batch, chunk), batch, smoothing) / model.main.copies
+    if model.training and balance:
+        # Multiply by the targets, because these losses are part of the mean.
+        if config.n_experts:
+            loss = loss + balance * batch.n_shared * _balance(model, batch, total)
+        if config.depth_capacity != 1:
+            loss = loss + balance * batch.n_shared * depth.router_loss(model, total)
+    return loss, batch.n_targets
+
+
+def default_chunk(vocab_size: int, device: torch.device) -> int:
+    """Return how many positions to score at a time."""
+    if device.type == "cuda":
+        return chunk_rows(vocab_size, torch.cuda.get_device_properties(device).total_memory)
+    return max(1, CPU_LOGITS // vocab_size)
+
+
+def summed(logits: Tensor, targets: Tensor, smoothing: float = 0.0, weights: Tensor | None = None) -> Tensor:
+    """Return the cross-entropy summed over targets but IGNORE: logits [..., C] and classes [...] -> [].
+
+    Targets may also be shares of classes [B, K], for logits [B, C]; classes from K on have a share of 0.
+    `weights` [C] are of the classes.
+    """
+    flat = dtypes.wide(logits).reshape(-1, logits.shape[-1])
+    if targets.is_floating_point():
+        wanted = nnf.pad(targets, (0, flat.shape[-1] - targets.shape[-1]))
+    else:
+        wanted = targets.reshape(-1)
+    weights = None if weights is None else weights.to(flat)
+    return nnf.cross_entropy(
+        flat, wanted, weights, ignore_index=IGNORE, reduction="sum", label_smoothing=smoothing
+    )
+
+
+def span_loss(logits: Tensor, batch: Batch, smoothing: float = 0.0) -> Tensor:
+    """Return the summed cross-entropy of an answer's first and last token: logits [B, T, 2] -> [].
+
+    Only real tokens count. Start and end count half each, so that a row weighs as much as a label.
+    """
+    targets, mask = batch.targets, batch.mask
+    scores = dtypes.wide(logits).transpose(1, 2)  # B 2 T
+    real = torch.ones_like(scores, dtype=torch.bool) if mask is None else mask[:, None, :].expand_as(scores)
+    log_p = scores.masked_fill(~real, -torch.inf).log_softmax(-1)
+    chosen = log_p.gather(-1, targets.clamp(min=0)[..., None])[..., 0]  # B 2
+    even = log_p.masked_fill(~real, 0).sum(-1) / real.sum(-1)
+    return -((1 - smoothing) * chosen + smoothing * even).masked_fill(targets == IGNORE, 0).sum() / 2
+
+
+def class_loss(logits: Tensor, batch: Batch, smoothing: float = 0.0) -> Tensor:
+    """Return the summed cross-entropy of classes or tags: see `summed`."""
+    return summed(logits, batch.targets, smoothing)
+
+
+def class_answers(logits: Tensor, batch: Batch) -> Answered:
+    """Return the best class of each row, and the right one."""
+    return logits.argmax(-1)[:, None].tolist(), batch.targets[:, None].tolist()
+
+
+def tag_answers(logits: Tensor, batch: Batch) -> Answered:
+    """Return the best tags of each row's words, and the right ones."""
+    asked = batch.targets != IGNORE
+    best, right = (
+        [row[where].tolist() for row, where in zip(rows, asked)]
+        for rows in (logits.argmax(-1), batch.targets)
+    )
+    return best, right
+
+
+def span_answers(logits: Tensor, batch: Batch) -> Answered:
+    """Return the best first and last token of each row's answer, and the right ones."""
+    scores = logits if batch.mask is None else logits.masked_fill(~batch.mask[..., None], -torch.inf)
+    return scores.argmax(1).tolist(), batch.targets.tolist()
+
+
+def class_weighted(answers: Callable[[Tensor, Batch], Answered], weights: Tensor) -> Objective:
+    """Return the objective of classes with weights [C]; validation has the loss without them."""
+
+    def loss(logits: Tensor, batch: Batch, smoothing: float = 0.0) -> Tensor:
+        return summed(logits, batch.targets, smoothing, weights)
+
+    return Objective(loss, answers, rows=Objective(class_loss, answers).of_rows)
+
+
+CLASSES = Objective(class_loss, class_answers)
+TAGGED = Objective(class_loss, tag_answers)
+SPANS = Objective(span_loss, span_answers)
+
+
+def objective_of(head: str | None) -> Objective:
+    """Return the usual objective of a head without a vocabulary."""
+    usual = {"classifier": CLASSES, "tagger": TAGGED, "span": SPANS}
+    refuse(
+        head not in usual,
+        f'a model with head "{head}" has no loss: train one with lm, mlm, classifier, tagger or span',
+    )
+    return usual[str(head)]
+
+
+def vocabulary_loss(
+    head: heads.LanguageHead,
+    hidden: Tensor,
+    targets: Tensor,
+    smoothing: float,
+    chunk: int,
+    some: bool = True,
+    compiled: bool = False,
+    count: int | None = None,
+) -> Tensor:
+    """Return the cross-entropy of hidden states [B, T, D] with targets [B, T], in chunks -> [].
+
+    `some`: not every state has a target. `count`: score so many positions, as many as have a target at least,
+    so that every shape is known without looking at the targets.
+    """
+    rows, targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
+    if some and count is None:
+        asked = (targets != IGNORE).nonzero()[:, 0]
+        rows, targets = rows[asked], targets[asked]  # N D, N
+    elif count is not None and count < len(targets):
+        asked = torch.sort(targets == IGNORE, stable=True).indices[:count]
+        rows, targets = rows[asked], targets[asked]  # N D, N
+    of_rows = functools.partial(_row_loss_for(head, rows, compiled, compiled or count is not None), head)
+    chunks = math.ceil(rows.shape[0] / chunk) if chunk else 1
+    if chunks <= 1:
+        return of_rows(rows, targets, smoothing)
+    size = math.ceil(rows.shape[0] / chunks)  # of about equal size
+    if not torch.is_grad_enabled():
+        pairs = zip(torch.split(rows, size), torch.split(targets, size))
+        return torch.stack([of_rows(some, wanted, smoothing) for some, wanted in pairs]).sum()
+    trained = [parameter for parameter in head.parameters() if parameter.requires_grad]
+    in_chunks: Any = _InChunks.apply
+    return cast(Tensor, in_chunks(of_rows, smoothing, size, targets, rows, *trained))
+
+
+def _row_loss_for(head: heads.LanguageHead, rows: Tensor, compiled: bool, quick: bool) -> RowLoss:
+    """Choose our own kernel for large vocabularies on a GPU, if `quick`; else the compiled or plain loss."""
+    large = rows.is_cuda and rows.dtype != torch.float64 and head.out.out_features >= LARGE_VOCABULARY
+    if quick and large and importlib.util.find_spec("triton") is not None:
+        return quick_row_loss
+    return _compiled_row_loss() if compiled else row_loss
+
+
+def row_loss(head: nn.Module, rows: Tensor, targets: Tensor, smoothing: float) -> Tensor:
+    """Return the summed cross-entropy of rows [N, D] with targets [N] -> []."""
+    return summed(head(rows, None), targets, smoothing)
+
+
+def quick_row_loss(head: nn.Module, rows: Tensor, targets: Tensor, smoothing: float) -> Tensor:
+    """Return the same by a kernel that never holds the logits in float32."""
+    from clearhead.run.kernels.triton_loss import CrossEntropy
+
+    apply: Any = CrossEntropy.apply
+    return cast(Tensor, apply(head(rows, None), targets, smoothing))
+
+
+@functools.cache
+def _compiled_row_loss() -> RowLoss:
+    return torch.compile(row_loss)
+
+
+def _is_compiled(model: nn.Module) -> bool:
+    return hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None
+
+
+class _InChunks(torch.autograd.Function):
+    """A loss whose gradient is taken chunk by chunk in the forward pass: nothing is kept for later."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx,
+        loss_of: Callable[[Tensor, Tensor, float], Tensor],
+        smoothing: float,
+        size: int,
+        targets: Tensor,
+        rows: Tensor,
+        *trained: Tensor,
+    ) -> Tensor:
+        """Rows [N, D] and targets [N] -> the summed loss []."""
+        total = torch.zeros((), dtype=torch.promote_types(rows.dtype, torch.float32), device=rows.device)
+        gradient = torch.empty_like(rows)
+        sums = [
+            torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
+            for weight in trained
+        ]
+        for start in range(0, rows.shape[0], size):
+            chunk = slice(start, start + size)
+            with torch.enable_grad():
+                here = rows[chunk].detach().requires_grad_()
+                loss = loss_of(here, targets[chunk], smoothing)
+            total += loss.detach()
+            with torch.autocast(rows.device.type, enabled=False):  # as in any backward pass
+                gradient[chunk], *of_weights = torch.autograd.grad(loss, (here, *trained))
+            for so_far, found in zip(sums, of_weights):
+                so_far += found
+        ctx.save_for_backward(gradient, *(so_far.to(weight.dtype) for so_far, weight in zip(sums, trained)))
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients that the forward pass took, scaled."""
+        scaled = ((dtypes.wide(gradient) * upstream).to(gradient.dtype) for gradient in ctx.saved_tensors)
+        return (None, None, None, None, *scaled)
+
+
+def balance_loss(
+    model: nn.Module, mask: Tensor | None = None, total: Callable[[Tensor], Tensor] = lambda value: value
+) -> Tensor:
+    """Compute X · Σ over experts of (share of choices) · (mean router probability) in the latest pass.
+
+    It covers all layers of a training pass, and is least when tokens spread evenly over the experts. `mask`
+    [B, T] leaves padding out. Where rows are shared out, `total` sums counts, and losses add up.
+    """
+    found = feedforward.tally(model, mask)
+    if found is None:
+        return torch.zeros(())
+    return feedforward.imbalance(found, total(feedforward.counts_of(found)))
+
+
+def _balance(model: transformer.Transformer, batch: Batch, total: Callable[[Tensor], Tensor]) -> Tensor:
+    stacks = [
+        (model.decoder, batch.mask),
+        (model.encoder, batch.source_mask if model.decoder is not None else batch.mask),
+    ]
+    return torch.stack(
+        [balance_loss(stack, stack.worked_on(mask), total) for stack, mask in stacks if stack is not None]
+    ).mean()

@@ -1,0 +1,166 @@
+"""Weights of which a process holds a part: the part it holds, the part of a whole, the whole.
+
+A part is a DTensor. It is known by its method `to_local`, so that one process never imports what splits.
+"""
+
+import copy
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from clearhead.core.transformer import Transformer
+from clearhead.hub.checkpoint import Unread
+from clearhead.hub.weights import cast as narrowed
+
+Place = tuple[tuple[int, int], ...]  # begin and length along each dimension
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return the part of a tensor that this process holds, sharing its memory."""
+    return cast(Tensor, tensor.to_local()) if hasattr(tensor, "to_local") else tensor
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return the whole tensor; all processes must ask for it together."""
+    return cast(Tensor, tensor.full_tensor()) if hasattr(tensor, "full_tensor") else tensor
+
+
+def is_split(model: nn.Module) -> bool:
+    """Return True for a model of which each process holds a part."""
+    own = (part._parameters.values() for part in model.modules())  # each call to `generate` asks: be quick
+    return any(hasattr(one, "device_mesh") for some in own for one in some)
+
+
+def place_of(held: Any) -> Place:
+    """Return where in the whole tensor the part lies that this process holds."""
+    spans = [(0, size) for size in held.shape]
+    if hasattr(held, "device_mesh"):
+        mesh = held.device_mesh
+        places = zip(mesh.shape, mesh.get_coordinate(), held.placements)
+        for size, index, placement in reversed(list(places)):  # the innermost axis is split first
+            if hasattr(placement, "dim"):
+                begin, length = spans[placement.dim]
+                step = math.ceil(length / size)
+                start, end = (min(step * number, length) for number in (index, index + 1))
+                spans[placement.dim] = begin + start, end - start
+    return tuple(spans)
+
+
+def part_like(full: Tensor, held: Any) -> Tensor:
+    """Return of a whole tensor the part that `held`, of the same shape, is of its own whole."""
+    if hasattr(held, "device_mesh"):
+        for dim, (begin, length) in enumerate(place_of(held)):
+            full = full.narrow(dim, begin, length)
+    return full
+
+
+def parted(full: Tensor, held: Any) -> Tensor:
+    """Return a copy of a whole tensor as `held` is, on its device; of a DTensor, the part of this process."""
+    whole = not hasattr(held, "device_mesh") or full.shape != held.shape
+    part = (full if whole else part_like(full, held)).to(local(held).device, copy=True)
+    if whole:
+        return part
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        part.contiguous(),
+        held.device_mesh,
+        held.placements,
+        run_check=False,
+        shape=held.shape,
+        stride=held.stride(),
+    )
+
+
+@torch.no_grad()
+def put(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    """Set parameters by name, each to a value of which the same part is held here."""
+    for name, value in values.items():
+        local(parameters[name]).copy_(local(value))
+
+
+@torch.no_grad()
+def materialise(model: Transformer, device: torch.device, unread: Unread) -> None:
+    """Give memory to the parameters of a model that are on the meta device, and read the parts held here."""
+    model._apply(lambda one: torch.empty_like(one, device=device))  # type: ignore[no-untyped-call]
+    model.tie()
+    named = dict(model.named_parameters())
+    for name, value in unread.each(named):
+        if name in named:
+            own = local(named[name])
+            narrowed(part_like(value, named[name]), own.dtype, name, into=own)
+
+
+def wholes(tensors: Mapping[str, Tensor], keep: bool) -> Iterator[tuple[str, Tensor]]:
+    """Yield whole tensors by name, on the CPU, one at a time; not `keep`: only help to gather them.
+
+    The first process keeps them. One that it has no part of comes from the first process that has one.
+    """
+    everyone: list[dict[str, Any]] = [{name: (one.shape, one.dtype) for name, one in tensors.items()}]
+    if dist.is_initialized():
+        own, everyone = everyone[0], [{}] * dist.get_world_size()
+        dist.all_gather_object(everyone, own)
+    for name in dict.fromkeys(name for names in everyone for name in names):
+        source = next(rank for rank, names in enumerate(everyone) if name in names)
+        found = whole(tensors[name].detach()).cpu() if name in tensors else None
+        if keep and found is None:
+            shape, dtype = everyone[source][name]
+            found = torch.empty(shape, dtype=dtype)
+            dist.recv(found, source)
+        elif found is not None and source and source == dist.get_rank():
+            dist.send(found.contiguous(), 0)
+        if keep and found is not None:
+            yield name, found
+
+
+def rest(model: nn.Module) -> None:
+    """Let go of the parts of others that the last pass of a model that is split has gathered."""
+    for part in model.modules():
+        if callable(reshard := getattr(part, "reshard", None)):
+            reshard()
+
+
+def emptied(model: Transformer) -> Transformer:
+    """Return a copy of a model whose parameters are on the meta device."""
+    memo: dict[int, object] = {
+        id(one): nn.Parameter(torch.empty_like(one, device="meta"), one.requires_grad)
+        for one in model.parameters()
+    }
+    return copy.deepcopy(model, memo)
+
+
+def assembled(empty: Transformer, found: Mapping[str, Tensor]) -> Transformer:
+    """Return a plain model with whole weights by name."""
+    made = emptied(empty)
+    made.load_state_dict(found, strict=False, assign=True)
+    made.tie()
+    return made
+
+
+def norm_of(tensors: Sequence[Tensor], processes: int, experts: int, device: torch.device) -> Tensor:
+    """Return the norm [] of all tensors together, on a device; each part counts once among all processes.
+
+    `processes`: how many hold a part of the same tensors; `experts`: how many hold experts of their own.
+    """
+    squares = [
+        local(one).detach().float().square().sum() / copies_of(one, processes, experts) for one in tensors
+    ]
+    total = torch.stack([torch.zeros((), device=device), *squares]).sum()
+    dist.all_reduce(total)
+    return total.sqrt()
+
+
+def copies_of(tensor: Any, processes: int, experts: int) -> int:
+    """Return how many processes hold the same part of a tensor.
+
+    Its mesh may be one of an earlier run that looks the same, with another mesh around it.
+    """
+    mesh = tensor.device_mesh
+    parts = math.prod(size for size, place in zip(mesh.shape, tensor.placements) if hasattr(place, "dim"))
+    if "expert_held" in mesh.mesh_dim_names:  # others along the expert axis hold other experts
+        parts *= experts
+    return processes // int(parts)

@@ -1,0 +1,364 @@
+"""Speech to text: what is said in a sound, window by window, with times and in a language.
+
+A window is as long as the encoder has positions, mostly 30 seconds. A longer sound is read by windows that
+begin where the last segment of the one before ended, so its transcript has times whether they are asked for
+or not. A window of several sounds is read together; each comes out as it would alone.
+
+Shapes: B windows read together, N samples, T frames of a window, M mel bands.
+"""
+
+import io
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypedDict
+
+import numpy as np
+import torch
+import torch.nn.functional as nnf
+from torch import Tensor
+
+from clearhead.core.transformer import evaluating
+from clearhead.errors import InputError, nearest, refuse
+from clearhead.hub.languages import CODES, LANGUAGES
+from clearhead.hub.spectrogram import Spectrogram, spectrogram_of
+from clearhead.hub.tokens.labels import decoded
+from clearhead.learn.data.sounds import Samples, read_sound, resampled
+from clearhead.learn.tasks.fallback import WindowBatch, make_fallback, read_windows
+from clearhead.learn.tasks.reading import fitting
+from clearhead.learn.tasks.results import Segment, Transcription, WindowReading
+from clearhead.run.bundle import Bundle
+from clearhead.run.generate.decode import Ends, decode
+from clearhead.run.generate.own import with_own
+from clearhead.run.generate.prompts import Prompts
+from clearhead.run.generate.request import Request, make_request
+from clearhead.run.generate.timestamps import Timestamps, language_of, segments_of
+
+Sound = str | Path | io.BytesIO | np.ndarray | Tensor  # a file, or samples [N], of several channels [N, C]
+Task = Literal["transcribe", "translate"]
+TASKS = ("transcribe", "translate")
+NO_TIMES = "<|notimestamps|>"
+
+
+class TranscribeOptions(TypedDict, total=False):
+    """Keywords of `transcribe`."""
+
+    language: str | None
+    task: Task
+    timestamps: bool
+    rate: int | None
+    max_new_tokens: int | None
+    batch_size: int
+    temperature: float | Sequence[float]
+    compression_ratio_threshold: float | None
+    logprob_threshold: float | None
+    no_speech_threshold: float | None
+    seed: int
+
+
+@dataclass(frozen=True)
+class Voice:
+    """The tokens by which one model is told what to write, and how its sound becomes frames."""
+
+    start: int
+    languages: dict[str, int]  # token of each language by its code; empty in a model of English alone
+    tasks: dict[str, int]
+    no_times: int | None  # says that no times are written; the tokens after it are times
+    sound: Spectrogram
+    frames: int  # T
+    stride: int  # frames of one position of the encoder
+
+    @property
+    def step(self) -> float:
+        """Seconds of one position of the encoder, which is what times are counted in."""
+        return self.sound.seconds * self.stride
+
+    def begin(self, language: int | None, task: str, times: bool) -> list[int]:
+        """Return what every transcript of this kind begins with."""
+        ids = [self.start]
+        if language is not None:
+            ids += [language, *([self.tasks[task]] if task in self.tasks else ())]
+        return ids if times or self.no_times is None else [*ids, self.no_times]
+
+
+@dataclass
+class Hearing:
+    """One sound as it is transcribed."""
+
+    frames: Tensor  # all of them, M bands each
+    seconds: float
+    language: int | None = None
+    times: bool = False
+    at: int = 0  # the frame that the next window begins with
+    ids: list[int] = field(default_factory=list)
+    segments: list[tuple[float, float, list[int]]] = field(default_factory=list)
+    windows: list[WindowReading] = field(default_factory=list)
+
+
+def check_hears(m: Bundle) -> None:
+    """Refuse a model that does not read sound."""
+    config = m.config
+    hears = config.family == "encoder-decoder" and config.input == "frames" and config.head == "lm"
+    refuse(
+        not hears,
+        f"transcribe needs an encoder-decoder of frames, such as Whisper, and this is a model of family "
+        f"{config.family} that reads {config.input}: {fitting(m)}",
+    )
+
+
+def voice_of(m: Bundle) -> Voice:
+    """Return how a model is told what to write, from generation_config.json and its tokenizer."""
+    check_hears(m)
+    stated, spec = m.generation, m.config.stacks[0]
+
+    def known(names: dict[str, str], key: str) -> dict[str, int]:
+        listed = stated.get(key)
+        if isinstance(listed, dict):
+            found = {name: listed.get(token, listed.get(name)) for name, token in names.items()}
+        else:
+            found = {name: m.text_tokenizer.token_to_id(token) for name, token in names.items()}
+        size = m.config.vocab_size
+        return {name: token for name, token in found.items() if type(token) is int and 0 <= token < size}
+
+    refuse(
+        bool(stated.get("condition_on_prev_tokens")),
+        "generation_config.json has condition_on_prev_tokens true: here a window is read without the text "
+        "of the one before, so set it to false",
+    )
+    english = not stated.get("is_multilingual", "lang_to_id" in stated)
+    no_times = stated.get("no_timestamps_token_id", m.text_tokenizer.token_to_id(NO_TIMES))
+    refuse(
+        no_times is not None and not (type(no_times) is int and 0 <= no_times < m.config.vocab_size),
+        f"generation_config.json has no_timestamps_token_id {no_times!r}: it must be an id of the vocabulary",
+    )
+    return Voice(
+        start=m.start_ids[0],
+        languages={} if english else known({code: f"<|{code}|>" for code in LANGUAGES}, "lang_to_id"),
+        tasks={} if english else known({task: f"<|{task}|>" for task in TASKS}, "task_to_id"),
+        no_times=no_times,
+        sound=spectrogram_of(m.images, m.config),
+        frames=spec.max_positions * spec.conv_stride,
+        stride=spec.conv_stride,
+    )
+
+
+def language_id(voice: Voice, language: str | None) -> int | None:
+    """Return the token of a language by its code, its token or its English name; None: none was named."""
+    if language is None:
+        return None
+    asked = language.lower().strip()
+    code = CODES.get(asked, asked.removeprefix("<|").removesuffix("|>"))
+    if not voice.languages:
+        refuse(code != "en", f'language "{language}" with a model of English alone: leave it out')
+        return None
+    names = {**{LANGUAGES[code]: code for code in voice.languages}, **dict.fromkeys(voice.languages, "")}
+    if code not in voice.languages:
+        listed = ", ".join(f"{code} ({LANGUAGES[code]})" for code in list(voice.languages)[:6])
+        raise InputError(
+            f'language "{language}" is not known{nearest(asked, names)}: the model has '
+            f"{len(voice.languages)} languages, by code or name, such as {listed}"
+        )
+    return voice.languages[code]
+
+
+@torch.inference_mode()
+def transcribe(
+    m: Bundle,
+    sounds: Sequence[Sound],
+    language: str | None = None,
+    task: Task = "transcribe",
+    timestamps: bool = False,
+    rate: int | None = None,
+    max_new_tokens: int | None = None,
+    batch_size: int = 8,
+    temperature: float | Sequence[float] = 0.0,
+    compression_ratio_threshold: float | None = None,
+    logprob_threshold: float | None = None,
+    no_speech_threshold: float | None = None,
+    seed: int = 0,
+) -> list[Transcription]:
+    """Return what is said in each sound; see `Model.transcribe`."""
+    voice = voice_of(m)
+    thresholds = {
+        "compression_ratio_threshold": compression_ratio_threshold,
+        "logprob_threshold": logprob_threshold,
+        "no_speech_threshold": no_speech_threshold,
+    }
+    fallback = make_fallback(temperature, thresholds, m.generation)
+    refuse(batch_size < 1, f"batch_size {batch_size} must be 1 or more")
+    refuse(task not in TASKS, f'task "{task}" is not known: choose {" or ".join(TASKS)}')
+    refuse(
+        task != "transcribe" and task not in voice.tasks,
+        f'task "{task}" with a model of English alone: it writes down what it hears, so leave task out',
+    )
+    refuse(
+        timestamps and voice.no_times is None,
+        f"this model has no tokens for times ({NO_TIMES} is not in its vocabulary): leave timestamps and "
+        "--format out",
+    )
+    named = language_id(voice, language)
+    heard = [_hear(voice, sound, rate, timestamps) for sound in sounds]
+    with evaluating(m.model):
+        runner = m.engine.runner()
+        steps = m.engine.steps_for(runner, None)
+        for group in _groups(heard, batch_size):
+            _tell_languages(m, voice, group, named)
+        skips = fallback.no_speech_threshold < math.inf
+        while waiting := [one for one in heard if _seek(voice, one, skips)]:
+            # Transcripts that begin alike are read together.
+            alike = [one for one in waiting if one.times == waiting[0].times][:batch_size]
+            starts = [voice.begin(one.language, task, one.times) for one in alike]
+            request, ends = _request(m, voice, alike[0].times, len(starts[0]), max_new_tokens, seed)
+            prompts = Prompts(starts, _windows(m, voice, alike))
+            begun = [one.at * voice.sound.seconds for one in alike]
+            silence = None if voice.no_times is None else voice.no_times - 1
+            batch = WindowBatch(m.model, runner, steps, request, ends, prompts, begun, silence)
+            for one, (ids, judged) in zip(alike, read_windows(batch, fallback)):
+                _note(voice, one, ids, judged)
+    return [_written(m, voice, one) for one in heard]
+
+
+def first_window(m: Bundle, sound: Sound) -> tuple[Tensor, list[int], list[int], float]:
+    """Return the first window of a sound [1, T, M], what its transcript begins with, and the transcript.
+
+    It has no times. Last comes how many seconds a position of the encoder stands for.
+    """
+    voice = voice_of(m)
+    heard = _hear(voice, sound, None, timestamps=False)
+    heard.times = False
+    source = _windows(m, voice, [heard])
+    with torch.inference_mode(), evaluating(m.model):
+        _tell_languages(m, voice, [heard], None)
+        start = voice.begin(heard.language, "transcribe", times=False)
+        request, ends = _request(m, voice, False, len(start), None)
+        rows = decode(m.engine.runner(), request, Prompts([start], source), ends)
+    return source, start, rows[0].ids, voice.step
+
+
+def _hear(voice: Voice, sound: Sound, rate: int | None, timestamps: bool) -> Hearing:
+    """Return a sound as frames, of its file or of samples."""
+    samples = samples_of(sound, voice.sound.sampling_rate, rate)
+    frames = voice.sound.frames(samples)
+    long = len(frames) > voice.frames
+    refuse(
+        long and voice.no_times is None,
+        f"a sound is longer than the {voice.sound.chunk_length} seconds of a window, and this model has no "
+        "tokens for times: cut it into shorter ones",
+    )
+    return Hearing(frames, len(samples) / voice.sound.sampling_rate, times=timestamps or long)
+
+
+def samples_of(sound: Sound, wanted: int, rate: int | None = None) -> Samples:
+    """Return the samples [N] of a sound at the wanted rate; `rate` is that of samples which are given."""
+    if isinstance(sound, io.BytesIO):
+        return read_sound(sound, wanted)
+    if isinstance(sound, str | Path):
+        refuse(rate is not None, f"rate {rate} is for samples, and {sound} is a file, which states its own")
+        return read_sound(Path(sound), wanted)
+    refuse(
+        not isinstance(sound, np.ndarray | Tensor),
+        f"{type(sound).__name__} was given for a sound: give a file, or an array or tensor of samples",
+    )
+    samples = torch.as_tensor(sound).detach().cpu()
+    refuse(
+        not samples.is_floating_point() or samples.ndim not in (1, 2),
+        f"samples of dtype {str(samples.dtype).removeprefix('torch.')} and shape {list(samples.shape)} were "
+        "given: give floating-point numbers from -1 to 1, [N] or, for several channels, [N, C]",
+    )
+    refuse(rate is not None and rate < 1, f"rate {rate} must be 1 or more: samples a second")
+    mixed = samples.float() if samples.ndim == 1 else samples.float().mean(1)
+    return resampled(np.ascontiguousarray(mixed.numpy()), wanted if rate is None else rate, wanted)
+
+
+def _groups(heard: list[Hearing], size: int) -> list[list[Hearing]]:
+    return [heard[start : start + size] for start in range(0, len(heard), size)]
+
+
+def _seek(voice: Voice, heard: Hearing, skips: bool) -> bool:
+    """Move past windows without any sound, if these are skipped; return whether one is left to be read.
+
+    There no frame has anything within 80 dB of the loudest moment: all are the floor of the spectrogram. A
+    model may still write a word, and find it probable. What is left of the padding after a sound is read, as
+    transformers does.
+    """
+    while heard.at < len(heard.frames):
+        window = heard.frames[heard.at : heard.at + voice.frames]
+        within = heard.at * voice.sound.seconds < heard.seconds
+        if not (skips and within) or window.min() < window.max():
+            return True
+        heard.at += len(window)
+    return False
+
+
+def _windows(m: Bundle, voice: Voice, heard: list[Hearing]) -> Tensor:
+    """Return the next window of each sound; what is after its end is 0: [B, T, M]."""
+    parts = [one.frames[one.at : one.at + voice.frames] for one in heard]
+    rows = [nnf.pad(part, (0, 0, 0, voice.frames - len(part))) for part in parts]
+    return torch.stack(rows).to(next(m.model.parameters()))
+
+
+def _tell_languages(m: Bundle, voice: Voice, heard: list[Hearing], named: int | None) -> None:
+    """Set the language of each sound: the one that is named, or what its first window sounds like most."""
+    found = [named] * len(heard)
+    if named is None and voice.languages:
+        source = _windows(m, voice, heard)
+        start = torch.full((len(heard), 1), voice.start, device=source.device)
+        logits = m.model(start, source=source).logits[:, -1]
+        found = [*language_of(logits, list(voice.languages.values()))]
+    for one, language in zip(heard, found):
+        one.language = language
+
+
+def _request(
+    m: Bundle, voice: Voice, times: bool, begun: int, max_new_tokens: int | None, seed: int = 0
+) -> tuple[Request, Ends]:
+    """Return how the tokens of a window are chosen, and what ends it."""
+    positions = m.config.max_positions
+    stated = m.generation.get("max_length")
+    room = min(positions, stated + begun) - begun if type(stated) is int else positions - begun
+    refuse(room < 1, f"the model has {positions} positions and a transcript begins with {begun} tokens")
+    most = room if max_new_tokens is None else min(room, max_new_tokens)
+    asked: dict[str, Any] = {"max_new_tokens": most, "seed": seed}
+    stops = frozenset(token for token in m.stops if token < m.config.vocab_size)
+    rule = None
+    if times and voice.no_times is not None:
+        latest = m.generation.get("max_initial_timestamp_index")
+        rule = Timestamps(voice.no_times + 1, min(stops, default=voice.no_times), latest)
+    return make_request(with_own(m.own_options, asked, hooked=True)), Ends(stops, rule=rule)
+
+
+def _note(voice: Voice, heard: Hearing, ids: list[int], judged: WindowReading | None) -> None:
+    """Add what was written of a window, and go on where it ended; a skipped one is passed over."""
+    left = min(voice.frames, len(heard.frames) - heard.at)
+    if judged is not None:
+        heard.windows.append(judged)
+        if judged.skipped:
+            heard.at += left
+            return
+    offset = heard.at * voice.sound.seconds
+    if voice.no_times is None or not heard.times:
+        found, steps = [(0, left // voice.stride, list(ids))], None
+    else:
+        found, steps = segments_of(ids, voice.no_times + 1, left // voice.stride)
+    for start, end, tokens in found:
+        heard.ids += tokens
+        heard.segments.append((offset + start * voice.step, offset + end * voice.step, tokens))
+    heard.at += left if steps is None else steps * voice.stride
+
+
+def _written(m: Bundle, voice: Voice, heard: Hearing) -> Transcription:
+    words = m.config.vocab_size if voice.no_times is None else voice.no_times
+
+    def text(ids: list[int]) -> str:
+        return decoded(m.text_tokenizer, [token for token in ids if token < words]).strip()
+
+    parts = [
+        Segment(round(start, 3), round(end if heard.times else heard.seconds, 3), said)
+        for start, end, tokens in heard.segments
+        if (said := text(tokens))
+    ]
+    codes = {token: code for code, token in voice.languages.items()}
+    language = None if heard.language is None else codes[heard.language]
+    seconds, windows = round(heard.seconds, 3), tuple(heard.windows)
+    return Transcription(text(heard.ids), parts, language, heard.ids, seconds, windows)

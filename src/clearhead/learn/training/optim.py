@@ -1,0 +1,192 @@
+"""The optimizer: which parameters are trained, their weight decay, and the learning rate of each step."""
+
+import fnmatch
+import math
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from clearhead.errors import ConfigError, nearest, refuse
+from clearhead.learn.recipe import TrainPlan
+from clearhead.learn.training.muon import Muon
+
+BLOCK = re.compile(r"^(.*?)blocks\.(\d+)\.")
+FUSED = ("cpu", "cuda", "mps", "xpu")  # devices on which AdamW updates all weights in one pass
+
+ORIGINAL_WARMUP = 4000
+
+# PyTorch's default for the first, 1e-7, also bounds a gradient's mean square from below; language models have
+# smaller ones. Its square must be a float32 number, so that a gradient of 0 gives an update of 0.
+ADAFACTOR_EPS = (1e-16, 1e-3)
+
+
+def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Freeze the parameters whose names match, with `*` for any part, or that belong to a module so named."""
+    named = dict(model.named_parameters(remove_duplicate=False))  # a shared weight has several names
+    for pattern in patterns:
+        found = fnmatch.filter(named, pattern) + fnmatch.filter(named, f"{pattern}.*")
+        known = [*named, *(name for name, _ in model.named_modules() if name)]
+        refuse(
+            not found,
+            f'train.freeze "{pattern}" names no parameter{nearest(pattern, known)}: '
+            f"they are called like {next(iter(named))}, with * for any part",
+        )
+        for name in found:
+            named[name].requires_grad_(False)
+
+
+def parameter_groups(model: nn.Module, plan: TrainPlan) -> list[dict[str, Any]]:
+    """Return the trainable parameters in groups, each with a weight decay and a `scale` of the learning rate.
+
+    Only matrices decay: not norms, biases and vectors, nor embeddings of tokens, types and positions, even
+    where the output layer shares one. With `layer_decay`, the scale falls from the head down to the
+    embedding. `orthogonal` groups are for Muon: they hold the matrices of blocks.
+    """
+    tables = {id(part.weight) for part in model.modules() if isinstance(part, nn.Embedding)}
+    groups: dict[tuple[object, ...], dict[str, Any]] = {}
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    for name, parameter in trained:
+        decay = plan.weight_decay if parameter.ndim >= 2 and id(parameter) not in tables else 0.0
+        scale = plan.layer_decay ** _below_head(model, name)
+        inner = BLOCK.match(name) is not None and parameter.ndim == 2 and id(parameter) not in tables
+        turned = plan.optimizer == "muon" and inner and min(parameter.shape) > 1
+        new = {"params": [], "weight_decay": decay, "scale": scale, "orthogonal": turned}
+        mesh = getattr(parameter, "device_mesh", None)  # one update takes parameters of one mesh
+        groups.setdefault((decay, scale, mesh, turned), new)["params"].append(parameter)
+    refuse(not groups, "train.freeze leaves nothing to train: freeze less")
+    return list(groups.values())
+
+
+def _below_head(model: nn.Module, name: str) -> int:
+    """Return how many layers a parameter lies below the head: 1 for the last block."""
+    block = BLOCK.match(name)
+    if block is not None:
+        return _n_blocks(model, block[1]) - int(block[2])
+    stack, _, part = name.partition(".")
+    return _n_blocks(model, f"{stack}.") + 1 if part.startswith(("embedding.", "positions.")) else 0
+
+
+def _n_blocks(model: nn.Module, prefix: str) -> int:
+    return len(list(model.get_submodule(f"{prefix}blocks").children()))
+
+
+def make_optimizer(model: nn.Module, plan: TrainPlan, device: torch.device) -> Optimizer:
+    """Freeze the parameters named in `plan.freeze`, and return AdamW, Adafactor or Muon for the others.
+
+    Adafactor's rate is relative to the size of each weight. It keeps a row and a column per matrix in place
+    of two matrices, and ignores `betas` and `eps`. Muon multiplies in the precision of the run.
+    """
+    freeze(model, plan.freeze)
+    groups = parameter_groups(model, plan)
+    if plan.optimizer == "adafactor":
+        refuse(
+            any(hasattr(one, "device_mesh") for one in model.parameters()),
+            "train.optimizer adafactor works on whole weights, and several processes or train.offload split "
+            "them: choose adamw or muon",
+            ConfigError,
+        )
+        return torch.optim.Adafactor(groups, lr=plan.lr, eps=ADAFACTOR_EPS)
+    if plan.optimizer == "muon":
+        dtype = torch.bfloat16 if plan.precision in ("bfloat16", "float8") else torch.float32
+        return Muon(groups, device, dtype, lr=plan.lr, betas=plan.betas, eps=plan.eps)
+    return torch.optim.AdamW(groups, lr=plan.lr, betas=plan.betas, eps=plan.eps, fused=device.type in FUSED)
+
+
+def set_rate(optimizer: Optimizer, rate: float) -> None:
+    """Set the learning rate of the next step to `rate`, times each group's scale."""
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):  # recorded steps read it on the device
+            group["lr"].fill_(rate * group["scale"])
+        else:
+            group["lr"] = rate * group["scale"]
+
+
+def step_if_finite(
+    optimizer: Optimizer, scaler: torch.amp.GradScaler, loss: Tensor, norm: Tensor
+) -> Callable[[], list[float]]:
+    """Take a step, unless the loss [] or the gradient norm [] is not finite.
+
+    On a GPU, fused AdamW checks them itself, without waiting for the device. A scaled gradient may be
+    infinite: the scaler then skips the step and lowers its scale.
+
+    Returns: a function that reads loss, norm and a number that is finite if all is well. It waits for this
+        step, but not for what the device was given after it.
+    """
+    norm = norm.to(loss.device)
+    numbers = torch.stack([loss, norm, loss if scaler.is_enabled() else loss + norm])
+    there = optimizer.param_groups[0]["params"][0].is_cuda
+    if scaler.is_enabled() or not (there and optimizer.defaults.get("fused")):
+        found: list[float] = numbers.tolist()
+        if math.isfinite(found[-1]):
+            scaler.step(optimizer)
+        scaler.update()  # also where the step is skipped: the scaler would not unscale again before
+        return lambda: found
+    read = read_later(numbers)
+    step_unless(optimizer, ~numbers[-1].isfinite())
+    return read
+
+
+def step_unless(optimizer: Optimizer, bad: Tensor) -> None:
+    """Take a step of fused AdamW, unless `bad` [] is true on the device."""
+    optimizer.found_inf = bad.float()  # type: ignore[attr-defined]
+    optimizer.step()
+
+
+def read_later(numbers: Tensor) -> Callable[[], list[float]]:
+    """Copy numbers [N] from a GPU without waiting; return a function that waits for the copy and reads it."""
+    if not numbers.is_cuda:
+        found: list[float] = numbers.tolist()
+        return lambda: found
+    here = torch.empty_like(numbers, device="cpu", pin_memory=True).copy_(numbers, non_blocking=True)
+    copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    copied.record()
+
+    def read() -> list[float]:
+        copied.synchronize()
+        return here.tolist()
+
+    return read
+
+
+# Learning-rate schedules: pure functions from a step to a rate --------------------------------------------
+
+
+def original_schedule(step: int, d_model: int, warmup: int = ORIGINAL_WARMUP) -> float:
+    """Return the original Transformer's rate: linear up to step `warmup`, then falling as 1/sqrt(step).
+
+    d_model^-0.5 · min(step^-0.5, step · warmup^-1.5); the first step is 1, and step 0 has rate 0.
+    """
+    return float(d_model**-0.5 * min(step**-0.5, step * max(warmup, 1) ** -1.5)) if step > 0 else 0.0
+
+
+def warmup_steps(plan: TrainPlan, steps: int) -> int:
+    """Return the number of warm-up steps."""
+    usual = ORIGINAL_WARMUP if plan.schedule == "original" else steps // 20
+    return usual if plan.warmup is None else plan.warmup
+
+
+def rate(plan: TrainPlan, step: int, steps: int, d_model: int) -> float:
+    """Return the learning rate of `step` (the first is 1) in a run of `steps`.
+
+    The rate rises linearly to `plan.lr` during the warm-up. Then it stays there (constant), falls to the
+    share `plan.floor` at the last step (cosine, linear), or stays and falls linearly at the end (wsd).
+    `original` has its own peak and no floor.
+    """
+    warmup = warmup_steps(plan, steps)
+    if plan.schedule == "original":
+        return plan.lr * original_schedule(step, d_model, warmup)
+    if step < warmup:
+        return plan.lr * max(step, 0) / warmup
+    begin = max(warmup, steps - round(plan.decay * steps)) if plan.schedule == "wsd" else warmup
+    progress = min(max(step - begin, 0) / max(steps - begin, 1), 1.0)  # 0: the fall begins; 1: the last step
+    heights = {
+        "constant": 1.0,
+        "linear": 1 - progress,
+        "wsd": 1 - progress,
+        "cosine": 0.5 * (1 + math.cos(math.pi * progress)),
+    }
+    return plan.lr * (plan.floor + (1 - plan.floor) * heights[plan.schedule])

@@ -1,0 +1,401 @@
+"""A new run made ready: recipe, data, tokenizer, model, batches, optimizer."""
+
+import functools
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal
+
+import torch
+from tokenizers import Tokenizer
+from torch import nn
+
+from clearhead.core.heads import LanguageHead
+from clearhead.errors import ConfigError, refuse
+from clearhead.hub.checkpoint import Unread
+from clearhead.hub.files import write_text
+from clearhead.hub.gguf_file import is_gguf
+from clearhead.hub.tokenizer import load_tokenizer, read_settings, special_ids
+from clearhead.hub.tokens.training import SPELLS_ALL, choose, train_tokenizer
+from clearhead.learn.batches import batch, batching, encoded, even
+from clearhead.learn.data.examples import Corpus, Images
+from clearhead.learn.data.files import RECIPE
+from clearhead.learn.evaluation.examples import begun, sampler
+from clearhead.learn.losses import default_chunk
+from clearhead.learn.parallel.pipeline import check as check_stages
+from clearhead.learn.parallel.pipeline import staged
+from clearhead.learn.parallel.shards import emptied, materialise
+from clearhead.learn.parallel.world import ALONE, World
+from clearhead.learn.recipe import BASE, Recipe, TrainPlan
+from clearhead.learn.tasks import spec, table
+from clearhead.learn.tasks.chat import chat_template, template_for
+from clearhead.learn.tasks.corpus import RenderedChats, Texts, open_examples
+from clearhead.learn.training import build, machine, optim, weights
+from clearhead.learn.training.events import Note, OnEvent
+from clearhead.learn.training.recorded import record_steps, recordable
+from clearhead.learn.training.reference import keep_reference
+from clearhead.learn.training.running import TrainingRun
+from clearhead.learn.training.state import CACHE
+from clearhead.learn.training.tries import first_example
+from clearhead.run.api import Model
+from clearhead.run.bundle import best_device
+from clearhead.run.kernels.parts import like
+from clearhead.run.kernels.training import join_projections, recompute, suit_compiled, suit_narrow
+from clearhead.variants.costs import cost
+from clearhead.variants.presets import PRESETS
+
+FINGERPRINT = f"{CACHE}/fingerprint"  # of the data a run began with
+APART = 50  # steps between validations, at least, where the recipe does not say
+SIDES: tuple[Literal["train", "validation"], ...] = ("train", "validation")
+
+
+def prepare(recipe: Recipe, folder: Path, on_event: OnEvent, world: World = ALONE) -> TrainingRun:
+    """Prepare a new run; what the recipe leaves open is chosen, reported, and written to `train.toml`."""
+    recipe = build.sized(recipe)
+    corpus, name = open_examples(recipe.data)
+    task = table.task_named(name)
+    task.check_metric(recipe.train.metric)
+    for line in (*corpus.notes, *task.remarks(corpus)):
+        on_event(Note(line))
+    base = build.base_of(recipe)
+    device = best_device(recipe.train.device)
+    precision = machine.choose_precision(recipe.train, device)
+    world.agree({**facts(corpus), "precision": precision.name})
+    tokenizer, special = world.once(lambda: find_tokenizer(recipe, task, corpus, base, on_event))
+    image = corpus.train.shape if isinstance(corpus.train, Images) else None
+    loaded = build.build(
+        recipe, name, tokenizer, special, corpus.labels, image, base, large=device.type != "cpu"
+    )
+    if task.ready is not None:
+        on_event(Note(task.ready(loaded, recipe)))
+    recipe = recipe.replace("data", task=name)
+    batches = encode_batches(recipe, task, corpus, loaded, folder, on_event, world)
+    for line in remarks(recipe, task, loaded, base):
+        on_event(Note(line))
+    asked = recipe.train
+    recipe = settled(recipe, task, corpus.labels, loaded, batches[0], precision.name)
+    for line in machine.changes(asked, recipe.train):
+        on_event(Note(line))
+    if world.first:
+        write_text(folder / RECIPE, recipe.to_toml())
+        write_text(folder / FINGERPRINT, corpus.fingerprint)
+    run = assemble(recipe, task, corpus, loaded, batches, precision, folder, on_event, world)
+    keep_reference(run, on_event)
+    return run
+
+
+def facts(corpus: Corpus) -> dict[str, str]:
+    """Return what must be the same in every process of a run."""
+    code = hashlib.sha256()
+    for path in sorted(Path(__file__).parents[2].rglob("*.py")):
+        code.update(path.read_bytes())
+    return {"data": corpus.fingerprint, "code": code.hexdigest()[:16], "torch": torch.__version__}
+
+
+def assemble(
+    recipe: Recipe,
+    task: spec.TaskSpec,
+    corpus: Corpus,
+    loaded: Model,
+    batches: tuple[batch.Batches, batch.Batches],
+    precision: machine.Precision,
+    folder: Path,
+    on_event: OnEvent,
+    world: World = ALONE,
+    unread: Unread | None = None,
+    began: Mapping[str, Any] = MappingProxyType({}),
+) -> TrainingRun:
+    """Put a run together around its model: low-rank updates, optimizer, averages, fast parts.
+
+    `unread`: the weights of a model that has none yet, of which each process reads its part. `began`: the
+    choices of a run that goes on, see `State`.
+    """
+    plan, device = recipe.train, precision.device
+    task = task.settled(plan, loaded, corpus)
+    began = began if began.get("device") == device.type else {}  # on another one, all is chosen anew
+    threads = _set_threads(plan, began, world, on_event)
+    if plan.loss_chunk is None and isinstance(loaded.model.head, LanguageHead):
+        usual_chunk = default_chunk(loaded.config.vocab_size, device)  # on a GPU by its memory
+        plan = replace(plan, loss_chunk=began.get("loss_chunk", usual_chunk))
+    assert plan.steps is not None and plan.metric is not None, "the recipe is not settled"
+    refuse(
+        plan.offload and precision.scaled,
+        "train.offload does not work with float16, whose gradients are scaled: "
+        "set train.precision to bfloat16 or float32",
+        ConfigError,
+    )
+    on_event(Note(precision.sentence))
+    if plan.lora:
+        torch.manual_seed(plan.seed)  # the updates begin at random
+        adapted = weights.add_lora(
+            loaded.model,
+            plan.lora,
+            plan.lora_alpha,
+            plan.lora_targets,
+            also=() if isinstance(loaded.model.head, LanguageHead) else ("head.*",),
+        )
+        on_event(Note(weights.adapted_note(adapted, plan.lora)))
+    optim.freeze(loaded.model, plan.freeze)
+    check_stages(loaded.config, recipe.parallel.pipeline, precision.scaled)
+    has_room = functools.partial(machine.fits, recipe, loaded.config, precision)
+    world = world.arranged(recipe.parallel, device.type, has_room, always=plan.offload)
+    whole = world.plan.tensor * world.plan.context == 1  # a split layer has its own ways
+    empty = emptied(loaded.model) if world.mesh is not None else None
+    if world.mesh is None:  # what is split goes to the device in parts
+        loaded.model.to(device)
+    if world.plan.pipeline > 1:
+        loaded.model = staged(loaded.model, world, device)
+    if whole:
+        join_projections(loaded.model)
+    if precision.float8:
+        on_event(Note(machine.suit_float8(loaded.model, world.mesh is not None)))
+    if plan.checkpointing:
+        recompute(loaded.model)
+    flops = cost(loaded.config, length=loaded.max_length).flops if task.tokens is not None else None
+    per_token = flops.training_per_token if flops is not None else 0.0
+    least = None
+    if precision.peak is not None:
+        least = machine.least_seconds(per_token, batches[0].at(0), plan, precision)
+    usual = world.plan.context == 1 and machine.pays(task, recipe.data, plan, device, least)
+    wanted = bool(began.get("compiled", usual) if plan.compile is None else plan.compile)
+    partial: Sequence[nn.Parameter] = ()
+    if world.mesh is not None:
+        from clearhead.learn.parallel.split import split  # takes seconds to import
+
+        if world.size > 1:
+            on_event(Note(f"{world.size} processes: {world.plan}"))
+        if machine.narrow(device) and whole and not wanted:
+            suit_narrow(loaded.model)
+        partial = split(loaded.model, world, wanted, plan.offload)
+        if unread is not None:
+            materialise(loaded.model, torch.device("cpu") if plan.offload else device, unread)
+    optimizer = optim.make_optimizer(loaded.model, replace(plan, freeze=()), device)  # frozen before
+    run = TrainingRun(
+        folder=folder,
+        task=task,
+        plan=plan,
+        steps=plan.steps,
+        metric=plan.metric,
+        loaded=loaded,
+        train=batches[0],
+        validation=batches[1],
+        optimizer=optimizer,
+        precision=precision,
+        attention=machine.quick_attention(task, recipe.data, device),
+        ema=weights.Ema(loaded.model, plan.ema) if plan.ema else None,
+        samples=sampler(task, corpus, recipe.generate, plan.samples, plan.seed),
+        example=first_example(corpus),
+        flops_per_token=per_token,
+        world=world,
+        empty=empty,
+        partial=partial,
+    )
+    compiled = world.mesh is None and wanted and _compile(run, on_event)
+    refuse(
+        bool(began.get("compiled")) and wanted and not compiled and world.mesh is None,
+        f"{folder} was begun compiled, and a run goes on as it began: mend what is said above, or set "
+        "train.compile=false, which changes the last digits of all numbers",
+        ConfigError,
+    )
+    if world.mesh is None and not compiled and machine.narrow(device):
+        suit_narrow(loaded.model)
+    bound = began.get("recorded", machine.host_bound(loaded.config, least))
+    recorded = not compiled and bound and recordable(run)
+    if recorded:
+        record_steps(run)
+    run.state.choices = {
+        **machine.place(device),
+        "threads": threads,
+        "loss_chunk": plan.loss_chunk,
+        "compiled": compiled if world.mesh is None else wanted,
+        "recorded": recorded,
+    }
+    return run
+
+
+def _set_threads(plan: TrainPlan, began: Mapping[str, Any], world: World, on_event: OnEvent) -> int | None:
+    """Set how many threads a CPU computes with, which decides the order of sums; None: not a run's choice.
+
+    A run goes on with as many as it began with, so that its bits are the same.
+    """
+    alone = world.size == 1
+    wanted = plan.threads or (began.get("threads") if alone else None)
+    if wanted is not None and wanted != torch.get_num_threads():
+        if plan.threads is None:
+            on_event(Note(f"{wanted} threads, as the run began with; train.threads changes that"))
+        torch.set_num_threads(wanted)
+    return torch.get_num_threads() if alone else None
+
+
+def _compile(run: TrainingRun, on_event: OnEvent) -> bool:
+    """Compile the model and try one batch; on failure, report it and continue uncompiled."""
+    on_event(Note("compiling the model, which takes a moment"))
+    suit_compiled(run.model)
+    run.compiled = like(run.model.train(), type(run.model))
+    run.compiled.compile()
+    try:
+        run.backward(run.loss(run.batches(1).batches[0]))
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        run.compiled = None
+        why = f"not compiled, and slower for it: {type(error).__name__}: {error}"
+        on_event(Note(why.splitlines()[0]))
+        return False
+    finally:
+        run.model.zero_grad(set_to_none=True)
+    return True
+
+
+# Tokenizer and batches --------------------------------------------------------------------------------------
+
+
+def find_tokenizer(
+    recipe: Recipe, task: spec.TaskSpec, corpus: Corpus, base: Model | None, on_event: OnEvent
+) -> tuple[Tokenizer | None, dict[str, int]]:
+    """Return tokenizer and special ids: of a directory, of the base model, or trained on this data."""
+    if task.tokens is None:
+        return None, {}
+    plan = recipe.tokens
+    if plan.model is not None:
+        folder = Path(plan.model)
+        tokenizer = load_tokenizer(folder) if folder.is_dir() or is_gguf(folder) else None
+        refuse(tokenizer is None, f'[tokens] model "{plan.model}" is no directory with a tokenizer')
+        return tokenizer, special_ids(tokenizer, read_settings(folder), {}, {})
+    if base is not None:
+        refuse(base.tokenizer is None, f"{base.folder} has no tokenizer: add tokenizer.json to it")
+        return base.tokenizer, base.special
+    chosen, sentence = choose(plan, task.tokens, corpus.size)
+    assert chosen.kind is not None
+    elsewhere = plan.kind is None and task.usual is spec.DECODER and chosen.kind not in SPELLS_ALL
+    on_event(Note(sentence + (f"; for GGUF, set tokens.kind={' or '.join(SPELLS_ALL)}" if elsewhere else "")))
+    texts: Iterable[str] = Texts(corpus.train)
+    specials = task.tokens
+    if task.chats:  # the model reads what the template writes, and a turn ends with one token
+        template = template_for(plan.template, specials)
+        specials = replace(specials, sentinels=template.markers)
+        texts = RenderedChats(corpus.train, template, specials.all(chosen.kind))
+    tokenizer = train_tokenizer(texts, plan, specials, corpus.size, clamp=True)
+    reached = tokenizer.get_vocab_size()
+    if plan.vocab_size is not None and reached < plan.vocab_size:
+        on_event(Note(f"{reached:,} tokens: tokens.vocab_size {plan.vocab_size:,} is more than the text has"))
+    named = {role: tokenizer.token_to_id(token) for role, token in task.tokens.roles(chosen.kind).items()}
+    special = {role: index for role, index in named.items() if index is not None}
+    if task.usual is spec.ENCODER_DECODER:
+        special["decoder_start"] = special["bos"]
+    return tokenizer, special
+
+
+def encode_batches(
+    recipe: Recipe,
+    task: spec.TaskSpec,
+    corpus: Corpus,
+    loaded: Model,
+    folder: Path,
+    on_event: OnEvent,
+    world: World = ALONE,
+) -> tuple[batch.Batches, batch.Batches]:
+    """Encode the examples, cache them beside the run, and return the batches to train and to validate on."""
+    length = min(recipe.data.max_length or loaded.max_length, loaded.max_length)
+    cache = Path(recipe.data.cache) if recipe.data.cache is not None else folder / CACHE
+    made = []
+    for side in SIDES:
+        with world.led():
+            ids = encoded.encode_corpus(
+                corpus, side, task.batching, loaded.tokenizer, loaded.labels, cache,
+                special=loaded.special, template=chat_template(loaded) if task.chats else None,
+            )  # fmt: skip
+        rows, special = begun(ids, loaded)
+        batches = batching.make_batches(
+            task.batching,
+            rows,
+            recipe.data,
+            special=special,
+            length=length,
+            seed=recipe.train.seed,
+            training=side == "train",
+        )
+        for line in batches.notes:
+            on_event(Note(f"{side}: {line}"))
+        made.append(batches)
+        if isinstance(corpus.train, Images) and side == "train":
+            mean, deviation = (rows.arrays[name].tolist() for name in ("mean", "std"))
+            loaded.images = build.processor(mean, deviation, loaded.config, corpus.train.cropped)
+    train, validation = made
+    if train.waste:
+        count = "1 batch" if train.per_epoch == 1 else f"{train.per_epoch:,} batches"
+        on_event(Note(f"{count} in an epoch; {train.waste:.1%} of their tokens are padding"))
+    return train, validation
+
+
+# What the recipe leaves open --------------------------------------------------------------------------------
+
+
+def settled(
+    recipe: Recipe,
+    task: spec.TaskSpec,
+    labels: tuple[str, ...],
+    loaded: Model,
+    train: batch.Batches,
+    precision: str,
+) -> Recipe:
+    """Fill in everything the recipe leaves open: this is `train.toml`, which a resumed run reads."""
+    plan = recipe.train
+    steps = _steps(plan, train)
+    every = plan.validate_every or max(min(APART, steps), steps // 20)
+    recipe = recipe.replace(
+        "train",
+        steps=steps,
+        epochs=None,
+        validate_every=every,
+        save_every=plan.save_every or every,
+        metric=plan.metric or task.default_metric(labels),
+        warmup=_warmup(plan, steps),
+        precision=precision,
+    )
+    if is_based(recipe):
+        return recipe  # the rest of the model is described by that directory
+    return recipe.replace("model", **loaded.config.to_dict())
+
+
+def is_based(recipe: Recipe) -> bool:
+    """Return True if a run goes on from the weights of a model."""
+    return BASE in recipe.model and recipe.model[BASE] not in PRESETS
+
+
+def _steps(plan: TrainPlan, train: batch.Batches) -> int:
+    """Return the number of steps: as given, by the epochs, or ten epochs within 1,000 to 5,000 steps."""
+    if plan.steps is not None:
+        return plan.steps
+    # The last batch of even rows is filled up from the next epoch.
+    batches = train.n_rows / train.rows if isinstance(train, even.EvenRows) else train.per_epoch
+    per_epoch = batches / plan.accumulate
+    if plan.epochs is not None:
+        return max(1, round(plan.epochs * per_epoch))
+    return min(5000, max(1000, round(10 * per_epoch)))
+
+
+def _warmup(plan: TrainPlan, steps: int) -> int:
+    warmup = max(1 if plan.warmup is None else 0, optim.warmup_steps(plan, steps))
+    too_long = warmup >= steps and plan.schedule != "original"
+    return max(1, steps // 10) if too_long else warmup  # with 0, a single step would have the last rate
+
+
+def remarks(recipe: Recipe, task: spec.TaskSpec, loaded: Model, base: Model | None) -> Iterator[str]:
+    """Yield a sentence for random weights and each setting that the data, the model or its base overrides."""
+    if base is None and task.usual is spec.ENCODER and task.head != "mlm":
+        yield "training starts from random weights: set model.base=DIR to start from a trained model"
+    longest, asked = loaded.max_length, recipe.data.max_length
+    if asked is not None and asked > longest and task.tokens is not None:
+        yield (
+            f"rows have {longest} tokens at most: the model takes no more, "
+            f"and data.max_length is {asked}; set model.max_positions"
+        )
+    for name in ("vocab_size", "head", "n_classes"):
+        value, made = recipe.model.get(name), getattr(loaded.config, name)
+        if value not in (None, made):
+            yield f"model.{name} is {made}, by the data, not {value}"
+    if base is not None and recipe.tokens.kind is not None and recipe.tokens.model is None:
+        yield f"tokens are those of {base.folder}: tokens.kind {recipe.tokens.kind} has no effect"

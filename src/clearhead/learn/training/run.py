@@ -1,0 +1,340 @@
+"""`train`: from data to a model directory, step by step."""
+
+import glob
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from clearhead.core.config.typed import plain
+from clearhead.errors import refuse
+from clearhead.hub.files import MODEL, whole_folder, write_text
+from clearhead.hub.weights import open_tensors
+from clearhead.hub.writing import Outgoing, write_tensors
+from clearhead.learn.data import corpora, files
+from clearhead.learn.data.given import Given, given_or_paths
+from clearhead.learn.data.plan import DataPlan
+from clearhead.learn.evaluation.examples import validate, written_scores
+from clearhead.learn.parallel.pipeline import staged
+from clearhead.learn.parallel.shards import materialise
+from clearhead.learn.parallel.world import World, joined
+from clearhead.learn.recipe import BASE, SECTIONS, Recipe, Settings, read_recipe
+from clearhead.learn.tasks import corpus, table
+from clearhead.learn.training import faults, loop, prepare, weights
+from clearhead.learn.training import resume as continued
+from clearhead.learn.training.events import Finished, Note, OnEvent, Reason, Started, Validated, logged
+from clearhead.learn.training.folder import mark, new_folder, ours, resumed_folder
+from clearhead.learn.training.leaving import leave_adapter, leave_card
+from clearhead.learn.training.running import TrainingRun
+from clearhead.learn.training.state import BEST, CHECKPOINTS, LAST, PRETRAIN, TENSORS, newest
+from clearhead.learn.training.tries import command_to_try
+from clearhead.run.api import Model, load, open_empty
+from clearhead.run.bundle import SHARD_SIZE
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The result of a run."""
+
+    model: Model  # with the best weights by the run's metric
+    folder: Path
+    step: int
+    metrics: dict[str, float]  # of the best validation, and its step
+    reason: Reason
+    command: str = ""  # `clearhead` and this uses the model on an example from the data
+    skipped: int = 0  # steps that were not taken, because loss or gradient was not finite
+
+
+def train(
+    data: Any = (),
+    *,
+    recipe: str | Path | Recipe | None = None,
+    out: str | Path | None = None,
+    settings: Settings = (),
+    resume: str | Path | None = None,
+    overwrite: bool = False,
+    on_event: OnEvent = lambda event: None,
+    stop: Callable[[], bool] = lambda: False,
+) -> Trained:
+    """Train a model from files and write it to a folder, as `clearhead train` does.
+
+    Args:
+        data: files, folders, globs, or the name of an embedded corpus; none: what the recipe names. Or rows
+            in memory, which are written into the folder of the run: a list or any iterable of texts,
+            dictionaries or tuples, a dictionary of columns, a frame of pandas or polars, an Arrow table, a
+            data set of Hugging Face `datasets`.
+        recipe: a recipe, its name, or its file; None: chosen by the data.
+        out: the folder to write; None: `runs/` and the name of the data.
+        settings: changes of the recipe: `{"train.steps": 2000}`, or strings such as `train.steps=2000`.
+        resume: the folder of a run to continue, by its own recipe. `settings` may make it longer, finished or
+            not: `{"train.steps": 4000}`; everything else must be left out.
+        overwrite: remove an earlier run in `out`.
+        on_event: called with every event of the run.
+        stop: called after each step; True saves and ends the run, which can be resumed later.
+    """
+    settings = settings if isinstance(settings, Mapping) else list(settings)
+    if resume is not None:
+        refuse(
+            given_or_paths(data) != () or recipe is not None or out is not None or overwrite,
+            "resume continues with the run's own recipe and folder: "
+            "leave data, recipe, out and overwrite out",
+        )
+    with joined() as world:
+        tell: OnEvent = on_event if world.first else lambda event: None
+        if resume is None:
+            plan, folder, given = planned(data, recipe, out, settings)
+        else:
+            folder = Path(resume)
+        if resume is not None or world.once(lambda: ours(folder)):
+            with world.holding(resumed_folder(folder, tell), folder):
+                return _resume(world, folder, tell, stop, settings if resume is not None else ())
+        needed = (*plan.data.paths, *plan.data.validation, plan.tokens.model, plan.model.get(BASE))
+        paths = [Path(path) for path in needed if path is not None]
+        with world.holding(new_folder(folder, overwrite, paths, tell), lambda: None) as keep:
+            world.agree(
+                {
+                    f"{name}.{key}": value
+                    for name in SECTIONS
+                    for key, value in plain(getattr(plan, name)).items()
+                }
+            )
+            plan = world.once(lambda: with_rows(plan, given, folder, tell))
+            return _start(world, plan, folder, tell, stop, keep)
+
+
+def planned(
+    data: Any, recipe: str | Path | Recipe | None, out: str | Path | None, settings: Settings
+) -> tuple[Recipe, Path, Given | None]:
+    """Return the recipe of a new run, its paths absolute, the folder to write, and rows in memory, if any.
+
+    See `train` for the arguments.
+    """
+    plan = read_recipe(recipe, settings)
+    table.shape_of(plan.data.task)  # refuses a task that does not exist
+    given = given_or_paths(data)
+    if not isinstance(given, Given) and given:
+        plan = plan.replace("data", paths=given)
+    folder = Path(out) if out is not None else Path("runs") / run_name(plan.data)
+    return with_absolute_paths(plan), folder, given if isinstance(given, Given) else None
+
+
+def with_rows(plan: Recipe, given: Given | None, folder: Path, on_event: OnEvent) -> Recipe:
+    """Write rows in memory, if any, into the folder, and return the recipe that reads them there."""
+    if given is None:
+        return plan
+    for line in given.notes:
+        on_event(Note(line))
+    if plan.data.format or plan.data.pattern:
+        on_event(Note("data.format and data.pattern are for files: rows in memory need none"))
+    return plan.replace("data", format=None, pattern=None, **given.write(folder))
+
+
+def _start(
+    world: World,
+    recipe: Recipe,
+    folder: Path,
+    on_event: OnEvent,
+    stop: Callable[[], bool],
+    keep: Callable[[], None] = lambda: None,
+) -> Trained:
+    """Run the first stage, if there are two, then the run itself; call `keep` at the first checkpoint."""
+    if world.first:
+        write_text(folder / files.RECIPE, recipe.to_toml())
+        mark(folder)
+    if recipe.train.pretrain:
+        first = _pretrain(world, recipe, folder / PRETRAIN, on_event, stop, keep)
+        if first.reason == "stopped":
+            return replace(first, folder=folder)
+        recipe = recipe.replace("model", base=str(first.folder.absolute()))
+        recipe = recipe.replace("tokens", kind=None).replace("train", pretrain=0)
+    run = prepare.prepare(recipe, folder, on_event, world)
+    baseline = None
+    if prepare.is_based(recipe):
+        with run.world.waiting("the validation of the base"):
+            baseline = loop.validate_run(run)
+    with run.world.waiting("the first checkpoint"):
+        loop.save(run)
+        run.saver.finish(wait=True)
+    keep()
+    return _finish(run, on_event, stop, baseline)
+
+
+def _pretrain(
+    world: World,
+    recipe: Recipe,
+    folder: Path,
+    on_event: OnEvent,
+    stop: Callable[[], bool],
+    keep: Callable[[], None],
+) -> Trained:
+    """Start or resume the first stage in its own folder: masked language modelling on the same texts."""
+    if world.once(lambda: newest(folder) is not None):
+        return _resume(world, folder, on_event, stop)
+    _, task = corpus.open_examples(recipe.data)
+    fits = " and ".join(sorted(name for name, spec in table.TASKS.items() if spec.pretrain))
+    refuse(not table.TASKS[task].pretrain, f"train.pretrain is for {fits}, and this is {task}: set it to 0")
+    table.TASKS[task].check_metric(recipe.train.metric)
+    steps = recipe.train.pretrain
+    on_event(Note(f"first stage: {steps:,} steps of masked language modelling"))
+    later = {
+        **{"pretrain": 0, "metric": None, "patience": None, "average": 0},  # are of the second stage
+        **{"lora": 0, "freeze": (), "layer_decay": 1.0},  # keep trained weights, and there are none yet
+    }
+    recipe = recipe.replace("train", steps=steps, epochs=None, **later)
+    return _start(world, recipe.replace("data", task="mlm", texts_only=True), folder, on_event, stop, keep)
+
+
+def _resume(
+    world: World, folder: Path, on_event: OnEvent, stop: Callable[[], bool], settings: Settings = ()
+) -> Trained:
+    checkpoint = world.once(lambda: newest(folder))
+    recipe = world.once(lambda: continued.changed_recipe(folder, settings))
+    if checkpoint is None:  # it ended in its first stage
+        return _start(world, recipe, folder, on_event, stop)
+    if world.first:
+        mark(folder)
+        for unfinished in (folder / CHECKPOINTS).glob(".step-*"):
+            shutil.rmtree(unfinished, ignore_errors=True)
+    return _finish(continued.restore(recipe, folder, checkpoint, on_event, world), on_event, stop)
+
+
+def _finish(
+    run: TrainingRun, on_event: OnEvent, stop: Callable[[], bool], baseline: Validated | None = None
+) -> Trained:
+    """Train to the end, choose the weights, and write them to the folder itself.
+
+    `baseline` is the validation before the first step.
+    """
+    state, first, whole = run.state, run.world.first, run.empty or run.model
+    log = logged(run.folder, state.step, on_event, run.plan.tensorboard) if first else nullcontext(on_event)
+    with log as tell:
+        tell(
+            Started(
+                folder=run.folder,
+                task=run.task.name,
+                parameters=sum(one.numel() for one in whole.parameters()),
+                trainable=sum(one.numel() for one in whole.parameters() if one.requires_grad),
+                steps=run.steps,
+                step=state.step,
+                device=str(run.precision.device),
+            )
+        )
+        if baseline is not None:
+            tell(baseline)
+        with faults.naming_memory(state, run.world), run.saver.completing():
+            reason = loop.learn(run, tell, stop)
+            run.saver.finish(tell, wait=True)
+        run.world.meet()  # the links are moved
+        chosen, metrics = _chosen(run, reason)
+        for line in _verdict(run, metrics) if reason != "stopped" else ():
+            tell(Note(line))
+        tell(Finished(run.folder, state.step, state.seconds, metrics, reason, state.skipped))
+    use = command_to_try(run.task, run.example, chosen, run.folder) if reason != "stopped" else ""
+    if first and reason != "stopped":
+        leave_card(run, chosen, metrics, use)
+    return Trained(chosen, run.folder, state.step, metrics, reason, use, state.skipped)
+
+
+def _verdict(run: TrainingRun, metrics: Mapping[str, float]) -> Iterator[str]:
+    """Yield a sentence where nothing was better than the base, and one on what is never predicted."""
+    if metrics.get("step") == 0:
+        kept = f"{run.metric} {metrics[run.metric]:.4g}"
+        yield f"nothing improved on the base ({kept}): the base is kept as it was"
+    if run.state.missing and metrics.get("step") in run.best_steps():
+        yield run.state.missing
+
+
+def _chosen(run: TrainingRun, reason: Reason) -> tuple[Model, dict[str, float]]:
+    """Return the best checkpoint with its metrics, or the average of the last checkpoints with its own.
+
+    Unless the run was stopped, it is written to the folder itself. Several processes have it as pages of the
+    files.
+    """
+    best, many = run.folder / BEST, run.world.size > 1
+    found = (best if best.exists() else run.folder / LAST).resolve()
+    step = int(found.name.removeprefix("step-"))
+    metrics = next((row for row in run.state.validations if row["step"] == step), {})
+    if reason == "stopped":
+        return load(found, mapped=many), metrics
+    steps = loop.averaged_steps(run)  # none, where patience ended the run before the first of them
+    if run.world.first:
+        _write_model(run.folder, found, [run.folder / CHECKPOINTS / f"step-{step}" for step in steps])
+    run.world.meet()
+    chosen = load(run.folder, mapped=many)
+    if run.world.first and len(steps) < 2:
+        leave_adapter(run, chosen, found)
+    return chosen, metrics if len(steps) < 2 else {"step": run.state.step, **_judged(run, chosen)}
+
+
+def _write_model(folder: Path, found: Path, averaged: list[Path]) -> None:
+    """Write the model of a checkpoint to a folder, or its weights averaged over several, one at a time."""
+    several = len(averaged) > 1
+    with whole_folder(folder) as work:
+        for path in found.iterdir():
+            ours = path.name.startswith(TENSORS) or (several and path.match(f"{MODEL}*.safetensors*"))
+            if not ours:
+                shutil.copyfile(path, work / path.name) if path.is_file() else shutil.copytree(
+                    path, work / path.name
+                )
+        if several:
+            opened = [open_tensors(path, MODEL) for path in averaged]
+            tensors = {name: Outgoing(one.shape, one.dtype, (name,)) for name, one in opened[0].items()}
+
+            def mean(name: str, owner: int) -> Tensor:
+                return weights.average({name: one[name].read()} for one in opened)[name]
+
+            write_tensors(work, MODEL, tensors, mean, SHARD_SIZE)
+
+
+def _judged(run: TrainingRun, chosen: Model) -> dict[str, float]:
+    """Return the metrics of a model on the validation data; several processes split it as in training."""
+    judged, device = chosen, run.precision.device
+    if run.world.size == 1:
+        judged.model.to(device)
+    else:
+        from clearhead.learn.parallel.split import split  # takes seconds to import
+
+        judged, unread = open_empty(run.folder)
+        if run.world.extent("pipeline") > 1:
+            judged.model = staged(judged.model, run.world, device)
+        split(judged.model, run.world)
+        materialise(judged.model, device, unread)
+    metrics, _ = validate(judged, run.task, run.validation, run.precision.autocast, device, run.world)
+    chosen.model.to("cpu")
+    return metrics | run.world.once(lambda: written_scores(chosen, run.task, run.validation, run.metric))
+
+
+# The names in a recipe --------------------------------------------------------------------------------------
+
+
+def run_name(plan: DataPlan) -> str:
+    """Name a run for its first file or folder; for a glob, name it for the folder that is searched."""
+    first = Path(plan.paths[0]).absolute() if plan.paths else Path("model")
+    named = next((path for path in (first, *first.parents) if not glob.has_magic(path.name)), first)
+    return named.name.split(".")[0] or "model"
+
+
+def with_absolute_paths(recipe: Recipe) -> Recipe:
+    """Make the paths of a recipe absolute; the name of a corpus or a preset stays as it is."""
+
+    def absolute(path: str, prefix: bool = False) -> str:
+        # A prefix names several files: `train` for train.en and train.de.
+        is_path = "/" in path or Path(path).exists() or (prefix and any(glob.iglob(f"{path}*")))
+        return str(Path(path).absolute()) if is_path else path
+
+    paths = {
+        name: tuple(absolute(path, prefix=path not in corpora.CORPORA) for path in getattr(recipe.data, name))
+        for name in ("paths", "validation")
+    }
+    recipe = recipe.replace("data", **paths)
+    for section, key, path in (
+        ("tokens", "model", recipe.tokens.model),
+        ("model", BASE, recipe.model.get(BASE)),
+    ):
+        if path is not None:
+            recipe = recipe.replace(section, **{key: absolute(path)})
+    return recipe

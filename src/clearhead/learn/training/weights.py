@@ -1,0 +1,188 @@
+"""Weights beside those in training: averages, and low-rank updates.
+
+A moving average along the run, and the mean of several checkpoints, often score better than the weights of
+the last step. Low-rank updates (LoRA) train two thin matrices beside a frozen one,
+y = W x + alpha / rank · B A x.
+"""
+
+import fnmatch
+import itertools
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from clearhead.core.dtypes import wide
+from clearhead.core.transformer import Transformer
+from clearhead.errors import CheckpointError, nearest, refuse
+from clearhead.hub.checkpoint import Description
+from clearhead.hub.export import outgoing
+from clearhead.hub.writing import Outgoing
+from clearhead.learn.parallel.shards import local, part_like, put
+from clearhead.run.kernels.lora import LoraLinear, merged
+
+ALL = "all-linear"
+DECIDING = ("router", "score", "shared_gate", "beta", "decay")  # too narrow for a rank, and better left alone
+
+
+class Ema:
+    """An exponential moving average of a model's trainable parameters, in float32 at least.
+
+    The n-th update has decay min(decay, n / (n + 9)): otherwise the average of a short run would mostly be
+    its first weights.
+    """
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self.decay, self.updates = decay, 0
+        self.weights = {
+            name: wide(parameter.detach()).clone() for name, parameter in _trainable(model).items()
+        }
+
+    @torch.no_grad()
+    def update(self, model: nn.Module) -> None:
+        """Move the average towards the weights of `model`; call it once after each step."""
+        self.updates += 1
+        share = 1 - min(self.decay, self.updates / (self.updates + 9))
+        named = _trainable(model)
+        torch._foreach_lerp_(
+            [local(weight) for weight in self.weights.values()],
+            [wide(local(named[name].detach())) for name in self.weights],
+            share,
+        )
+
+    @contextmanager
+    def applied(self, model: nn.Module) -> Iterator[None]:
+        """Give `model` the averaged weights within a `with` block; its own come back bit for bit."""
+        named = _trainable(model)
+        own = {name: parameter.detach().clone() for name, parameter in named.items()}
+        try:
+            put(named, self.weights)
+            yield
+        finally:
+            put(named, own)
+
+    def state(self, whole: bool = True) -> dict[str, Tensor]:
+        """Return the average as tensors, for a checkpoint; not `whole`: where its model has the weights."""
+        return {"updates": torch.tensor(self.updates), **(self.weights if whole else {})}
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Set the average to what `state` returned; where that has no weights, keep those it began with."""
+        self.updates = int(state.get("updates", 0))
+        if state.keys() == {"updates"}:
+            return
+        differing = sorted(state.keys() ^ {"updates", *self.weights})
+        refuse(
+            differing,
+            f"the moving average of the checkpoint differs in {', '.join(differing[:1])}: "
+            "the recipe was changed",
+            CheckpointError,
+        )
+        for name, weight in self.weights.items():
+            local(weight).copy_(part_like(state[name], weight))
+
+
+def _trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def average(states: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Return the mean of state dicts, read one by one and summed in float64; integers come from the last."""
+    sums: dict[str, Tensor] = {}
+    state: Mapping[str, Tensor] = {}
+    count = 0
+    for count, state in enumerate(states, start=1):
+        if count == 1:
+            sums = {name: torch.zeros(one.shape, dtype=torch.float64) for name, one in state.items()}
+        first, here = ({name: tuple(one.shape) for name, one in some.items()} for some in (sums, state))
+        differing = sorted(name for name, _ in first.items() ^ here.items())
+        if differing:
+            shapes = f"has shapes {first.get(differing[0])} and {here.get(differing[0])}"
+            what = shapes if differing[0] in first.keys() & here.keys() else "is not in all of them"
+            raise CheckpointError(f"checkpoints differ: {differing[0]} {what}: average those of one run")
+        values = {name: tensor.detach().cpu() for name, tensor in state.items()}
+        sums = {name: sums[name] + one if one.is_floating_point() else one for name, one in values.items()}
+    refuse(not count, "there is no checkpoint to average: give one at least", CheckpointError)
+    return {
+        name: (total / count).to(state[name].dtype) if state[name].is_floating_point() else total
+        for name, total in sums.items()
+    }
+
+
+# Low-rank updates -------------------------------------------------------------------------------------------
+
+
+def add_lora(
+    model: nn.Module, rank: int, alpha: float, targets: Sequence[str], also: Sequence[str] = ()
+) -> list[str]:
+    """Freeze `model` and add low-rank updates to the linear layers of its blocks named by `targets`.
+
+    PEFT's word "all-linear" stands for all of them, but for those with a few outputs that decide or weigh.
+    Parameters whose names match a pattern in `also`, such as "head.*" for a new head, are trained as well.
+    Returns the names of the layers that were changed.
+    """
+    layers = {
+        name: part
+        for name, part in model.named_modules()
+        if isinstance(part, nn.Linear) and ".blocks." in f".{name}"
+    }
+    last_names = sorted({name.rpartition(".")[2] for name in layers})
+    for target in targets:
+        refuse(
+            target not in (*last_names, ALL),
+            f'train.lora_targets "{target}" names no linear layer{nearest(target, last_names)}: '
+            f"choose from {', '.join(last_names)}, or {ALL}",
+        )
+    if ALL in targets:
+        targets = [name for name in last_names if name not in DECIDING]
+    refuse(not targets, f"train.lora_targets is empty: choose from {', '.join(last_names)}")
+    chosen = {name: layer for name, layer in layers.items() if name.rpartition(".")[2] in targets}
+    largest = min(min(layer.in_features, layer.out_features) for layer in chosen.values())
+    refuse(
+        not 1 <= rank <= largest,
+        f"train.lora {rank} is not a possible rank: choose 1 to {largest}, the narrowest layer's width",
+    )
+    model.requires_grad_(False)
+    for name, layer in chosen.items():
+        model.set_submodule(name, LoraLinear(layer, rank, alpha))
+    for name, parameter in model.named_parameters():
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in also):
+            parameter.requires_grad_(True)
+    return list(chosen)
+
+
+def adapted_note(layers: Sequence[str], rank: int) -> str:
+    """Return a sentence on which layers have low-rank updates; those of all blocks go by one name."""
+    names = dict.fromkeys(re.sub(r"^.*?blocks\.\d+\.|(?<=\.)\d+\.", "", name) for name in layers)
+    return f"low-rank updates of rank {rank} in {len(layers):,} layers: {', '.join(names)}"
+
+
+def merged_tensors(model: Transformer, described: Description) -> dict[str, Outgoing]:
+    """Return the tensors that a model is written as once its updates are merged, made of those it has now."""
+    layers = {name: part for name, part in model.named_modules() if isinstance(part, LoraLinear)}
+    with merged(model):
+        tensors = outgoing(model, described)
+
+    def made(one: Outgoing) -> Outgoing:
+        owners = [name.rpartition(".") for name in one.sources]
+        names = [
+            (f"{owner}.base.weight", f"{owner}.a", f"{owner}.b")
+            if owner in layers and kind == "weight"
+            else (f"{owner}.base.{kind}" if owner in layers else f"{owner}{dot}{kind}",)
+            for owner, dot, kind in owners
+        ]
+
+        def make(sources: list[Tensor]) -> Tensor:
+            rest = iter(sources)
+            given = [[next(rest) for _ in some] for some in names]
+            ours = [
+                layers[owner].merged(*some) if len(some) > 1 else some[0]
+                for (owner, _, _), some in zip(owners, given)
+            ]
+            return one.make(ours)
+
+        return replace(one, sources=tuple(itertools.chain(*names)), make=make)
+
+    return {name: made(one) for name, one in tensors.items()}

@@ -1,0 +1,298 @@
+"""Sampling: from logits to the next token, as pure functions applied in one fixed order.
+
+    1  repetition, presence and frequency penalties      look back at the row's own tokens
+    2  no-repeat n-grams, banned sequences
+    3  least length, allowed, forced and banned tokens    before all: tokens that a form does not allow
+    4  temperature                                        0 means greedy
+    5  top-k, top-p, min-p, typical                       each keeps a set of tokens; the rest is renormalised
+
+What is removed is set to -inf. The filters of step 5 never leave a row empty, and all but typical keep its
+best token.
+
+Shapes: B rows, V vocabulary, N tokens so far.
+"""
+
+import functools
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from clearhead.core.dtypes import precise, wide
+from clearhead.errors import refuse
+from clearhead.run.generate.request import Sampling
+
+REMOVED = float("-inf")
+NOT_NUMBERS = (
+    "the model's logits are not numbers (NaN): its weights are damaged, or too large for their dtype"
+)
+GREEDY = 1e-6  # below this temperature the best token has all the probability that float64 can tell
+
+
+class Standing(NamedTuple):
+    """How far rows are that go on together."""
+
+    written: int  # new tokens of each row
+    left: int  # new tokens that may still come, the next one included
+    prompts: Sequence[int]  # tokens of each row's prompt
+    stops: Collection[int] = ()  # ids that end a row
+
+
+def adjust(
+    logits: Tensor,
+    options: Sampling,
+    seen: Sequence[Sequence[int]] = (),
+    prompt_lengths: Sequence[int] = (),
+    sources: Sequence[Sequence[int]] = (),
+    standing: Standing | None = None,
+) -> Tensor:
+    """Apply steps 1 to 3 and check what is left: [B, V] -> [B, V].
+
+    `seen` has each row's tokens; the first are its prompt.
+    """
+    histories = [
+        History(tokens[:length], options, logits.shape[-1], logits.device, tokens[length:], source)
+        for tokens, length, source in zip(seen, prompt_lengths, sources or [()] * len(seen))
+    ]
+    adjusted = adjust_by(logits, options, histories, standing)
+    check_best(adjusted.amax(-1), options)
+    return adjusted
+
+
+def adjust_by(
+    logits: Tensor,
+    options: Sampling,
+    histories: Sequence["History"] = (),
+    standing: Standing | None = None,
+) -> Tensor:
+    """Apply steps 1 to 3 to rows whose tokens are counted already: [B, V] -> [B, V]."""
+    logits = wide(logits)
+    if options.looks_back:
+        logits = logits.clone()
+        for row, history in zip(logits, histories):
+            history.penalise(row)
+    alone = [ids[0] for ids in options.banned_sequences if len(ids) == 1]
+    logits = without(logits, alone)
+    if options.allowed is not None:
+        logits = only(logits, options.allowed)
+    if standing is not None:
+        logits = constrain(logits, options, standing)
+    return without(logits, options.banned)
+
+
+def check_best(best: Tensor, options: Sampling) -> None:
+    """Raise `InputError` where the best of a row's logits, [B], is no number or was removed."""
+    worst = best.min()  # not a number where any is not
+    refuse(bool(worst.isnan()), NOT_NUMBERS)
+    refuse(
+        options.restricts and bool(worst == REMOVED),
+        "no token is left to choose from: loosen allowed, banned, forced_first, forced_last, "
+        "min_new_tokens, no_repeat_ngram or the form",
+    )
+
+
+def argmax(logits: Tensor) -> Tensor:
+    """Return the place of the largest number of each row, the first of equal ones: [B, V] -> [B].
+
+    On a CPU by NumPy, which looks at several numbers at a time, as PyTorch does not: in a tenth of the time.
+    """
+    if logits.device.type != "cpu" or logits.dtype != torch.float32 or torch.compiler.is_compiling():
+        return logits.argmax(-1)
+    return torch.from_numpy(logits.detach().numpy().argmax(-1))
+
+
+def best_of(logits: Tensor, options: Sampling) -> Tensor:
+    """Return the best token of each row, after `check_best`: [B, V] -> [B]."""
+    best = argmax(logits)  # a logit that is no number counts as the largest
+    check_best(logits.gather(-1, best[:, None]), options)
+    return best
+
+
+def constrain(logits: Tensor, options: Sampling, standing: Standing) -> Tensor:
+    """Apply the rules about the beginning and the end of a text: [B, V] -> [B, V]."""
+    written, left, prompts, stops = standing
+    least = [options.min_new_tokens or options.min_length - length for length in prompts]
+    short = [row for row, count in enumerate(least) if written < count]
+    if short and stops:
+        logits = logits.clone()
+        logits[torch.tensor(short)[:, None], torch.tensor([*stops])] = REMOVED
+    alone = [length == 1 and options.forced_first is not None for length in prompts]
+    if written == 0 and any(alone) and options.forced_first is not None:
+        forced = only(torch.zeros_like(logits), [options.forced_first])
+        logits = torch.where(torch.tensor(alone, device=logits.device)[:, None], forced, logits)
+    if left == 1 and options.forced_last:
+        logits = only(torch.zeros_like(logits), options.forced_last)
+    first = [written == forced for forced in alone]  # what is forced comes before the beginning
+    if any(first) and options.banned_first:
+        begun = without(logits, options.banned_first)
+        logits = torch.where(torch.tensor(first, device=logits.device)[:, None], begun, logits)
+    return logits
+
+
+class History:
+    """The tokens of one row, each counted once, so that a step costs no more in a long row."""
+
+    def __init__(
+        self,
+        prompt: Sequence[int],
+        options: Sampling,
+        vocabulary: int,
+        device: torch.device,
+        new: Sequence[int] = (),
+        source: Sequence[int] = (),
+    ) -> None:
+        self.options = options
+        self.length = 0  # new tokens counted
+        self.present = torch.zeros(vocabulary, dtype=torch.bool, device=device)  # V: in the prompt or said
+        self.counts = torch.zeros(vocabulary, device=device)  # V: how often said
+        # What must not come after some tokens: tables of the row itself, of its source, of the request.
+        n = options.no_repeat_ngram
+        self.after: dict[tuple[int, ...], set[int]] = {}
+        self.tables = [({n - 1}, self.after)] if n else []
+        if options.no_repeat_source_ngram:
+            self.tables.append(_ngrams(tuple(source), options.no_repeat_source_ngram))
+        if options.banned_sequences:
+            self.tables.append(_endings(options.banned_sequences))
+        self.keeps = max((size for sizes, _ in self.tables for size in sizes), default=0)
+        self.tail: tuple[int, ...] = ()  # the last tokens, as many as a table looks at
+        self._learn(prompt)
+        self.follow(new)
+
+    def follow(self, new: Sequence[int]) -> None:
+        """Count the row's new tokens, as far as they are not counted yet."""
+        fresh = new[self.length :]
+        if fresh:
+            self.length += len(fresh)
+            self.counts.index_add_(0, self._learn(fresh), torch.ones(len(fresh), device=self.counts.device))
+
+    def _learn(self, tokens: Sequence[int]) -> Tensor:
+        n = self.options.no_repeat_ngram
+        for token in tokens if self.tables else ():
+            if n and len(self.tail) >= n - 1:
+                self.after.setdefault(self.tail[len(self.tail) - n + 1 :], set()).add(token)
+            self.tail = (*self.tail, token)[-self.keeps :] if self.keeps else ()
+        index = torch.tensor(list(tokens), dtype=torch.long, device=self.present.device)
+        self.present[index] = True
+        return index
+
+    def penalise(self, logits: Tensor) -> None:
+        """Apply steps 1 and 2 to the row's logits [V], in place."""
+        options, penalty = self.options, self.options.repetition_penalty
+        if penalty != 1:
+            weaker = torch.where(logits > 0, logits / penalty, logits * penalty)
+            logits.copy_(torch.where(self.present, weaker, logits))
+        if options.presence_penalty or options.frequency_penalty:
+            logits -= options.presence_penalty * (self.counts > 0) + options.frequency_penalty * self.counts
+        for sizes, after in self.tables:
+            for size in sizes:
+                if size <= len(self.tail):
+                    logits[list(after.get(self.tail[len(self.tail) - size :], ()))] = REMOVED
+
+
+Table = tuple[set[int], dict[tuple[int, ...], set[int]]]  # lengths of its keys; what must not follow each
+
+
+@functools.lru_cache(maxsize=1024)
+def _ngrams(tokens: tuple[int, ...], n: int) -> Table:
+    """Return what follows each n - 1 tokens of a text."""
+    return _endings(tuple(tokens[start : start + n] for start in range(len(tokens) - n + 1)))
+
+
+@functools.lru_cache(maxsize=1024)
+def _endings(sequences: tuple[tuple[int, ...], ...]) -> Table:
+    """Return the last token of each sequence by the tokens before it."""
+    after: dict[tuple[int, ...], set[int]] = {}
+    for *before, last in sequences:
+        after.setdefault(tuple(before), set()).add(last)
+    return set(map(len, after)), after
+
+
+def without(logits: Tensor, tokens: Sequence[int]) -> Tensor:
+    """Remove these tokens: [B, V] -> [B, V]."""
+    return logits.index_fill(-1, torch.tensor(tokens, device=logits.device), REMOVED) if tokens else logits
+
+
+def only(logits: Tensor, tokens: Sequence[int]) -> Tensor:
+    """Remove all but these tokens: [B, V] -> [B, V]."""
+    index = torch.tensor(list(tokens), device=logits.device)
+    return torch.full_like(logits, REMOVED).index_copy(-1, index, logits[..., index])
+
+
+def top_k(logits: Tensor, k: int) -> Tensor:
+    """Keep the k best tokens, and those equal to the k-th: [B, V] -> [B, V]."""
+    if k < 1 or k >= logits.shape[-1]:
+        return logits
+    return logits.masked_fill(logits < logits.topk(k, dim=-1).values[..., -1:], REMOVED)
+
+
+def top_p(logits: Tensor, p: float) -> Tensor:
+    """Keep the fewest best tokens that together hold probability p: [B, V] -> [B, V]."""
+    if p >= 1:
+        return logits
+    ordered, index = logits.sort(dim=-1, descending=True)
+    return _keep(logits, index, ordered.double().softmax(-1), p)
+
+
+def min_p(logits: Tensor, p: float) -> Tensor:
+    """Keep tokens with at least p times the best one's probability: [B, V] -> [B, V]."""
+    if p <= 0:
+        return logits
+    log_p = torch.log(torch.tensor(p, dtype=torch.float64))
+    return logits.masked_fill(logits.double() < logits.amax(-1, keepdim=True).double() + log_p, REMOVED)
+
+
+def typical(logits: Tensor, p: float) -> Tensor:
+    """Keep the tokens nearest to the expected surprise, up to probability p: [B, V] -> [B, V]."""
+    if p >= 1:
+        return logits
+    log_probability = logits.double().log_softmax(-1)
+    probability = log_probability.exp()
+    expected = -(probability * log_probability.masked_fill(probability == 0, 0.0)).sum(-1, keepdim=True)
+    index = (-log_probability - expected).abs().argsort(dim=-1, stable=True)
+    return _keep(logits, index, probability.gather(-1, index), p)
+
+
+def _keep(logits: Tensor, index: Tensor, probability: Tensor, p: float) -> Tensor:
+    """Keep the tokens at `index` [B, V] until their `probability` [B, V] adds up to p; the first always."""
+    before = probability.cumsum(-1) - probability  # what the tokens before each hold
+    first = torch.arange(before.shape[-1], device=before.device) == 0
+    kept = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, index, (before < p) | first)
+    return logits.masked_fill(~kept, REMOVED)
+
+
+def distribution(logits: Tensor, options: Sampling) -> Tensor:
+    """Apply steps 4 and 5: adjusted logits [B, V] -> probabilities [B, V] in float64."""
+    best = best_of(logits, options)
+    if options.temperature < GREEDY:
+        return torch.zeros_like(logits, dtype=torch.float64).scatter(-1, best[:, None], 1.0)
+    logits = precise(logits) / options.temperature
+    logits = typical(
+        min_p(top_p(top_k(logits, options.top_k), options.top_p), options.min_p), options.typical_p
+    )
+    return logits.softmax(-1)
+
+
+def draw(probability: Tensor, uniform: Tensor) -> Tensor:
+    """Draw the token at which the running sum passes a uniform number: [B, V], [B] -> [B].
+
+    One number decides, so a row's choice does not depend on what else is in the batch.
+    """
+    running = probability.cumsum(-1)
+    goal = uniform.to(running).unsqueeze(-1) * running[..., -1:]
+    last = (running >= running[..., -1:]).int().argmax(-1)  # the last token that has any probability
+    return torch.searchsorted(running, goal, right=True).squeeze(-1).minimum(last)
+
+
+class Dice:
+    """A stream of uniform numbers per row, each from its own seed."""
+
+    def __init__(self, seeds: Sequence[int]) -> None:
+        self.generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+
+    def roll(self, rows: Sequence[int]) -> Tensor:
+        """Return the next number of each of these rows: [len(rows)] in float64."""
+        return torch.tensor(
+            [torch.rand((), generator=self.generators[row], dtype=torch.float64).item() for row in rows],
+            dtype=torch.float64,
+        )

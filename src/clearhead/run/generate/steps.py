@@ -1,0 +1,191 @@
+"""The step of a token, made once for a size of batch and cache and then replayed.
+
+On a GPU it is recorded as one CUDA graph. Where asked, and then on a CPU too, it is compiled first. Sizes go
+by a few coarse buckets, so that prompts of all lengths share a handful of steps. A row that has ended runs on
+unseen.
+
+Shapes: B rows, V vocabulary.
+"""
+
+import math
+import warnings
+from collections.abc import Callable
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from clearhead.core.cache import Cache
+from clearhead.core.transformer import Transformer
+from clearhead.errors import first_line
+from clearhead.run.generate.prompts import turns_by_length
+from clearhead.run.kernels.choosing import choose
+from clearhead.run.kernels.fixed_cache import FixedCache
+from clearhead.run.kernels.graphs import never_waiting
+
+SMALLEST = 512  # slots of the smallest cache; larger ones double
+SHARE = 0.25  # of a GPU's memory, for the keys of recorded steps that no call uses
+# Products with one row become fused reductions, which read weights faster than the library's matrix product.
+OPTIONS: dict[str, Any] = {"coordinate_descent_tuning": True, "triton.cudagraphs": False}
+
+
+def rows_bucket(rows: int) -> int:
+    """Round up to 1, 2, 4, 8, or a multiple of 8."""
+    return 1 << (rows - 1).bit_length() if rows <= 8 else 8 * math.ceil(rows / 8)
+
+
+def slots_bucket(slots: int, smallest: int = SMALLEST) -> int:
+    """Double the smallest size until it is enough."""
+    return max(smallest, 1 << (slots - 1).bit_length())
+
+
+class CompiledStep:
+    """One more token for each of `rows` rows, with room for `slots` tokens each.
+
+    With `backend` None the step is not compiled, but recorded as it is; this takes a GPU.
+    """
+
+    def __init__(
+        self, model: Transformer, rows: int, slots: int, source: int = 0, backend: str | None = "inductor"
+    ) -> None:
+        weight = next(model.parameters())
+        device, self.model = weight.device, model
+        self.cache = FixedCache(model.config, rows, slots, weight.dtype, device, source)
+        self.ids = torch.zeros(rows, 1, dtype=torch.long, device=device)  # what goes in next
+        # By slot: the most probable token after it.
+        self.made = torch.zeros(rows, slots, dtype=torch.long, device=device)
+        self.logits = torch.zeros(rows, model.config.vocab_size, dtype=weight.dtype, device=device)
+        self._forward()  # parts of the model make now what they make at first use, before the compiler
+        run: Callable[[], object] = self._forward
+        if backend is not None:
+            options = OPTIONS if backend == "inductor" and device.type == "cuda" else None
+            # The compiler keeps what it made by code object, a few for each: a step has one of its own.
+            step = FunctionType(CompiledStep._forward.__code__.replace(), globals())
+            run = torch.compile(
+                MethodType(step, self), fullgraph=True, dynamic=False, backend=backend, options=options
+            )
+            run()
+        self.replay = run if backend is None else self._or_uncompiled(run)
+        if device.type == "cuda":
+            self.replay = recorded(run)
+
+    def _forward(self) -> None:
+        logits = self.model(self.ids, cache=self.cache, logits="last").logits[:, -1]
+        choose(logits, self.cache.index, self.made, self.ids, self.logits)
+
+    def _or_uncompiled(self, run: Callable[[], object]) -> Callable[[], object]:
+        """Return `run` with a way out, for a setting of the process that changes and will not compile."""
+        compiler = torch._dynamo.exc
+
+        def attempt() -> None:
+            try:
+                run()
+            except (compiler.TorchDynamoException, compiler.FailOnRecompileLimitHit) as error:
+                warn_uncompiled(first_line(error))  # it failed before anything ran
+                self.replay = self._forward
+                self.replay()
+
+        return attempt
+
+    def __call__(self, chosen: Tensor, cache: Cache) -> Tensor:
+        """Run as a `Step` of `decode`, with the rows that are `Running`: chosen [B] -> logits [B, V]."""
+        assert isinstance(cache, Running)
+        self.ids[cache.places, 0] = chosen
+        self.ahead(1)
+        return self.logits[cache.places]
+
+    def ahead(self, count: int) -> Tensor:
+        """Run `count` times, each time on the most probable token; return those tokens [B, count]."""
+        start = self.cache.length
+        for _ in range(count):
+            self.replay()
+        # A step that runs uncompiled, because someone watches, counts by itself.
+        self.cache.length = start + count
+        return self.made[:, start : start + count]
+
+
+def recorded(run: Callable[[], object]) -> Callable[[], object]:
+    """Record the kernels that `run` launches as one CUDA graph."""
+    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    with never_waiting():
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            run()
+        torch.cuda.current_stream().wait_stream(side)
+        with torch.cuda.graph(graph):
+            run()
+    return graph.replay
+
+
+class Running(Cache):
+    """The rows of a fixed cache that have not ended."""
+
+    def __init__(self, rows: int, device: torch.device) -> None:
+        super().__init__()
+        self.places = torch.arange(rows, device=device)
+
+    def reorder(self, rows: Tensor, cross: bool = True) -> None:
+        """Keep these rows, as in `Cache`; in the fixed cache nothing moves."""
+        self.places = self.places[rows]
+
+
+class Steps:
+    """The steps of one model by size, each made when first needed and kept.
+
+    On a GPU a step is recorded, which takes a second; one that was compiled, which takes a minute, is quicker
+    and is used once it is there.
+    """
+
+    def __init__(self, model: Transformer, backend: str = "inductor") -> None:
+        self.model, self.backend = model, backend
+        self.made: dict[tuple[int, int, int], CompiledStep] = {}
+        self.recorded: dict[tuple[int, int, int], CompiledStep] = {}  # the one used last comes last
+        reasons = {
+            "its experts are chosen on the host": model.config.n_experts > 0,
+            "its layers take some tokens alone": min(model.config.main.capacities) < 1,
+            "its angles depend on the longest row in the batch": turns_by_length(model),
+        }
+        self.unfit = next(
+            (reason for reason, holds in reasons.items() if holds), None
+        )  # why none can be made
+        self.records = next(model.parameters()).is_cuda and self.unfit is None
+
+    def find(self, rows: int, slots: int, source: int, compiles: bool) -> CompiledStep | None:
+        """Return the step for these sizes, compiled if asked; None where none can be made."""
+        size = (rows_bucket(rows), slots_bucket(slots), slots_bucket(source, 64) if source else 0)
+        if size not in self.made and compiles and self.unfit is None:
+            self.recorded.pop(size, None)
+            try:
+                self.made[size] = CompiledStep(self.model, *size, backend=self.backend)
+            except Exception as error:  # compilers fail in many ways, and none is a reason not to generate
+                self.unfit = first_line(error)
+                warn_uncompiled(self.unfit)
+        return self.made.get(size) or self._record(size)
+
+    def _record(self, size: tuple[int, int, int]) -> CompiledStep | None:
+        """Return the recorded step of this size; None where it cannot be recorded, or has no room."""
+        step = self.recorded.pop(size, None)
+        if step is None and self.records:
+            try:
+                step = CompiledStep(self.model, *size, backend=None)
+            except torch.OutOfMemoryError:  # a growing cache needs less
+                self.recorded.clear()
+            except Exception:  # something that a recording cannot hold, such as a copy to the host
+                self.records = False
+        if step is not None:
+            self.recorded[size] = step
+            most = torch.cuda.get_device_properties(step.ids.device).total_memory * SHARE
+            while len(self.recorded) > 1 and sum(map(_bytes, self.recorded.values())) > most:
+                self.recorded.pop(next(iter(self.recorded)))
+        return step
+
+
+def _bytes(step: CompiledStep) -> int:
+    """Return the size of a step's keys and values."""
+    return sum(buffer.nbytes for keys in step.cache.layers.values() for buffer in keys.read())
+
+
+def warn_uncompiled(reason: str) -> None:
+    """Warn that the step runs uncompiled."""
+    warnings.warn(f"the decode step runs uncompiled: {reason}", RuntimeWarning, stacklevel=2)

@@ -1,0 +1,207 @@
+"""The fixed-size form of the cache: buffers that never move, for steps that are compiled or recorded.
+
+Shapes: B batch, K key/value heads, T new tokens, S slots, E head width.
+"""
+
+import torch
+import torch.nn.functional as nnf
+from torch import Tensor
+
+from clearhead.core.cache import Cache, GrowingKeys, LayerKeys, StateKeys
+from clearhead.core.config import ModelConfig
+from clearhead.core.config.kinds import Kind
+from clearhead.core.masks import Slots, Tokens, empty_slots
+from clearhead.core.positions import Rotary
+from clearhead.errors import InputError, refuse
+from clearhead.variants.linear import ABSENT
+
+
+class FixedCache(Cache):
+    """Buffers for `capacity` tokens whose addresses and shapes never change, written at a cursor."""
+
+    tokens: Slots
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        batch: int,
+        capacity: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        source: int = 0,
+    ) -> None:
+        """Allocate the buffers; `source` reserves as many slots for the source that `adopt` brings."""
+        super().__init__(capacity)
+        spec = config.decoder
+        if spec is None:
+            raise InputError("a model without a decoder has nothing to cache: call it without cache")
+        self.capacity = capacity
+        # A tensor, so that a compiled or recorded step moves it.
+        self.cursor = torch.zeros((), dtype=torch.long, device=device)
+        self.index = torch.zeros(1, dtype=torch.long, device=device)  # slots of the call in progress
+        self.tokens = empty_slots(batch, capacity, device)
+        self.angles: dict[int | None, Rotary] = {}  # by reach: the rotation of every position, where used
+
+        def room(attention: str, slots: int) -> list[Tensor]:
+            shape = (batch, spec.kv_heads_of(attention), slots)
+            return [torch.zeros(*shape, E, dtype=dtype, device=device) for E in (spec.d_head, spec.d_value)]
+
+        for layer, kind in enumerate(spec.kinds):
+            block = f"{spec.prefix}blocks.{layer}"
+            if kind.chooses:
+                self.layers[layer] = FixedKeys(self, *room(f"{block}.attention", capacity))
+            else:
+                shapes = [(batch, *shape) for shape in spec.state_shapes(layer)]
+                self.layers[layer] = FixedState(shapes, torch.promote_types(dtype, torch.float32), device)
+            if source and spec.cross:
+                self.cross_layer(layer).update(*room(f"{block}.cross", source))
+        if source and spec.cross:
+            count = torch.arange(source, device=device)[None]
+            self.source = Tokens(count, count, empty_slots(batch, source, device).real, None, plain=False)
+
+    def adopt(self, cache: Cache) -> None:
+        """Copy a growing cache into the first rows of this one; the other rows stay empty."""
+        self.begin_at(cache.length)
+        self.adopt_rows(cache, torch.arange(cache.rows or 0, device=self.cursor.device))
+
+    def begin_at(self, length: int) -> None:
+        """Forget all tokens; whatever is adopted ends before slot `length`, where the next token goes."""
+        self.tokens.real.zero_()
+        if self.source is not None and self.source.real is not None:
+            self.source.real.zero_()
+        self.cursor.fill_(length)
+        self.length = length
+
+    def adopt_rows(self, cache: Cache, rows: Tensor, lengths: Tensor | None = None) -> None:
+        """Copy a growing cache into these rows [B], up to the cursor.
+
+        `lengths` [B]: how many tokens each row has, in a cache whose padding is on the right.
+        """
+        if cache.tokens is None:
+            raise InputError("the cache to adopt is empty: run the model with it first")
+        slots, order, positions, real, documents = (
+            slice(self.length - cache.length, self.length),
+            *(given.expand(len(rows), -1) for given in cache.tokens.tensors()),
+        )
+        index = None  # B T: where each slot's token is in the cache
+        if lengths is not None:
+            index = torch.arange(cache.length, device=rows.device) - (cache.length - lengths)[:, None]
+            real, index = index >= 0, index.clamp(min=0)
+            order, positions, documents = (
+                given.take_along_dim(index, 1) for given in (order, positions, documents)
+            )
+        for layer, mine in self.layers.items():
+            theirs = cache.layers[layer]
+            if isinstance(mine, FixedState) and isinstance(theirs, StateKeys):
+                for buffer, given in zip(mine.state, theirs.state):
+                    buffer[rows] = given
+                continue
+            refuse(
+                not isinstance(theirs, GrowingKeys),
+                "a window cache has forgotten what a fixed cache keeps: adopt a Cache()",
+            )
+            for buffer, given in zip(mine.read(), theirs.read()):
+                given = given[:, :, : cache.length]
+                buffer[rows, :, slots] = (
+                    given if index is None else given.take_along_dim(index[:, None, :, None], 2)
+                )
+        for buffer, given in zip(self.tokens.tensors(), (order, positions, real, documents)):
+            buffer[rows, slots] = given
+        if cache.source is None:
+            return
+        if self.source is None or self.source.real is None:
+            raise InputError("this fixed cache has no room for a source: make it with source=its length")
+        length = cache.source.length
+        self.source.real[rows, :length] = cache.source.real_mask().expand(len(rows), -1)
+        for layer, crossed in self.cross.items():
+            for buffer, given in zip(crossed.read(), cache.cross[layer].read()):
+                buffer[rows, :, :length] = given
+
+    def begin(self, tokens: Tokens) -> None:
+        """Write order, positions, padding and documents of the new tokens into the buffers."""
+        self.packed = self.packed or tokens.documents is not None
+        states = any(isinstance(keys, FixedState) for keys in self.layers.values())
+        refuse(self.packed and states, "a fixed cache keeps no states of packed documents: use Cache()")
+        if not torch.compiler.is_compiling():
+            self.room_for(tokens.length)
+        self.index = self.cursor + torch.arange(tokens.length, device=self.cursor.device)
+        for buffer, values in zip(self.tokens.tensors(), tokens.tensors()):
+            buffer.index_copy_(1, self.index, values.expand(buffer.shape[0], -1))
+
+    def room_for(self, count: int) -> None:
+        """Refuse to take more tokens than there are slots for."""
+        refuse(
+            self.length + count > self.capacity,
+            f"the fixed cache holds {self.capacity} tokens, has {self.length} and was given {count} more: "
+            "make a larger one",
+        )
+
+    def visible(self, kind: Kind) -> Tokens:
+        """Return every slot; those not yet filled are not real."""
+        return self.tokens
+
+    def aligned(self, bias: Tensor, kind: Kind) -> Tensor:
+        """Pad a bias over all tokens so far with 0 for the slots not yet filled."""
+        return nnf.pad(bias, (0, self.capacity - bias.shape[-1]))
+
+    def advance(self) -> None:
+        """Move the cursor past the new tokens."""
+        self.cursor.add_(self.index.shape[0])
+        if not torch.compiler.is_compiling():
+            self.length += self.index.shape[0]
+
+    def crop(self, length: int) -> None:
+        """Forget all but the first `length` slots."""
+        slots = self.tokens
+        super().crop(length)
+        self.tokens = slots  # the buffers, not a part of them
+        slots.real[:, length:] = False
+        self.cursor.fill_(length)
+
+    def reorder(self, rows: Tensor, cross: bool = True) -> None:
+        """Replace row i by row `rows[i]` in every layer, in place; the number of rows must stay."""
+        slots = self.tokens
+        for buffer in slots.tensors():
+            buffer.copy_(buffer[rows])
+        super().reorder(rows, cross)
+        self.tokens = slots  # the buffers, not the copies that a growing cache makes
+
+
+class FixedState(StateKeys):
+    """A state in buffers that are never replaced."""
+
+    def __init__(self, shapes: list[tuple[int, ...]], dtype: torch.dtype, device: torch.device | str) -> None:
+        self.state = tuple(torch.zeros(shape, dtype=dtype, device=device) for shape in shapes)
+        self.k = self.v = self.state[0]
+        self.forget()
+
+    def keep(self, *state: Tensor) -> None:
+        """Copy this state into the buffers."""
+        for buffer, given in zip(self.state, state):
+            buffer.copy_(given.detach())
+
+    def forget(self) -> None:
+        """Begin anew."""
+        for buffer in self.state:
+            buffer.fill_(ABSENT if buffer.ndim == 2 else 0.0)  # the log of a scale, or sums
+
+
+class FixedKeys(LayerKeys):
+    """Keys in a buffer that is never replaced."""
+
+    k: Tensor
+    v: Tensor
+
+    def __init__(self, cache: FixedCache, k: Tensor, v: Tensor) -> None:
+        self.cache, self.k, self.v = cache, k, v
+
+    def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Write at the cursor; return the whole buffers."""
+        self.k.index_copy_(2, self.cache.index, k.detach().to(self.k.dtype))
+        self.v.index_copy_(2, self.cache.index, v.detach().to(self.v.dtype))
+        return self.k, self.v
+
+    def reorder(self, rows: Tensor) -> None:
+        """Replace row i by row `rows[i]`, in place."""
+        self.k.copy_(self.k[rows])
+        self.v.copy_(self.v[rows])

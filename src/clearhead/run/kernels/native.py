@@ -1,0 +1,350 @@
+"""Blocks that take a decode step on the CPU through `step.c`, and products of a few rows.
+
+Shapes: B batch, T length, S slots, D model, N width out.
+"""
+
+import ctypes
+import sys
+from array import array
+from itertools import chain
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as nnf
+from torch import Tensor, nn
+
+from clearhead.core import masks, norms
+from clearhead.core.attention import Attention
+from clearhead.core.cache import CrossKeys, GrowingKeys, LayerKeys, RingKeys
+from clearhead.core.feedforward import ACTIVATIONS, FeedForward
+from clearhead.core.stack import Block, Residual
+from clearhead.core.taps import SILENT, Tap
+from clearhead.run.kernels.library import (
+    ATTENTION,
+    BLOCK,
+    CALL,
+    FEEDFORWARD,
+    LINEAR,
+    NORM,
+    RESIDUAL,
+    VIEW,
+    library,
+)
+from clearhead.run.kernels.parts import Direct
+from clearhead.run.kernels.training import OF_TRAINING, all_known
+from clearhead.run.quant.layers import QuantizedLinear, rounded_inputs
+
+MOST_ROWS = 64  # up to so many rows our product is quicker than the plain one, on any processor
+WIDE = 64  # where it is for any number of rows, it is so with layers of so many outputs
+
+NORM_KINDS = {norms.LayerNorm: 1, norms.RMSNorm: 2}
+ACTIVATION_NUMBERS = {function: number for number, function in enumerate(ACTIVATIONS.values())}
+ACTIVATION_NUMBERS |= {new: ACTIVATION_NUMBERS[old] for new, old in OF_TRAINING.items()}
+
+# All that a structure says, by class and attribute. A block with anything more keeps its own forward.
+KNOWN: dict[type[nn.Module], set[str]] = {
+    Block: {"attention", "cross", "feedforward", "parallel"}
+    | {"attention_residual", "cross_residual", "feedforward_residual"},
+    Residual: {"before", "inside", "after", "scale", "dropout", "skip"},
+    norms.LayerNorm: {"weight", "bias", "eps", "unit_offset"},
+    norms.RMSNorm: {"weight", "eps", "unit_offset"},
+    Attention: {"q", "k", "v", "out", "q_norm", "k_norm", "sink", "heads", "pruned", "n_heads", "n_kv_heads"}
+    | {"d_head", "d_value", "scale", "softcap", "layout", "norm_over", "dropout", "kernel"},
+    FeedForward: {"gate", "up", "down", "activation", "dropout"},
+    nn.Linear: {"weight", "bias", "in_features", "out_features"},
+    QuantizedLinear: {"codes", "scales", "offsets", "smooth", "bias", "place", "grid"}
+    | {"in_features", "out_features"},
+}
+
+
+def suits_native(block: Block) -> bool:
+    """Return True if `step.c` computes all that this block does."""
+    feedforward = block.feedforward
+    return (
+        all_known(block, KNOWN)
+        and isinstance(feedforward, FeedForward)
+        and feedforward.activation in ACTIVATION_NUMBERS
+    )
+
+
+class Pointers:
+    """Structures that point to a block's weights, and those weights, which live as long."""
+
+    def __init__(self) -> None:
+        self.kept: list[Tensor] = []
+
+    def at(self, tensor: Tensor | None) -> int | None:
+        """Return where the numbers of a tensor begin; None for None."""
+        if tensor is None:
+            return None
+        self.kept.append(tensor.detach().contiguous())
+        return self.kept[-1].data_ptr()
+
+    def norm(self, norm: nn.Module | None) -> Any:
+        """Describe a norm, or that there is none."""
+        if not isinstance(norm, norms.Norm):
+            return NORM()
+        kind = next(number for base, number in NORM_KINDS.items() if isinstance(norm, base))
+        return NORM(self.at(norm.weight), self.at(norm.bias), kind, norm.unit_offset, norm.eps)
+
+    def linear(self, layer: Any) -> Any:
+        """Describe a linear layer, or that there is none."""
+        if layer is None:
+            return LINEAR()
+        sizes = layer.out_features, layer.in_features
+        if not isinstance(layer, QuantizedLinear):
+            return LINEAR(self.at(layer.weight), self.at(layer.bias), *sizes)
+        parts = map(self.at, (layer.codes, layer.scales, layer.offsets, layer.smooth))
+        return LINEAR(None, self.at(layer.bias), *sizes, *parts, layer.grid.bits, layer.grid.group)
+
+    def residual(self, residual: Residual | None) -> Any:
+        """Describe a residual, or that there is none."""
+        if residual is None:
+            return RESIDUAL()
+        places = (residual.before, residual.inside, residual.after)
+        return RESIDUAL(*map(self.norm, places), residual.scale)
+
+    def attention(self, part: Any) -> Any:
+        """Describe an attention, or that there is none."""
+        if part is None:
+            return ATTENTION()
+        return ATTENTION(
+            *map(self.linear, (part.q, part.k, part.v, part.out)),
+            self.norm(part.q_norm),
+            self.norm(part.k_norm),
+            self.at(part.sink),
+            part.n_heads,
+            part.n_kv_heads,
+            part.d_head,
+            part.d_value,
+            part.norm_over == "full",
+            part.layout != "half",
+            part.d_head**-0.5 if part.scale is None else part.scale,
+            part.softcap or 0.0,
+        )
+
+    def block(self, block: Block) -> Any:
+        """Describe a block."""
+        feedforward = cast(FeedForward, block.feedforward)
+        layers = (feedforward.gate, feedforward.up, feedforward.down)
+        return BLOCK(
+            self.attention(block.attention),
+            self.attention(block.cross),
+            FEEDFORWARD(*map(self.linear, layers), ACTIVATION_NUMBERS[feedforward.activation]),
+            *map(self.residual, (block.attention_residual, block.cross_residual, block.feedforward_residual)),
+            feedforward.down.out_features,
+            block.parallel,
+        )
+
+
+class NativeLinear(Direct):
+    """A linear layer that takes a few rows through `step.c`, from the model's own weight.
+
+    `alike`: any number of rows, each added up in the same order.
+    """
+
+    alike = False
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.weight, self.bias = layer.weight.detach(), None if layer.bias is None else layer.bias.detach()
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        self.pointers = Pointers()
+        self.fields, found = self.pointers.linear(self), library()
+        any_rows = found is not None and found.clearhead_any_rows() and self.out_features >= WIDE
+        self.most_rows = sys.maxsize if any_rows else MOST_ROWS
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., D] -> [..., N]."""
+        rows = x.numel() // self.in_features
+        if not (rows > 0 and (self.alike or rows <= self.most_rows)) or not plain(x):
+            return nnf.linear(x, self.weight, self.bias)
+        return native_linear(self.fields, x, self.out_features, self.alike)
+
+
+class NativeQuantized(Direct, QuantizedLinear):
+    """A linear layer of few bits whose product is that of `quantized.h`, for any number of rows.
+
+    It rounds its inputs, which the layer itself does not. That each row has the same arithmetic in whatever
+    batch it comes is why many rows take this way too.
+    """
+
+    described: tuple[Pointers, Any] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., D] -> [..., N]."""
+        if not x.numel() or not plain(x):
+            return super().forward(x)
+        if self.described is None:
+            pointers = Pointers()
+            self.described = pointers, pointers.linear(self)
+        return native_linear(self.described[1], x, self.out_features)
+
+
+class NativeQuantizedTwice(NativeQuantized):
+    """The same for a model with routers: what one product rounds away from its inputs goes through a second.
+
+    A router takes the largest of its scores, so that a small error below it may send a token another way.
+    Inputs have about 16 bits so, and tokens go where the model itself sends them.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., D] -> [..., N]."""
+        product = super().forward(x)
+        if not x.numel() or not plain(x):
+            return product
+        left = super().forward(x - rounded_inputs(self, x))
+        return product + (left if self.bias is None else left - self.bias)
+
+
+def native_linear(fields: Any, x: Tensor, width: int, alike: bool = False) -> Tensor:
+    """Return the product of `step.c` with the layer that `fields` describes: [..., D] -> [..., N]."""
+    x, found = x.contiguous(), library()
+    assert found is not None
+    out = x.new_empty(*x.shape[:-1], width)
+    rows, threads = x.numel() // x.shape[-1], torch.get_num_threads()
+    places = (ctypes.addressof(fields), x.data_ptr(), out.data_ptr())
+    if found.clearhead_linear(*places, rows, threads, alike):
+        raise MemoryError(f"no memory for {rows} rows")
+    return out
+
+
+def run(x: Tensor, first: Any, layers: list[tuple[int, ...]]) -> Tensor:
+    """Take rows [B, 1, D] through layers; `first` is the call of the first one."""
+    x, found = x.contiguous(), library()
+    assert found is not None
+    out = torch.empty_like(x)
+    first.x, first.out = x.data_ptr(), out.data_ptr()
+    fields = array("Q", chain.from_iterable(layers))
+    if found.clearhead_blocks(fields.buffer_info()[0], len(layers)):
+        raise MemoryError("no memory for the values of one token")
+    return out
+
+
+def plain(x: Tensor) -> bool:
+    """Return True if nothing but numbers is asked of this tensor: no gradient, no compiler, no autocast."""
+    return (
+        x.dtype == torch.float32
+        and not (torch.is_grad_enabled() and x.requires_grad)
+        and not torch.compiler.is_compiling()
+        and not torch.is_autocast_enabled("cpu")
+    )
+
+
+class NativeBlock(Direct, Block):
+    """A block of `KNOWN` parts: `step.c` takes one token with a cache, and `Block` takes all else."""
+
+    described: tuple[Pointers, Any] | None = None
+    alike = False  # add up each row in the same order, whatever the number of rows
+    most_rows = MOST_ROWS
+
+    def forward(
+        self,
+        x: Tensor,
+        view: masks.View,
+        memory: Tensor | None = None,
+        cross_view: masks.View | None = None,
+        keys: LayerKeys | None = None,
+        cross_keys: CrossKeys | None = None,
+        tap: Tap = SILENT,
+    ) -> Tensor:
+        """[B, T, D] -> [B, T, D]."""
+        suits = x.shape[1] == 1 and tap is SILENT and plain(x)
+        call = self.call(x, view, cross_view, keys, cross_keys) if suits else None
+        if call is None:
+            return super().forward(x, view, memory, cross_view, keys, cross_keys, tap)
+        return run(x, call, [self.layer(call, keys, cross_keys)])
+
+    def call(
+        self,
+        x: Tensor,
+        view: masks.View,
+        cross_view: masks.View | None,
+        keys: LayerKeys | None,
+        cross_keys: CrossKeys | None,
+    ) -> Any:
+        """Describe a step of rows [B, 1, D] through layers of this view; None where `step.c` does not suit.
+
+        The structure points to tensors that the view and the caches keep.
+        """
+        rows = x.shape[0]
+        own = self._own(view, keys, rows) if rows <= self.most_rows else None
+        source = self._source(cross_view, cross_keys, rows) if own is not None else None
+        if own is None or source is None:
+            return None
+        (seen, *slot), rotary = own, view.rotary
+        turns: tuple[int | None, ...] = (None, None, 0, 0)
+        cos = sin = None
+        if rotary is not None:
+            cos, sin = (part.contiguous() for part in rotary)
+            turns = cos.data_ptr(), sin.data_ptr(), _stride(cos, 0), cos.shape[-1]
+        threads = torch.get_num_threads()
+        made = CALL(None, None, rows, seen, source, *slot, *turns, threads, self.alike)
+        made.kept = cos, sin  # for as long as the structure points to them
+        return made
+
+    def layer(self, call: Any, keys: Any, cross_keys: Any) -> tuple[int, ...]:
+        """Return the fields of a layer: this block with its keys, which lie as those of the call."""
+        if self.described is None:
+            pointers = Pointers()
+            self.described = pointers, pointers.block(self)
+        source = (0, 0) if self.cross is None else (cross_keys.k.data_ptr(), cross_keys.v.data_ptr())
+        places = ctypes.addressof(self.described[1]), ctypes.addressof(call)
+        return (*places, keys.k.data_ptr(), keys.v.data_ptr(), *source)
+
+    def _own(self, view: masks.View, keys: LayerKeys | None, rows: int) -> tuple[Any, ...] | None:
+        """Describe the keys of the text, and the slots of the new ones; None where `step.c` does not suit."""
+        if not isinstance(keys, GrowingKeys | RingKeys) or type(keys) not in (GrowingKeys, RingKeys):
+            return None  # caches that compute otherwise have keys of their own
+        if keys.k is None or keys.v is None or view.causal:
+            return None
+        if (
+            view.blocks is not None
+            or keys.k.shape[0] != rows
+            or (view.bias is not None and self.attention.pruned)
+        ):
+            return None
+        if isinstance(keys, RingKeys):
+            slots = keys.cache.slots[keys.kind]
+            seen = _seen(keys.k, keys.v, keys.k.shape[2], view, rows) if view.mask is not None else None
+            return None if seen is None else (seen, 0, slots.data_ptr(), _stride(slots, 0))
+        slot = keys.cache.length
+        seen = _seen(keys.k, keys.v, slot + 1, view, rows) if slot < keys.k.shape[2] else None
+        return None if seen is None else (seen, slot, None, 0)
+
+    def _source(self, view: masks.View | None, keys: CrossKeys | None, rows: int) -> Any:
+        """Describe the keys of the source, or that there is none; None where `step.c` does not suit."""
+        if self.cross is None:
+            return VIEW(shared_by=1)
+        if view is None or keys is None or keys.k is None or keys.v is None or view.rotary is not None:
+            return None
+        if view.bias is not None and self.cross.pruned:
+            return None
+        return _seen(keys.k, keys.v, keys.k.shape[2], view, rows)
+
+
+def _stride(x: Tensor, axis: int) -> int:
+    """Return the step from one index of an axis to the next; 0 where all are the same."""
+    return x.stride(axis) if x.shape[axis] > 1 else 0
+
+
+def _seen(k: Tensor, v: Tensor, slots: int, view: masks.View, rows: int) -> Any:
+    """Describe keys and values [B', K, S, E], mask and bias; None where `step.c` does not suit."""
+    mask, bias = view.mask, view.bias
+    shared, rest = divmod(rows, k.shape[0])
+    if rest or k.stride(3) != 1 or v.stride(3) != 1 or k.dtype != torch.float32:
+        return None
+    if mask is not None and (
+        mask.shape[0] not in (1, k.shape[0]) or mask.shape[1] != 1 or mask.shape[3] != slots
+    ):
+        return None
+    if bias is not None and (
+        bias.dtype != torch.float32 or bias.shape[0] not in (1, rows) or bias.shape[3] != slots
+    ):
+        return None
+    seen = (None, 0, 0) if mask is None else (mask.data_ptr(), _stride(mask, 0), mask.stride(3))
+    added: tuple[int | None, ...] = (None, 0, 0, 0)
+    if bias is not None:
+        added = bias.data_ptr(), _stride(bias, 0), _stride(bias, 1), bias.stride(3)
+    strides = (*k.stride()[:3], *v.stride()[:3])
+    return VIEW(k.data_ptr(), v.data_ptr(), *strides, shared, slots, *seen, *added)

@@ -1,0 +1,234 @@
+"""A copy of a model whose linear layers and token tables are kept in few bits. The model stays as it was.
+
+Shapes: N width out, D width in, T tokens.
+"""
+
+import copy
+import dataclasses
+import fnmatch
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, cast, get_args
+
+import torch
+from torch import Tensor, nn
+
+from clearhead.core.heads import LanguageHead
+from clearhead.core.transformer import Transformer
+from clearhead.errors import InputError, nearest, refuse
+from clearhead.run.kernels.training import block_linears
+from clearhead.run.quant.calibrate import drawn_sizes, moments
+from clearhead.run.quant.grid import Grid
+from clearhead.run.quant.layers import QuantizedLinear, QuantizedTable, quantized_parts
+from clearhead.run.quant.methods import CALIBRATED, METHODS, Rounding, hqq, output_error, rtn
+
+MethodName = Literal["rtn", "hqq", "imatrix", "gptq", "awq"]
+NAMES = {"int8": 8, "int4": 4}
+OUTPUT = "head.out"
+
+
+@dataclass(frozen=True)
+class QuantPlan:
+    """What to make of a model: weights of 4 or 8 bits, and how their codes are chosen.
+
+    Layers whose names match one of `wide` keep 8 bits, or with 8 bits the dtype they have. The output layer
+    and the token table keep 8 bits in any case. Without a choice, groups of 4 bits have an offset beside
+    their scale, and those of 8 bits, which gain little by it, have none.
+    """
+
+    bits: int = 4
+    group: int = 32
+    symmetric: bool | None = None  # None: by the bits of a layer
+    method: MethodName = "imatrix"
+    wide: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        methods = get_args(MethodName)
+        refuse(
+            self.method not in methods,
+            f'method "{self.method}" is not known: choose from {", ".join(methods)}',
+        )
+        self.grid_of(self.bits)
+
+    @classmethod
+    def named(cls, name: "str | QuantPlan") -> "QuantPlan":
+        """Return the plan called "int8" or "int4"."""
+        if isinstance(name, QuantPlan):
+            return name
+        refuse(
+            name not in NAMES,
+            f'quantize "{name}" is not known{nearest(str(name), NAMES)}: choose from {", ".join(NAMES)}',
+        )
+        return cls(NAMES[name])
+
+    def grid(self, name: str) -> Grid | None:
+        """Return the grid of the layer called `name`; None where it stays as it is."""
+        chosen = any(fnmatch.fnmatch(name, pattern) for pattern in self.wide)
+        if chosen and self.bits == 8:
+            return None
+        wide = chosen or name == OUTPUT or name.endswith("tokens")
+        return self.grid_of(8 if wide else self.bits)
+
+    def grid_of(self, bits: int) -> Grid:
+        """Return the grid of layers that have this many bits."""
+        return Grid(bits, self.group, bits == 8 if self.symmetric is None else self.symmetric)
+
+
+@dataclass(frozen=True)
+class LayerError:
+    """What rounding did to one layer."""
+
+    name: str
+    bits: int
+    weights: int
+    bytes: int
+    weight_error: float  # of the weight: length of the difference over the length
+    output_error: float | None  # of the outputs on the data, likewise; None without data
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """A model of few bits, and what became of each layer."""
+
+    model: Transformer
+    plan: QuantPlan
+    layers: list[LayerError] = field(default_factory=list)
+
+
+def plan_of(asked: str | QuantPlan | None, split: bool = False) -> QuantPlan | None:
+    """Return the plan that was asked for, by its name or itself; refuse one for a model that is `split`."""
+    refuse(
+        asked is not None and split,
+        "quantize and parallel were both given: a model of few bits runs in one process",
+    )
+    return None if asked is None else QuantPlan.named(asked)
+
+
+def rounded(model: Transformer, plan: QuantPlan | None) -> Transformer:
+    """Return a copy of a model by a plan; without one the model itself."""
+    return model if plan is None else quantize_model(model, plan).model
+
+
+def linear_names(model: Transformer) -> list[str]:
+    """Return the names of the linear layers that can have few bits: those of blocks, and the output layer.
+
+    Routers, and layers of heads other than a language model's output, are small and decide much: they stay.
+    """
+    found = list(block_linears(model))
+    return [*found, OUTPUT] if isinstance(model.head, LanguageHead) else found
+
+
+@torch.no_grad()
+def quantize_model(
+    model: Transformer,
+    plan: QuantPlan,
+    rows: Iterable[Tensor] | None = None,
+    on_layer: Callable[[str, int, int], None] = lambda name, done, total: None,
+    seen: Mapping[str, Tensor] | None = None,
+) -> Quantization:
+    """Return a copy of a model by `plan`, which shares what it does not round with the model.
+
+    Args:
+        model: a model in floating point.
+        plan: bits, groups and method; "imatrix" without rows reads tokens drawn at random, and where a model
+            cannot, or has 8 bits, "hqq" or "rtn" takes its place.
+        rows: ids [1, T] of texts to calibrate on, for a method that needs them.
+        on_layer: told each layer, how many are done, and how many there are.
+        seen: moments of the inputs by layer, where they were measured before; they take the place of rows.
+    """
+    refuse_quantized(model, "quantized again")
+    names = linear_names(model)
+    given = [name for name in names if plan.grid(name) is not None]
+    refuse(not given, "no layer of this model can be kept in few bits: choose fewer wide layers")
+    for pattern in plan.wide:
+        if not fnmatch.filter(names, pattern):
+            raise InputError(f'no layer is called "{pattern}"{nearest(pattern, names)}')
+    refuse(
+        plan.method in CALIBRATED and rows is None and seen is None,
+        f'method "{plan.method}" needs texts to calibrate on: give data, or choose imatrix, rtn or hqq',
+    )
+    sizes: Mapping[str, Tensor] = {}
+    if plan.method == "imatrix" and rows is None and not seen:
+        sizes = drawn_sizes(model, given) if plan.bits == 4 else {}
+        plan = plan if sizes else dataclasses.replace(plan, method="hqq" if plan.bits == 4 else "rtn")
+    if seen is None:
+        seen = {} if rows is None else moments(model, rows, given)
+    made, layers = shared_copy(model), []
+    for number, name in enumerate(given):
+        on_layer(name, number, len(given))
+        layer = cast(nn.Linear, model.get_submodule(name))
+        grid = cast(Grid, plan.grid(name))
+        weight = layer.weight.detach().float()
+        choice = _chosen(plan, name, grid, weight, seen.get(name, sizes.get(name)))
+        new = QuantizedLinear(choice.made, layer.bias, choice.smooth, layer.weight.dtype)
+        made.set_submodule(name, new)
+        layers.append(_error(name, new, weight, choice, seen.get(name)))
+    _tie_tables(made, model, plan)
+    on_layer("done", len(given), len(given))
+    return Quantization(made.eval(), plan, layers)
+
+
+def _chosen(plan: QuantPlan, name: str, grid: Grid, weight: Tensor, moment: Tensor | None) -> Rounding:
+    """Choose the codes of one layer; one that no text reached, such as an idle expert, is rounded plainly."""
+    if name == OUTPUT and plan.method == "awq":  # its rows are a table too, which has no inputs to divide
+        return rtn(grid, weight, None)
+    if moment is None and plan.method not in ("rtn", "hqq"):
+        return hqq(grid, weight, None) if plan.method == "imatrix" else rtn(grid, weight, None)
+    return METHODS[plan.method](grid, weight, moment)
+
+
+def _error(
+    name: str, new: QuantizedLinear, weight: Tensor, choice: Rounding, moment: Tensor | None
+) -> LayerError:
+    difference = weight - choice.weight
+    share = float(difference.norm() / weight.norm().clamp(min=1e-12))
+    outputs = None
+    if moment is not None:
+        outputs = (output_error(difference, moment) / max(output_error(weight, moment), 1e-24)) ** 0.5
+    return LayerError(name, choice.made.grid.bits, weight.numel(), new.size, share, outputs)
+
+
+def shared_copy(model: Transformer) -> Transformer:
+    """Return a copy of the parts of a model that has the same parameters."""
+    tensors = (*model.parameters(), *model.buffers())
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+
+
+def _tie_tables(made: Transformer, model: Transformer, plan: QuantPlan) -> None:
+    """Keep token tables in few bits too: the one that is tied to the output layer has that layer's codes."""
+    tables: dict[Tensor, QuantizedTable] = {}
+    out = getattr(made.head, "out", None)
+    if isinstance(out, QuantizedLinear):
+        tables[cast(LanguageHead, model.head).out.weight] = QuantizedTable(out)
+    for name, part in list(made.named_modules(remove_duplicate=False)):
+        if isinstance(part, nn.Embedding) and name.endswith(".tokens"):
+            grid = plan.grid(name)
+            if part.weight not in tables and grid is not None:
+                rounded = rtn(grid, part.weight.detach().float(), None).made
+                tables[part.weight] = QuantizedTable(QuantizedLinear(rounded, dtype=part.weight.dtype))
+            made.set_submodule(name, tables[part.weight])
+
+
+def refuse_quantized(model: nn.Module, what: str) -> None:
+    """Refuse to do with a model of few bits what takes weights in floating point."""
+    refuse(
+        bool(quantized_parts(model)),
+        f"this model's weights are quantized and cannot be {what}: use the model that it was made from",
+    )
+
+
+@torch.no_grad()
+def dequantized(model: Transformer) -> Transformer:
+    """Return a copy in floating point with the numbers that the codes stand for."""
+    made = shared_copy(model)
+    for name, part in quantized_parts(model).items():
+        weight = nn.Parameter(part.weight, requires_grad=False)
+        if isinstance(part, QuantizedTable):
+            new: nn.Module = nn.Embedding(weight.shape[0], weight.shape[1], device="meta")
+        else:
+            new = nn.Linear(part.in_features, part.out_features, device="meta", bias=False)
+            new.register_parameter("bias", cast(QuantizedLinear, part).bias)
+        new.register_parameter("weight", weight)
+        made.set_submodule(name, new)
+    made.tie()
+    return made.eval()

@@ -1,0 +1,93 @@
+"""The cache in 8 bits: keys and values as whole numbers, with one scale for each token and head.
+
+Keys are rounded once, when they are written, and every query reads them so, that of their own token too: what
+a model says does not depend on how many tokens it is given at a time. What is read has the model's dtype, and
+one layer's keys are wide at a time. A layer with a window keeps all keys.
+
+Shapes: B batch, K key/value heads, T new tokens, S all tokens, E head width.
+"""
+
+import torch
+from torch import Tensor
+
+from clearhead.core.cache import Cache, LayerKeys, with_room
+from clearhead.core.config import ModelConfig
+from clearhead.core.config.kinds import Kind
+from clearhead.errors import refuse
+from clearhead.run.quant.grid import bf16
+
+MOST = 127  # the largest code
+
+
+class Int8Cache(Cache):
+    """A growing cache whose keys and values have 8 bits."""
+
+    def layer(self, index: int, kind: Kind) -> LayerKeys:
+        """Return the self-attention keys of one layer."""
+        if index not in self.layers and kind.chooses:
+            self.layers[index] = Int8Keys(self)
+        return super().layer(index, kind)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that the buffers of all layers take, with room to spare."""
+        parts = [keys.parts for keys in self.layers.values() if isinstance(keys, Int8Keys)]
+        return sum(one.nbytes for part in parts for one in part)
+
+
+class Int8Keys(LayerKeys):
+    """Codes of keys and of values [B, K, S, E], and their scales in bfloat16 [B, K, S, 1]."""
+
+    def __init__(self, cache: Cache) -> None:
+        self.cache = cache
+        self.parts: tuple[Tensor, ...] = ()  # codes and scales of keys, codes and scales of values
+        self.dtype = torch.float32  # of what is read
+
+    def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Round and append the new keys and values; return those of all tokens."""
+        start, stop = self.cache.length, self.cache.length + k.shape[2]
+        new = (*_rounded(k.detach()), *_rounded(v.detach()))
+        before = self.parts or (None,) * len(new)
+        room = max(stop, self.cache.reserve)
+        self._keep(*(with_room(buffer, one, start, room) for buffer, one in zip(before, new)))
+        for buffer, one in zip(self.parts, new):
+            buffer.narrow(2, start, stop - start).copy_(one)
+        self.dtype = k.dtype
+        return self._wide(stop)
+
+    def read(self) -> tuple[Tensor, Tensor]:
+        """Return the keys and values of all tokens, as attention reads them."""
+        super().read()  # refuses an empty layer
+        return self._wide(self.cache.length)
+
+    def reorder(self, rows: Tensor) -> None:
+        """Replace row i by row `rows[i]`."""
+        if self.parts:
+            self._keep(*(part[rows] for part in self.parts))
+
+    def _keep(self, *parts: Tensor) -> None:
+        self.parts = parts
+        self.k, self.v = parts[0], parts[2]  # for the number of rows
+
+    def _wide(self, stop: int) -> tuple[Tensor, Tensor]:
+        """Return the numbers that codes before slot `stop` stand for."""
+        codes, scales, v_codes, v_scales = (part.narrow(2, 0, stop).to(self.dtype) for part in self.parts)
+        return codes.mul_(scales), v_codes.mul_(v_scales)
+
+
+def int8_cache(config: ModelConfig, reserve: int) -> Int8Cache:
+    """Make a cache of 8 bits; refuse it for a model that keeps keys in another way."""
+    refuse(
+        min(config.main.capacities) < 1,
+        'cache "int8" with layers that take some tokens alone (depth_capacity): their keys lie otherwise, '
+        "so leave cache out",
+    )
+    return Int8Cache(reserve)
+
+
+def _rounded(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return codes and the scale of each token and head: [B, K, T, E] -> the same of int8, [B, K, T, 1]."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    scales = bf16(x.to(wide).abs().amax(-1, keepdim=True) / MOST, up=True)
+    codes = x.to(wide) / torch.where(scales == 0, 1.0, scales.to(wide))
+    return codes.round().clamp(-MOST, MOST).to(torch.int8), scales

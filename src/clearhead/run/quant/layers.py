@@ -1,0 +1,167 @@
+"""Layers whose weights are kept in few bits. Looked at, they are ordinary: the same sums in the dtype of x.
+
+`weight` gives the numbers that the codes stand for, so what reads weights goes on working. Generation has
+faster products with the same codes (`fast`). Nothing here can be trained.
+
+Shapes: N width out, D width in, G groups of a row, V vocabulary.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as nnf
+from torch import Tensor, nn
+
+from clearhead.run.quant.grid import BLOCK, TILE, Grid, Quantized
+
+PARTS = ("codes", "scales", "offsets", "smooth")  # the tensors of a weight, by their names on disk
+
+
+class QuantizedWeight(nn.Module):
+    """What a linear layer and a table of few bits share: codes, scales, and the weight they stand for.
+
+    `smooth` [D], where there is one, multiplies the inputs: the weight was divided by it.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    offsets: Tensor | None
+    smooth: Tensor | None
+    place: Tensor
+
+    def __init__(self, made: Quantized, smooth: Tensor | None, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.grid, self.in_features, self.out_features = made.grid, made.columns, made.rows
+        for name in PARTS[:3]:
+            self.register_buffer(name, getattr(made, name))
+        self.register_buffer("smooth", smooth)
+        # Empty: it follows the model from device to device, and from dtype to dtype.
+        self.register_buffer("place", torch.empty(0, dtype=dtype, device=made.codes.device), persistent=False)
+
+    @property
+    def made(self) -> Quantized:
+        """The codes with their grid, apart from `smooth`."""
+        return Quantized(
+            self.grid, self.out_features, self.in_features, self.codes, self.scales, self.offsets
+        )
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight in the model's dtype, made anew at each call: [N, D]."""
+        weight = self.made.weight(torch.promote_types(self.place.dtype, torch.float32))
+        return (weight if self.smooth is None else weight * self.smooth).to(self.place.dtype)
+
+    @property
+    def size(self) -> int:
+        """Bytes of all its tensors."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.buffers())
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Move to another device; scales keep their dtype, since codes were chosen for them."""
+        kept = {name: getattr(self, name) for name in PARTS if getattr(self, name) is not None}
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, before in kept.items():
+            setattr(self, name, before.to(self.place.device))
+        return self
+
+    def extra_repr(self) -> str:
+        """Return the line that `print(model)` shows."""
+        kind = "symmetric" if self.grid.symmetric else "with offsets"
+        return (
+            f"{self.in_features}, {self.out_features}, int{self.grid.bits}, {self.grid.group} a scale, {kind}"
+        )
+
+
+class QuantizedLinear(QuantizedWeight):
+    """A linear layer whose weight is kept in few bits."""
+
+    def __init__(
+        self,
+        made: Quantized,
+        bias: Tensor | None = None,
+        smooth: Tensor | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__(made, smooth, dtype)
+        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., D] -> [..., N]."""
+        return nnf.linear(x, self.weight.to(x.dtype), self.bias)
+
+
+class QuantizedTable(QuantizedWeight):
+    """A token table whose rows are kept in few bits, by themselves or as those of a `QuantizedLinear`."""
+
+    def __init__(self, layer: QuantizedWeight) -> None:
+        super().__init__(layer.made, layer.smooth, layer.place.dtype)
+        self.num_embeddings, self.embedding_dim = self.out_features, self.in_features
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """[...] -> [..., D]."""
+        weight = self.made.of_rows(ids.flatten(), torch.float32)
+        weight = weight if self.smooth is None else weight * self.smooth
+        return weight.to(self.place.dtype).view(*ids.shape, self.in_features)
+
+
+def empty_layer(
+    grid: Grid, out: int, columns: int, smooth: bool, bias: bool, **where: Any
+) -> QuantizedLinear:
+    """Return a layer of this form for tensors that are at hand: on the meta device it costs no memory."""
+    size = math.ceil(columns / BLOCK) * BLOCK * TILE // (8 // grid.bits)
+    tiles, dtype = math.ceil(out / TILE), torch.uint8 if grid.bits == 4 else torch.int8
+    scales = torch.empty(tiles, grid.groups(columns), TILE, dtype=torch.bfloat16, **where)
+    codes, offsets = (
+        torch.empty(tiles, size, dtype=dtype, **where),
+        None if grid.symmetric else scales.clone(),
+    )
+    return QuantizedLinear(
+        Quantized(grid, out, columns, codes, scales, offsets),
+        torch.empty(out, **where) if bias else None,
+        torch.empty(columns, **where) if smooth else None,
+    )
+
+
+def rounded_inputs(layer: QuantizedLinear, x: Tensor) -> Tensor:
+    """Return the inputs as the products in `fast` read them, 8 bits by runs of 32: [..., D] -> [..., D]."""
+    x, smooth = (x, 1.0) if layer.smooth is None else (x * layer.smooth, layer.smooth)
+    runs = nnf.pad(x, (0, -x.shape[-1] % BLOCK)).reshape(*x.shape[:-1], -1, BLOCK)
+    scales = (runs.abs().amax(-1, keepdim=True) / 127).clamp(min=torch.finfo(x.dtype).tiny)
+    return ((runs / scales).round() * scales).flatten(-2)[..., : x.shape[-1]] / smooth
+
+
+def rounding_bound(layer: QuantizedLinear, x: Tensor) -> Tensor:
+    """Return the most that rounding inputs to 8 bits, by runs of 32, adds to outputs: [..., D] -> [..., N].
+
+    This is the stated error of the products in `fast`, beside that of float32 sums: half of each run's scale
+    times the sum of the sizes of its weights.
+    """
+    x = x.float() if layer.smooth is None else x.float() * layer.smooth
+    room = -x.shape[-1] % BLOCK
+    scales = nnf.pad(x, (0, room)).view(*x.shape[:-1], -1, BLOCK).abs().amax(-1) / 127
+    sizes = nnf.pad(layer.made.weight(), (0, room)).abs().view(layer.out_features, -1, BLOCK).sum(-1)
+    return nnf.linear(scales, sizes) / 2
+
+
+def weight_of(part: nn.Module, name: str) -> Tensor:
+    """Return the weight of the layer called `name` within a part, of few bits or not: [N, D]."""
+    weight = part.get_submodule(name).weight
+    assert isinstance(weight, Tensor)
+    return weight
+
+
+def quantized_parts(model: nn.Module) -> dict[str, QuantizedWeight]:
+    """Return the layers and tables of few bits in a model, by name."""
+    return {name: part for name, part in model.named_modules() if isinstance(part, QuantizedWeight)}
+
+
+def few_bits(model: nn.Module) -> str:
+    """Say how many weights have few bits, and how many bytes they take."""
+    parts = {part.codes.data_ptr(): part for part in quantized_parts(model).values()}.values()
+    if not parts:
+        return ""
+    kinds = " and ".join(f"int{bits}" for bits in sorted({part.grid.bits for part in parts}))
+    weights, size = sum(one.in_features * one.out_features for one in parts), sum(one.size for one in parts)
+    return f"; {weights:,} in {kinds}, {size / 1e6:,.1f} MB"

@@ -1,0 +1,318 @@
+"""From requests to JSON and server-sent events: the jobs of a body, followed from the event loop."""
+
+import asyncio
+import contextlib
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from fastapi import Request
+from fastapi.concurrency import run_in_threadpool
+
+from clearhead.errors import ClearheadError, refuse
+from clearhead.hub.tokens.labels import decoded
+from clearhead.learn.tasks.chat import turn_of
+from clearhead.run.bundle import Bundle
+from clearhead.run.generate.request import FORMS
+from clearhead.run.generate.stream import TextStream
+from clearhead.run.serve.constraints import check_form
+from clearhead.run.serve.engine import ServeEngine
+from clearhead.run.serve.jobs import Asked, Job
+from clearhead.run.serve.metrics import Metrics
+from clearhead.run.serve.protocol import MOST_INPUTS, ChatBody, CompletionBody, finish_reason
+
+DEFAULT_TOKENS = 16  # of a completion, as OpenAI's
+LOOK = 0.2  # seconds between two looks at whether the client is still there
+
+
+def completion(engine: ServeEngine, name: str, body: CompletionBody, owner: str = "") -> "ServedTexts":
+    """Return what a body of `/v1/completions` asks for; one `owner` shares its cached prefixes."""
+    most = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
+    refuse(most == 0 and not body.echo, "max_tokens 0 writes nothing: ask for 1 or more, or for echo")
+    refuse(engine.m.tokenizer is None, "this model has no tokenizer: it cannot be served as text")
+    salt = f"{owner}:{body.cache_salt or ''}"
+    asked = Asked(salt, body.logprobs if body.echo else None, most == 0, body.seconds)
+    asked = replace(asked, inside=tuple(body.inside or ()), adapter=name if name in engine.adapters else "")
+    options, seeds = body.options(max(1, most)), body.seeds(body.n or 1)
+    return ServedTexts(
+        engine, name, False, body.prompts(), options, seeds, asked, body.logprobs, bool(body.echo)
+    )
+
+
+def conversation(engine: ServeEngine, name: str, body: ChatBody, owner: str = "") -> "ServedTexts":
+    """Return what a body of `/v1/chat/completions` asks for; one `owner` shares its cached prefixes."""
+    refuse(
+        body.max_tokens is not None and body.max_completion_tokens is not None,
+        "max_tokens and max_completion_tokens are the same: give one of them",
+    )
+    most = body.max_completion_tokens or body.max_tokens or 0
+    ids, options = turn_of(engine.m, body.messages, body.chat_template_kwargs or {}, body.options(most))
+    options["max_new_tokens"] = most or max(1, engine.longest - len(ids))
+    adapter = name if name in engine.adapters else ""
+    salt = f"{owner}:{body.cache_salt or ''}"
+    asked = Asked(salt, None, False, body.seconds, adapter, tuple(body.inside or ()))
+    return ServedTexts(engine, name, True, [ids], options, body.seeds(body.n or 1), asked, body.best)
+
+
+class NewsBox:
+    """What each choice has written since it was last read: who reads slowly gets fewer and longer pieces."""
+
+    def __init__(self) -> None:
+        self._new: dict[int, tuple[str, int, bool]] = {}
+        self._any = asyncio.Event()
+
+    def put(self, number: int, text: str, count: int, ended: bool) -> None:
+        """Add to what is new of a choice: its text, its tokens so far, whether it has ended."""
+        self._new[number] = (self._new.get(number, ("",))[0] + text, count, ended)
+        self._any.set()
+
+    async def get(self) -> tuple[int, str, int, bool]:
+        """Wait for news; return a choice's number and what is new of it."""
+        await self._any.wait()
+        number = next(iter(self._new))
+        news = self._new.pop(number)
+        if not self._new:
+            self._any.clear()
+        return number, *news
+
+
+@dataclass
+class ServedTexts:
+    """The texts that one body asks for: what to submit, the jobs, and their answer."""
+
+    engine: ServeEngine
+    model: str
+    chat: bool
+    prompts: Sequence[str | list[int]]
+    options: dict[str, Any]
+    seeds: list[int]  # of the choices of each prompt
+    asked: Asked
+    best: int | None = None  # tokens reported at each step; None: nothing is reported
+    echo: bool = False
+    cited: dict[str, Any] = field(default_factory=dict)  # said once, in the answer or in the first event
+    jobs: list[Job] = field(default_factory=list)
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def __post_init__(self) -> None:
+        self.id = f"{'chatcmpl' if self.chat else 'cmpl'}-{uuid.uuid4().hex}"
+        self.news = NewsBox()
+        self.places: dict[int, Places] = {}  # by choice
+        if self.best is not None:
+            self.options |= {"logprobs": True, "alternatives": self.best}
+        choices = len(self.prompts) * len(self.seeds)
+        refuse(
+            choices > MOST_INPUTS,
+            f"{len(self.prompts)} prompts with {len(self.seeds)} choices each: "
+            f"at most {MOST_INPUTS} texts in one request",
+        )
+        refuse(
+            choices > 1 and self.asked.inside, f"inside is given for one text, and {choices} are asked for"
+        )
+
+    def submit(self, told: Callable[[int, Job, str], None] | None = None) -> None:
+        """Put every choice of every prompt into the line, or none; `told` is called from the engine."""
+        for name in FORMS & self.options.keys():
+            check_form((name, self.options[name]))
+        try:
+            for prompt in self.prompts:
+                first: Job | None = None
+                for seed in self.seeds:
+                    tell = None if told is None else partial(told, len(self.jobs))
+                    given = self.options | {"seed": seed}
+                    job = self.engine.submit(prompt, given, self.asked, tell, first, bool(self.jobs))
+                    first = first or job
+                    self.jobs.append(job)
+        except BaseException:
+            self.cancel()
+            raise
+
+    async def begin(self, metrics: Metrics, stream: bool) -> None:
+        """Submit from a thread, and follow the jobs in a queue of this event loop: their tokens, or ends."""
+        loop = asyncio.get_running_loop()
+
+        def told(number: int, job: Job, new: str) -> None:
+            if job.done:
+                metrics.keep(job)
+            if not stream and not job.done:
+                return  # waking the loop for each token takes time from the engine
+            loop.call_soon_threadsafe(self.news.put, number, new, len(job.row.ids), job.done)
+
+        await run_in_threadpool(self.submit, told)
+
+    def cancel(self) -> None:
+        """End what has not ended: nobody reads it."""
+        for job in self.jobs:
+            job.cancel()
+
+    async def whole(self, request: Request) -> dict[str, Any]:
+        """Wait for every choice, as long as the client does; return the answer."""
+        left, looked = len(self.jobs), time.monotonic()
+        try:
+            while left:
+                with contextlib.suppress(TimeoutError):
+                    left -= (await asyncio.wait_for(self.news.get(), LOOK))[3]
+                if time.monotonic() - looked > LOOK:
+                    refuse(await request.is_disconnected(), "the client has gone")
+                    looked = time.monotonic()
+        finally:
+            self.cancel()
+        return self.answer()
+
+    def answer(self) -> dict[str, Any]:
+        """Return the answer, once every job has ended."""
+        choices = [self._choice(number, job) for number, job in enumerate(self.jobs)]
+        kind = "chat.completion" if self.chat else "text_completion"
+        return {**self._head(kind), "choices": choices, "usage": self.usage()}
+
+    def _choice(self, number: int, job: Job) -> dict[str, Any]:
+        found = job.wait(0)
+        made: dict[str, Any] = {"index": number, "finish_reason": finish_reason(found.stop_reason)}
+        if self.chat:
+            made["message"] = {"role": "assistant", "content": found.text, "refusal": None}
+        else:
+            made["text"] = self._echoed(job) + (found.text or "")
+        made["logprobs"] = self._logprobs(number, job, 0, len(found.ids), self.echo)
+        if job.inside is not None:
+            made["inside"], job.inside = job.inside, None  # it is large, and told once
+        return made
+
+    def _echoed(self, job: Job) -> str:
+        return decoded(self.engine.m.text_tokenizer, job.row.prompt) if self.echo else ""
+
+    async def stream(self, usage: bool) -> AsyncIterator[str]:
+        """Yield server-sent events, as they come; a client that goes away cancels what is left."""
+        kind = "chat.completion.chunk" if self.chat else "text_completion"
+        more: dict[str, Any] = {"usage": None} if usage else {}
+
+        def event(choices: list[dict[str, Any]], **named: Any) -> str:
+            return f"data: {json.dumps({**self._head(kind), 'choices': choices, **more, **named})}\n\n"
+
+        try:
+            for number in range(len(self.jobs) if self.chat else 0):
+                yield event([self._chunk(number, {"role": "assistant", "content": ""})])
+            shown, left, echoes = [0] * len(self.jobs), len(self.jobs), {*range(len(self.jobs) * self.echo)}
+            while left:
+                number, new, count, ended = await self.news.get()
+                job = self.jobs[number]
+                if ended and job.error is not None:
+                    raise job.error
+                if number in echoes:  # its log-probabilities are known by now
+                    echoes.remove(number)
+                    yield event([self._chunk(number, self._echoed(job), job, prompt=True)])
+                if new or (self.best is not None and count > shown[number]):
+                    content = {"content": new} if self.chat else new
+                    yield event([self._chunk(number, content, job, shown[number], count)])
+                    shown[number] = count
+                if ended:
+                    left -= 1
+                    last = self._chunk(number, {} if self.chat else "")
+                    last["finish_reason"] = finish_reason(job.row.stop_reason)
+                    if job.inside is not None:
+                        last["inside"], job.inside = job.inside, None
+                    yield event([last])
+            if usage:
+                yield event([], usage=self.usage())
+            yield "data: [DONE]\n\n"
+        except Exception as error:
+            yield f"data: {json.dumps(error_body(error))}\n\n"
+        finally:
+            self.cancel()
+
+    def _chunk(
+        self,
+        number: int,
+        content: Any,
+        job: Job | None = None,
+        start: int = 0,
+        stop: int = 0,
+        prompt: bool = False,
+    ) -> dict[str, Any]:
+        logprobs = None if job is None else self._logprobs(number, job, start, stop, prompt)
+        return {
+            "index": number,
+            "delta" if self.chat else "text": content,
+            "logprobs": logprobs,
+            "finish_reason": None,
+        }
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        cited, self.cited = self.cited, {}
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model, **cited}
+
+    def usage(self) -> dict[str, Any]:
+        """Return how many tokens were read and written."""
+        asked = {id(job.after or job): job for job in self.jobs}.values()  # choices share a prompt
+        read, cached = sum(job.prompt_tokens for job in asked), sum(job.cached for job in asked)
+        made = sum(len(job.row.ids) for job in self.jobs)
+        details = {"prompt_tokens_details": {"cached_tokens": cached}}
+        return {"prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made, **details}
+
+    def _logprobs(self, number: int, job: Job, start: int, stop: int, prompt: bool) -> dict[str, Any] | None:
+        """Return the log-probabilities of new tokens `start` to `stop`; of the prompt first, if asked for."""
+        if self.best is None:
+            return None
+        m, row = self.engine.m, job.row
+        ids, values = row.ids[start:stop], list[float | None](row.logprobs[start:stop])
+        best = [dict(one) for one in row.alternatives[start:stop]] or [{} for _ in ids]
+        if self.chat:
+            content = [
+                {**_entry(m, token, value), "top_logprobs": [_entry(m, t, v) for t, v in tops.items()]}
+                for token, value, tops in zip(ids, values, best)
+            ]
+            return {"content": content, "refusal": None}
+        places = self.places.setdefault(number, Places(m, 0 if self.echo else len(row.prompt)))
+        begin = places.of(row.prompt + row.ids[:stop], 0 if prompt else len(row.prompt) + start)
+        if prompt:
+            ids = row.prompt + ids
+            values = [None, *job.prompt_logprobs, *values]
+            best = [{}, *map(dict, job.prompt_alternatives), *best]
+        return {
+            "tokens": [token_text(m, token) for token in ids],
+            "token_logprobs": values,
+            "top_logprobs": [
+                None if value is None else {token_text(m, t): v for t, v in [*tops.items(), (token, value)]}
+                for token, value, tops in zip(ids, values, best)
+            ],
+            "text_offset": begin,
+        }
+
+
+def token_text(m: Bundle, token: int) -> str:
+    """Return how one token reads by itself."""
+    return decoded(m.text_tokenizer, [token], special=True)
+
+
+def _entry(m: Bundle, token: int, value: float | None) -> dict[str, Any]:
+    text = token_text(m, token)
+    return {"token": text, "logprob": value, "bytes": list(text.encode("utf-8", "replace"))}
+
+
+class Places:
+    """Where the text of each token begins, followed as it grows; the first `skipped` do not count."""
+
+    def __init__(self, m: Bundle, skipped: int) -> None:
+        self._stream, self._skipped = TextStream(m.text_tokenizer), skipped
+        self._read = self._length = 0
+
+    def of(self, ids: list[int], start: int) -> list[int]:
+        """Return where tokens `start` and later begin; what an earlier call was given is not read again."""
+        found = []
+        for place in range(self._read, len(ids)):
+            if place >= start:
+                found.append(self._length)
+            new = self._stream.push(ids[place])
+            self._length += len(new) if place >= self._skipped else 0
+        self._read = len(ids)
+        return found
+
+
+def error_body(error: BaseException) -> dict[str, Any]:
+    """Return an error as OpenAI's clients read it."""
+    mine = isinstance(error, ClearheadError)
+    line = str(error) if mine else f"something went wrong: {type(error).__name__}"
+    kind = "invalid_request_error" if mine else "server_error"
+    return {"error": {"message": line, "type": kind, "param": None, "code": None}}

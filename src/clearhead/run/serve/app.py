@@ -1,0 +1,262 @@
+"""The HTTP routes: OpenAI's, and those around them. The engines' threads do the work, and this loop waits."""
+
+import json
+import logging
+import re
+import time
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import asynccontextmanager
+from importlib.metadata import version
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.concurrency import run_in_threadpool
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.exceptions import HTTPException
+
+from clearhead.errors import BusyError, ClearheadError, InputError, nearest, refuse
+from clearhead.learn.tasks import ranking, reading
+from clearhead.run.serve import protocol, vectors
+from clearhead.run.serve.answers import LOOK, ServedTexts, completion, conversation, error_body, token_text
+from clearhead.run.serve.engine import ServeEngine
+from clearhead.run.serve.guard import OWNER, Guard
+from clearhead.run.serve.metrics import Metrics
+from clearhead.run.serve.page import add_page
+from clearhead.run.serve.passages import ServedPassages
+
+RETRY_AFTER = "1"
+KIND = re.compile(r"constrained-|(list|dict)\[|(str|bool|int|float|Schema)$")  # as pydantic names kinds
+LOG = logging.getLogger("clearhead.run.serve")
+
+
+def make_server(
+    engines: Mapping[str, ServeEngine],
+    host: str = "127.0.0.1",
+    keys: Collection[str] = (),
+    drain: float = 30.0,
+    passages: ServedPassages | None = None,
+    page: bool = False,
+    log_prompts: bool = False,
+    share_prefix_cache: bool = False,
+) -> FastAPI:
+    """Return the routes for models by name; the first is the one a request without a name gets.
+
+    `page`: show what is done at /, and what was asked and answered in the explorer. `log_prompts`: write what
+    is asked to the log `clearhead.run.serve`, a line of JSON for each request; else nothing of it is written.
+    `share_prefix_cache`: requests with different keys share cached prefixes too; else a request finds those
+    of its own key alone, since how many of its tokens were cached tells what others have asked.
+    """
+    metrics = Metrics()
+    named = {**engines, **{name: engine for engine in engines.values() for name in engine.adapters}}
+    known = list(named)
+
+    @asynccontextmanager
+    async def life(app: FastAPI) -> Any:
+        for engine in engines.values():
+            engine.start()
+        yield
+        for engine in engines.values():
+            await run_in_threadpool(engine.close, drain)
+
+    # FastAPI's own pages of the routes would fetch scripts from elsewhere.
+    app = FastAPI(
+        title="clearhead", version=version("clearhead"), lifespan=life, docs_url=None, redoc_url=None
+    )
+    app.add_middleware(Guard, host=host, keys=keys, settle=next(iter(engines.values())).settle)
+
+    @app.exception_handler(RequestValidationError)
+    async def wrong_body(request: Request, error: RequestValidationError) -> Response:
+        return _error(400, *_in_words(error, request.headers.get("content-type", "")))
+
+    @app.exception_handler(ClearheadError)
+    async def refused(request: Request, error: ClearheadError) -> Response:
+        if isinstance(error, BusyError):
+            return _error(429, str(error), headers={"Retry-After": RETRY_AFTER})
+        return _error(400, str(error))
+
+    @app.exception_handler(HTTPException)
+    async def http_error(request: Request, error: HTTPException) -> Response:
+        return _error(error.status_code, str(error.detail))
+
+    @app.exception_handler(Exception)
+    async def broken(request: Request, error: Exception) -> Response:
+        return JSONResponse(error_body(error), 500)
+
+    def engine_of(name: str | None) -> tuple[str, ServeEngine]:
+        found = known[0] if name is None else name
+        if found not in named:
+            raise HTTPException(
+                404, f'model "{found}"{nearest(found, known)} is not here: {", ".join(known)} are'
+            )
+        return found, named[found]
+
+    def note(engine: ServeEngine, inputs: Sequence[Any]) -> None:
+        if log_prompts:
+            ids = (isinstance(one, list) and all(isinstance(token, int) for token in one) for one in inputs)
+            texts = [engine.m.decode(one) if coded else one for one, coded in zip(inputs, ids)]
+            LOG.info("%s", json.dumps({"prompts": texts}))  # escaped: a prompt is never a line of its own
+
+    def owner_of(request: Request) -> str:
+        return "" if share_prefix_cache else str(request.scope.get(OWNER, ""))
+
+    async def cite(engine: ServeEngine, body: Any) -> dict[str, Any]:
+        return {} if passages is None else {"passages": await run_in_threadpool(passages.put, engine, body)}
+
+    async def answered(
+        choices: ServedTexts, body: protocol.Writing, request: Request, cited: dict[str, Any]
+    ) -> Response:
+        choices.cited = cited
+        note(choices.engine, choices.prompts)
+        await choices.begin(metrics, bool(body.stream))
+        if body.stream:
+            usage = body.stream_options is not None and body.stream_options.include_usage
+            return StreamingResponse(choices.stream(usage), media_type="text/event-stream")
+        return JSONResponse(await choices.whole(request))
+
+    @app.post("/v1/completions")
+    async def completions(body: protocol.CompletionBody, request: Request) -> Response:
+        name, engine = engine_of(body.model)
+        engine.check_room()  # before anything is encoded
+        cited = await cite(engine, body)
+        return await answered(completion(engine, name, body, owner_of(request)), body, request, cited)
+
+    @app.post("/v1/chat/completions")
+    async def chat(body: protocol.ChatBody, request: Request) -> Response:
+        name, engine = engine_of(body.model)
+        engine.check_room()
+        cited = await cite(engine, body)
+        choices = await run_in_threadpool(conversation, engine, name, body, owner_of(request))
+        return await answered(choices, body, request, cited)
+
+    async def read(engine: ServeEngine, inputs: Sequence[Any], run: Any, request: Request) -> Sequence[Any]:
+        """Let the engine read inputs, as long as the client waits."""
+        note(engine, inputs)
+        one = engine.read(inputs, run)
+        while not await run_in_threadpool(one.done.wait, LOOK):
+            if await request.is_disconnected():
+                one.cancelled = True
+                raise ClearheadError("the client has gone")
+        return one.wait(0)
+
+    @app.post("/v1/embeddings")
+    async def embeddings(body: protocol.EmbeddingsBody, request: Request) -> Response:
+        name, engine = engine_of(body.model)
+        refuse(
+            body.prompt_name is not None and engine.m.sentences is None,
+            f"prompt_name {body.prompt_name!r}: this model has no prompts "
+            "(config_sentence_transformers.json)",
+        )
+        found = await read(engine, body.texts(), vectors.embedding(body.prompt_name), request)
+        pieces = vectors.written(name, found, body.encoding_format == "base64")
+        return StreamingResponse(pieces, media_type="application/json")
+
+    @app.post("/v1/classify")
+    async def classify(body: protocol.TextsBody, request: Request) -> Response:
+        name, engine = engine_of(body.model)
+        found = await read(engine, body.texts(), reading.classify, request)
+        data = [
+            {"index": n, "label": one.label, "probability": one.probability, "scores": one.scores}
+            for n, one in enumerate(found)
+        ]
+        return JSONResponse({"object": "list", "data": data, "model": name})
+
+    async def scored(body: protocol.PairsBody, request: Request) -> tuple[str, list[float]]:
+        """Return how well each document answers the query, by a model of pairs or by the angle of vectors."""
+        name, engine = engine_of(body.model)
+        if ranking.reads_pairs(engine.m):
+            pairs = [(body.query, text) for text in body.documents]
+            return name, [one.probability for one in await read(engine, pairs, reading.classify, request)]
+        found = await read(engine, [body.query, *body.documents], vectors.embedding(None), request)
+        return name, ranking.cosines([vector for vector, _ in found])
+
+    @app.post("/v1/rerank")
+    async def rerank(body: protocol.PairsBody, request: Request) -> Response:
+        name, scores = await scored(body, request)
+        results = [
+            {"index": one.index, "document": {"text": one.text}, "relevance_score": one.score}
+            for one in ranking.ranked(scores, body.documents, body.top_n)
+        ]
+        return JSONResponse({"model": name, "results": results})
+
+    @app.post("/v1/score")
+    async def score(body: protocol.PairsBody, request: Request) -> Response:
+        refuse(body.top_n is not None, "top_n is for rerank: score gives every document, in its order")
+        name, scores = await scored(body, request)
+        data = [{"index": n, "object": "score", "score": one} for n, one in enumerate(scores)]
+        return JSONResponse({"object": "list", "model": name, "data": data})
+
+    @app.post("/tokenize")
+    def tokenize(body: protocol.TokenizeBody) -> Response:  # in a thread: a long text takes its time
+        m = engine_of(body.model)[1].m
+        encoding = m.text_tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens)
+        texts = {token: token_text(m, token) for token in set(encoding.ids)}
+        found = {"tokens": encoding.ids, "token_strs": [texts[token] for token in encoding.ids]}
+        # Made here: FastAPI would look at each token, in the loop that all others wait for.
+        return JSONResponse({**found, "count": len(encoding.ids), "max_model_len": m.max_length})
+
+    @app.post("/detokenize")
+    def detokenize(body: protocol.DetokenizeBody) -> Any:
+        return {"prompt": engine_of(body.model)[1].m.decode(body.tokens)}
+
+    @app.get("/v1/models")
+    async def models() -> Any:
+        data = [
+            {
+                "id": name,
+                "object": "model",
+                "created": begun,
+                "owned_by": "clearhead",
+                "max_model_len": engine.m.max_length,
+            }
+            for name, engine in named.items()
+        ]
+        return {"object": "list", "data": data}
+
+    @app.get("/health")
+    async def health() -> Response:
+        ill = [name for name, engine in engines.items() if not engine.well]
+        return _error(503, f"{', '.join(ill)}: work waits and nothing moves") if ill else Response()
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        closed = any(engine.closed for engine in engines.values())
+        return _error(503, "the server is ending") if closed else Response()
+
+    @app.get("/version")
+    async def about() -> Any:
+        return {"version": version("clearhead"), "exact": {name: one.exact for name, one in engines.items()}}
+
+    @app.get("/metrics")
+    async def figures() -> Response:
+        return PlainTextResponse(metrics.text(engines))
+
+    if page:
+        add_page(app, engines, host)
+    begun = int(time.time())
+    return app
+
+
+def _in_words(error: RequestValidationError, content_type: str) -> tuple[str, str | None]:
+    """Return what is wrong with a body, field by field, and the first such field."""
+    lines, fields = [], []
+    for one in error.errors()[:5]:
+        # A field of several kinds is tried as each of them, and the kind stands in the place too.
+        names = [str(part) for part in one["loc"][1:] if not KIND.match(str(part))]
+        field, what = ".".join(names), one["msg"]
+        if one["type"] == "json_invalid":
+            field, what = "", f"no JSON: {one['ctx']['error']} at character {one['loc'][1]}"
+        elif not field and "json" not in content_type:
+            what = f'of type "{content_type}": send it as Content-Type: application/json'
+        unknown = one["type"] == "extra_forbidden"
+        lines.append(f'"{field}" is not a field of this request' if unknown else f"{field or 'body'}: {what}")
+        fields.append(field)
+    return "; ".join(dict.fromkeys(lines)), next(iter(fields), None) or None
+
+
+def _error(
+    status: int, line: str, param: str | None = None, headers: Mapping[str, str] | None = None
+) -> Response:
+    body = error_body(InputError(line))
+    body["error"]["param"] = param
+    return JSONResponse(body, status, dict(headers or {}))

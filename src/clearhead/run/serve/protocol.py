@@ -1,0 +1,233 @@
+"""What the routes take, in the words of OpenAI's API; a field that is not here is refused by name."""
+
+import json
+import re
+import secrets
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from clearhead.errors import refuse, refusing
+from clearhead.run.generate.request import FORMS
+
+MOST_CHOICES = 16  # of one prompt
+MOST_INPUTS = 2048  # prompts or texts of one request
+MOST_BEST = 20  # tokens reported at each step
+MOST_FIELDS = 100  # of an object; each that is unknown would be a line of the refusal
+Id = Annotated[int, Field(ge=0, lt=2**31)]
+# The first wrong one refuses all: millions of refusals take minutes.
+Ids = Annotated[list[Id], Field(fail_fast=True)]
+Names = Annotated[list[Annotated[str, Field(max_length=200)]], Field(fail_fast=True)]
+Text = Annotated[str, Field(max_length=1_000_000)]
+Fields = Annotated[dict[str, Any], Field(max_length=MOST_FIELDS)]
+Schema = dict[str, Any] | bool | str
+Stop = Annotated[str, Field(min_length=1, max_length=1000)]
+Stops = Annotated[list[Stop], Field(max_length=16)]
+Count = Annotated[int, Field(ge=0, lt=2**31)]  # of tokens, and the like
+
+
+class FewFields(BaseModel):
+    """An object whose fields are all known, and few; "5", true and 5.0 are no integers, as with OpenAI."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _few(cls, given: Any) -> Any:
+        if isinstance(given, dict) and len(given) > MOST_FIELDS:
+            raise ValueError(f"{len(given)} fields: at most {MOST_FIELDS}")
+        return given
+
+
+class Body(FewFields):
+    """The base of every body."""
+
+    model: str | None = None
+    user: str | None = None  # taken, as every client may say it, and not used
+
+
+class StreamOptions(FewFields):
+    """What a stream holds beside the text."""
+
+    include_usage: bool = False
+
+
+class NamedSchema(FewFields):
+    """A JSON schema in a response format; the answer is held to it, `strict` or not."""
+
+    name: str
+    description: str | None = None
+    given: Annotated[Schema, Field(alias="schema")]
+    strict: bool | None = None
+
+
+class ResponseFormat(FewFields):
+    """How the answer is written, in OpenAI's words."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = None
+
+
+class StructuredOutputs(FewFields):
+    """How the answer is written, in vLLM's words."""
+
+    json_: Annotated[Schema | None, Field(alias="json")] = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: Annotated[list[str], Field(min_length=1, max_length=1000)] | None = None
+    grammar: str | None = None
+
+
+class Writing(Body):
+    """What every request for a text may say."""
+
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Count | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    typical_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-100, le=100)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-100, le=100)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    no_repeat_ngram: Count | None = None
+    min_tokens: Count | None = None
+    stop: Stop | Stops | None = None
+    stop_token_ids: Annotated[list[Id], Field(max_length=64)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    cache_salt: Annotated[str, Field(max_length=1000)] | None = None
+    seconds: Annotated[float, Field(gt=0, le=86_400)] | None = None  # the deadline
+    inside: Names | None = None  # activations to see
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    json_schema: Schema | None = None
+    regex: str | None = None
+    grammar: str | None = None
+
+    def form(self) -> dict[str, str]:
+        """Return the form that the answer is held to, as an option of `generate`."""
+        found: list[tuple[str, Any]] = [(name, getattr(self, name)) for name in FORMS]
+        stated, theirs = self.response_format, self.structured_outputs
+        if stated is not None:
+            schema = None if stated.json_schema is None else stated.json_schema.given
+            refuse(
+                (schema is None) == (stated.type == "json_schema"),
+                "response_format.json_schema belongs to the type json_schema, and that type to it",
+            )
+            found.append(("json_schema", {"type": "object"} if stated.type == "json_object" else schema))
+        if theirs is not None:
+            choices = None if theirs.choice is None else "|".join(map(re.escape, theirs.choice))
+            found += [("json_schema", theirs.json_), ("regex", theirs.regex), ("regex", choices)]
+            found += [("grammar", theirs.grammar)]
+            found += [("json_schema", {"type": "object"})] if theirs.json_object else []
+        given = [(name, value) for name, value in found if value is not None]
+        names = " and ".join(name for name, _ in given)
+        refuse(len(given) > 1, f"{names} were given: an answer has one form")
+        with refusing("the schema cannot be read"):
+            return {name: value if isinstance(value, str) else json.dumps(value) for name, value in given}
+
+    def options(self, most: int) -> dict[str, Any]:
+        """Return the options of `generate`; without a temperature texts are drawn, as OpenAI's are."""
+        refuse(
+            self.stream_options is not None and not self.stream,
+            "stream_options without stream: true: leave them out",
+        )
+        same = ("top_p", "top_k", "min_p", "typical_p", "presence_penalty", "frequency_penalty")
+        given = {name: getattr(self, name) for name in (*same, "repetition_penalty", "no_repeat_ngram")}
+        given |= {"min_new_tokens": self.min_tokens, "stop_tokens": self.stop_token_ids, "stop": self.stop}
+        asked = {name: value for name, value in given.items() if value is not None}
+        temperature = 1.0 if self.temperature is None else self.temperature
+        return {"max_new_tokens": most, "temperature": temperature, **asked, **self.form()}
+
+    def seeds(self, count: int) -> list[int]:
+        """Return the seed of each choice."""
+        first = secrets.randbits(62) if self.seed is None else self.seed
+        return [(first + number) % 2**63 for number in range(count)]
+
+
+class CompletionBody(Writing):
+    """`/v1/completions`."""
+
+    prompt: (
+        Text
+        | Ids
+        | Annotated[list[Text], Field(fail_fast=True)]
+        | Annotated[list[Ids], Field(fail_fast=True)]
+    )
+    max_tokens: Count | None = None
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MOST_BEST)] | None = None
+
+    def prompts(self) -> list[str | list[int]]:
+        """Return every prompt."""
+        given: Any = self.prompt
+        single = isinstance(given, str) or (given and isinstance(given[0], int))
+        prompts = [given] if single else list(given)
+        refuse(not prompts or not all(prompts), "prompt is empty: give one token at least")
+        refuse(len(prompts) > MOST_INPUTS, f"{len(prompts)} prompts: at most {MOST_INPUTS} in one request")
+        return prompts
+
+
+class ChatBody(Writing):
+    """`/v1/chat/completions`."""
+
+    messages: Annotated[list[Fields], Field(min_length=1, max_length=10_000, fail_fast=True)]
+    max_tokens: Annotated[Count, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[Count, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_BEST)] | None = None
+    chat_template_kwargs: Fields | None = None
+
+    @property
+    def best(self) -> int | None:
+        """How many of the best tokens to report; None: report nothing."""
+        refuse(
+            self.top_logprobs is not None and not self.logprobs,
+            "top_logprobs without logprobs: true: leave it out",
+        )
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class TextsBody(Body):
+    """Texts to read: `input` is one or a list."""
+
+    input: Text | Annotated[list[Text], Field(min_length=1, max_length=MOST_INPUTS)]
+
+    def texts(self) -> list[str]:
+        """Return every text."""
+        return [self.input] if isinstance(self.input, str) else self.input
+
+
+class EmbeddingsBody(TextsBody):
+    """`/v1/embeddings`."""
+
+    encoding_format: Literal["float", "base64"] | None = None
+    prompt_name: Annotated[str, Field(max_length=1000)] | None = None
+
+
+class PairsBody(Body):
+    """`/v1/rerank` and `/v1/score`: one text, and others to compare with it."""
+
+    query: Text
+    documents: Annotated[list[Text], Field(min_length=1, max_length=MOST_INPUTS)]
+    top_n: Annotated[Count, Field(ge=1)] | None = None
+
+
+class TokenizeBody(Body):
+    """`/tokenize`."""
+
+    prompt: Text
+    add_special_tokens: bool = True
+
+
+class DetokenizeBody(Body):
+    """`/detokenize`."""
+
+    tokens: Annotated[Ids, Field(max_length=1_000_000)]
+
+
+def finish_reason(stop_reason: str) -> str:
+    """Return OpenAI's word for why a text has ended."""
+    return "stop" if stop_reason in ("eos", "stop") else "length"

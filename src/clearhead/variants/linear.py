@@ -1,0 +1,317 @@
+"""Linear attention: the softmax is replaced by a product of features, so time and memory grow with T alone.
+
+    out_i = Σ_j (φ(q_i) · φ(k_j)) v_j  /  Σ_j (φ(q_i) · φ(k_j))
+
+`FEATURES` has the maps φ, and `attend_linear` the formula. Both sums are over φ(k_j) [v_j, 1]ᵀ, a matrix of
+constant size. A causal pass adds up such matrices chunk by chunk, and the last of them is the state that
+decoding carries on.
+
+Shapes: B batch, H heads, K key/value heads (H a multiple of K, G = H / K), T query length, S key length,
+E head width, F features, V value width and one, N chunks of C tokens.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, Self, cast
+
+import torch
+import torch.nn.functional as nnf
+from torch import Tensor
+
+from clearhead.core.dtypes import uncast, wide
+from clearhead.errors import refuse
+
+CHUNK = 64  # tokens that a causal pass takes at once
+GROUP = 32  # chunks whose states are computed at once
+RELU_FLOOR = 1e-3  # added to relu features, as in Performer's generalised attention
+FAVOR_FLOOR = 1e-12  # below any feature that counts; keeps the normaliser away from zero
+SMALLEST = 1e-20  # a normaliser nearer to zero than this has no meaning: the query saw nothing
+ABSENT = -1e30  # the log scale of a key that is not there; finite, since the difference of two is taken
+
+
+class Features(NamedTuple):
+    """Features of queries or keys: `values * exp(log_scale)`, the scale one number for each token.
+
+    The scale of a query stands above and below the fraction, so only that of the keys is used.
+    """
+
+    values: Tensor  # B H T F
+    log_scale: Tensor | None = None  # B H T; None: no scale
+
+
+class LinearState(NamedTuple):
+    """What causal linear attention carries from one call to the next, whatever their lengths."""
+
+    sums: Tensor  # B K F V: of features times [value, 1], divided by exp(peak)
+    peak: Tensor  # B K: the largest log scale among the keys
+    document: Tensor | None = None  # B: the document that the sums belong to
+
+
+def elu(x: Tensor, projection: Tensor | None = None) -> Features:
+    """Map x [B, H, T, E] to elu(x) + 1 (Katharopoulos et al. 2020), positive also where elu rounds to -1."""
+    x = wide(x)
+    return Features(x.clamp(max=0).exp() + x.relu())
+
+
+def relu(x: Tensor, projection: Tensor | None = None) -> Features:
+    """Map x [B, H, T, E] to relu(x) + 0.001 (Choromanski et al. 2021, generalised attention)."""
+    return Features(wide(x).relu() + RELU_FLOOR)
+
+
+def favor(
+    x: Tensor,
+    projection: Tensor,
+    scale: float | None = None,
+    kind: Literal["positive", "trigonometric"] = "positive",
+) -> Features:
+    """Map x [B, H, T, E] to random features whose products estimate exp(scale · q·k) (FAVOR+).
+
+    `projection` [F, E] is drawn by `orthogonal_features`; `scale` defaults to 1/sqrt(E). Each token is
+    divided by its own largest feature, and `log_scale` keeps the factor: nothing overflows, and no token's
+    features depend on another's. A maximum over all keys, as others take it, depends on padding, on the batch
+    and on later tokens. "trigonometric" features, twice F, estimate the same kernel with signs.
+    """
+    with uncast(x):
+        x = wide(x) * (x.shape[-1] ** -0.25 if scale is None else math.sqrt(scale))
+        projected = x @ projection.to(x.dtype).T  # B H T F
+        half_square = x.square().sum(-1) / 2
+    per_feature = math.log(projection.shape[0]) / 2
+    if kind == "trigonometric":
+        return Features(torch.cat([projected.sin(), projected.cos()], dim=-1), half_square - per_feature)
+    largest = projected.detach().amax(-1)
+    values = (projected - largest[..., None]).exp() + FAVOR_FLOOR
+    return Features(values, largest - half_square - per_feature)
+
+
+def orthogonal_features(n_features: int, d_head: int, seed: int, independent: bool = False) -> Tensor:
+    """Draw the projection of FAVOR+ [F, E]: Gaussian rows, orthogonal in blocks of E, or `independent`."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randn(n_features, d_head, generator=generator, dtype=torch.float64)
+    if independent:
+        return rows.float()
+    blocks = []
+    for _ in range(0, n_features, d_head):
+        turned, upper = torch.linalg.qr(torch.randn(d_head, d_head, generator=generator, dtype=torch.float64))
+        blocks.append(turned * upper.diagonal().sign())  # so that every rotation is equally likely
+    # Their norms are those of independent rows, so each row alone is Gaussian.
+    lengths: Tensor = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
+    return (torch.cat(blocks)[:n_features] * lengths).float()
+
+
+FEATURES: dict[str, Callable[..., Features]] = {
+    "elu": elu,
+    "relu": relu,
+    "favor": favor,
+}
+
+
+def attend_linear(
+    fq: Tensor,
+    fk: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    log_scale: Tensor | None = None,
+    real: Tensor | None = None,
+    documents: tuple[Tensor, Tensor] | None = None,
+    state: LinearState | None = None,
+    chunk: int = CHUNK,
+) -> tuple[Tensor, LinearState | None]:
+    """Attend with features fq [B, H, T, F], fk [B, K, S, F] to v [B, K, S, V-1]: [B, H, T, V-1], new state.
+
+    `log_scale` [B, K, S] belongs to fk. `real` [B|1, S] is False for padding, which adds nothing.
+    `documents` are the ids of queries [B|1, T] and of keys [B|1, S], in runs: a query sees its own document.
+    `state` stands for the tokens of earlier calls, so calls in pieces equal one call. If `causal`, queries
+    and keys are the same tokens. If not, a query sees every key and the state; packed rows have no state.
+    A query that sees nothing gets zeros, with finite gradients. States and sums are float32 at least.
+    """
+    (B, _, T, _), (_, K, S, _) = fq.shape, fk.shape
+    refuse(
+        causal and T != S, f"causal linear attention of {T} queries to {S} keys: give as many keys as queries"
+    )
+    refuse(
+        not causal and documents is not None and state is not None,
+        "linear attention without causality carries no state over packed documents: give one of the two",
+    )
+    with uncast(v):
+        values = nnf.pad(wide(v), (0, 1), value=1.0)  # B K S V
+        scale = None if log_scale is None else wide(log_scale)
+        if real is not None:
+            real = real.expand(B, S)
+            values = values.masked_fill(~real[:, None, :, None], 0.0)
+            scale = None if scale is None else scale.masked_fill(~real[:, None], ABSENT)
+        q, k, asked, known = wide(fq), wide(fk), None, None
+        if documents is not None:
+            asked, known = documents[0].expand(B, T), documents[1].expand(B, S)
+            scale = values.new_zeros(B, K, S) if scale is None else scale
+        if causal:
+            sums, after = _scan(q, k, values, scale, real, asked, known, state, min(chunk, max(T, 1)))
+        elif asked is None or known is None or scale is None:
+            sums, after = _whole(q, k, values, scale, state)
+        else:
+            sums, after = _by_document(q, k, values, scale, asked, known), None
+        weight = sums[..., -1:]
+        weight = weight.masked_fill(weight.abs() < SMALLEST, SMALLEST)  # may be negative for signed features
+        return (sums[..., :-1] / weight).to(v.dtype), after
+
+
+def _whole(
+    q: Tensor, k: Tensor, values: Tensor, scale: Tensor | None, state: LinearState | None
+) -> tuple[Tensor, LinearState]:
+    """Let every query see every key: two products."""
+    B, K, _, F = k.shape
+    peak = values.new_full((B, K), 0.0 if scale is None else ABSENT) if state is None else state.peak
+    sums = None if state is None else state.sums
+    if scale is not None:
+        highest = torch.cat([scale.detach(), peak[..., None]], dim=-1).amax(-1).clamp(min=ABSENT / 2)
+        values = values * (scale - highest[..., None]).exp()[..., None]
+        sums = None if sums is None else sums * (peak - highest).exp()[..., None, None]
+        peak = highest
+    new = k.mT @ values
+    sums = new if sums is None else sums + new
+    grouped = q.reshape(B, K, -1, F) @ sums  # B K G·T V
+    return grouped.reshape(B, q.shape[1], -1, sums.shape[-1]), LinearState(sums, peak, None)
+
+
+def _by_document(q: Tensor, k: Tensor, values: Tensor, scale: Tensor, asked: Tensor, known: Tensor) -> Tensor:
+    """Let every query see the keys of its document, one row and one document at a time."""
+    sums = values.new_zeros(*q.shape[:3], values.shape[-1])
+    for row in range(q.shape[0]):
+        for document in set(asked[row].tolist()):
+            queries, keys = asked[row] == document, known[row] == document
+            its_k, its_values, its_scale = (x[row, None][:, :, keys] for x in (k, values, scale))
+            its_q = q[row, None][:, :, queries]
+            sums[row, :, queries] = _whole(its_q, its_k, its_values, its_scale, None)[0][0]
+    return sums
+
+
+def _scan(
+    q: Tensor,
+    k: Tensor,
+    values: Tensor,
+    scale: Tensor | None,
+    real: Tensor | None,
+    asked: Tensor | None,
+    known: Tensor | None,
+    state: LinearState | None,
+    C: int,
+) -> tuple[Tensor, LinearState]:
+    """Let every query see the keys up to its own: those of its chunk by products, earlier ones by a state."""
+    (B, H, T, F), (K, V), more = q.shape, (k.shape[1], values.shape[-1]), -q.shape[2] % C
+    N, G = (T + more) // C, H // K
+    if state is None:
+        absent = values.new_full((B, K), 0.0 if scale is None else ABSENT)
+        state = LinearState(values.new_zeros(B, K, F, V), absent, None if known is None else known[:, 0])
+    q = nnf.pad(q, (0, 0, 0, more)).reshape(B, K, G, N, C, F).transpose(2, 3).reshape(B, K, N, G * C, F)
+    k = nnf.pad(k, (0, 0, 0, more)).reshape(B, K, N, C, F)
+    values = nnf.pad(values, (0, 0, 0, more)).reshape(B, K, N, C, V)
+    scores = product(q, k.mT).reshape(B, K, N, G, C, C)  # of the keys in the same chunk
+
+    if scale is None:
+        totals = torch.cat([state.sums[:, :, None], product(k.mT, values)], dim=2).cumsum(2)
+        after = state._replace(sums=totals[:, :, -1])
+        earlier = product(q, totals[:, :, :-1])  # B K N G·C V
+        scores = scores.tril()
+    else:
+        real = torch.ones(B, T, dtype=torch.bool, device=q.device) if real is None else real
+        visible = _Visible.of(real, asked, known, state.document, C, more)
+        scale = nnf.pad(scale, (0, more), value=ABSENT).reshape(B, K, N, C)
+        added = torch.where(visible.adds, scale, ABSENT)  # B K N C
+        peaks = added.detach().amax(-1).clamp(min=ABSENT / 2)  # B K N
+        sums = product(k.mT, values * (added - peaks[..., None]).exp()[..., None])  # B K N F V
+        states, highest = _carried(sums, peaks, visible.keeps, state)  # B K N+1 F V, B K N+1
+        after = LinearState(states[:, :, N], highest[:, :, N], None if known is None else visible.last)
+
+        seen = torch.where(visible.pairs, scale[..., None, :], ABSENT)  # B K N C C
+        read = torch.where(visible.reads, highest[:, :, :N, None], ABSENT)  # B K N C
+        top = torch.maximum(seen.detach().amax(-1), read).clamp(min=ABSENT / 2)  # of all that a query sees
+        scores = scores * (seen - top[..., None]).exp()[:, :, :, None]
+        earlier = product(q, states[:, :, :N]).reshape(B, K, N, G, C, V)
+        earlier = (earlier * (read - top).exp()[:, :, :, None, :, None]).reshape(B, K, N, G * C, V)
+    out = product(scores.reshape(B, K, N, G * C, C), values) + earlier
+    out = out.reshape(B, K, N, G, C, V).transpose(2, 3).reshape(B, H, N * C, V)
+    return out[:, :, :T], after
+
+
+def _carried(sums: Tensor, peaks: Tensor, keeps: Tensor, state: LinearState) -> tuple[Tensor, Tensor]:
+    """Return the state before each chunk and after the last: [B, K, N+1, F, V], and its peaks [B, K, N+1].
+
+    `sums` [B, K, N, F, V] are of each chunk, divided by exp(`peaks`) [B, K, N]. Where `keeps` [B, 1, N] is
+    False, a chunk begins anew. A group of chunks is one product with a triangle of factors, none above 1: as
+    many steps as there are chunks would take a GPU longer to begin than to compute.
+    """
+    (B, K, _, F, V), states, highest = sums.shape, [state.sums[:, :, None]], [state.peak[:, :, None]]
+    for new, high, kept in zip(*(torch.split(x, GROUP, 2) for x in (sums, peaks, keeps))):
+        M, entering = new.shape[2], highest[-1][:, :, -1:]
+        high = torch.cat([entering, high], dim=2)  # B K M+1: of the state that enters, and of chunks
+        run = nnf.pad((~kept).long().cumsum(2), (1, 0))
+        earlier = torch.ones(M + 1, M + 1, dtype=torch.bool, device=run.device).tril()
+        met = (run[..., None] == run[..., None, :]) & earlier
+        seen = torch.where(met, high[..., None, :], ABSENT)[:, :, 1:]  # B K M M+1
+        top = seen.amax(-1)
+        factors = torch.where(met[:, :, 1:], (seen - top[..., None]).exp(), 0.0)
+        parts = torch.cat([states[-1][:, :, -1:], new], dim=2).reshape(B, K, M + 1, F * V)
+        states.append(product(factors, parts).reshape(B, K, M, F, V))
+        highest.append(top)
+    return torch.cat(states, dim=2), torch.cat(highest, dim=2)
+
+
+class _Visible(NamedTuple):
+    """Which documents meet: the tokens of a chunk, and the state that enters it."""
+
+    pairs: Tensor  # B 1 N C C: a query sees a key of its chunk
+    reads: Tensor  # B 1 N C: a query sees the state
+    adds: Tensor  # B 1 N C: a key goes into the next state
+    keeps: Tensor  # B 1 N: the state goes into the next one
+    last: Tensor  # B: the document of the last real token
+
+    @classmethod
+    def of(
+        cls,
+        real: Tensor,
+        asked: Tensor | None,
+        known: Tensor | None,
+        document: Tensor | None,
+        C: int,
+        more: int,
+    ) -> Self:
+        """Compare the documents of queries and keys [B, T] by chunks of C, after `more` slots of padding."""
+        B, T = real.shape
+        one = torch.zeros(B, T, dtype=torch.long, device=real.device)
+        asked, known = one if asked is None else asked, one if known is None else known
+        before = known[:, 0] if document is None else document
+        # Padding belongs to the document of the last real token: its own id says nothing.
+        slots = torch.arange(T, device=real.device)
+        token = torch.where(real, slots, -1).cummax(1).values
+        known = torch.where(token < 0, before[:, None], known.gather(1, token.clamp(min=0)))
+        known = torch.cat([known, known[:, -1:].expand(B, more)], dim=1).reshape(B, 1, -1, C)
+        asked = nnf.pad(asked, (0, more)).reshape(B, 1, -1, C)
+        last = known[..., -1]  # B 1 N
+        held = torch.cat([before[:, None, None], last[..., :-1]], dim=2)  # the document of each state
+        earlier = torch.ones(C, C, dtype=torch.bool, device=real.device).tril()
+        pairs = (asked[..., None] == known[..., None, :]) & earlier
+        return cls(pairs, asked == held[..., None], known == last[..., None], held == last, last[:, 0, -1])
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """Multiply many small matrices, [..., m, k] @ [..., k, n], with no transposed second factor on a CPU.
+
+    For such a factor OpenBLAS takes up to 20 times as long, in the backward pass of any product too.
+    """
+    return cast(Tensor, _Product.apply(a, b))  # type: ignore[no-untyped-call]
+
+
+class _Product(torch.autograd.Function):
+    """A product of matrices, whose gradients are such products again."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        for_a, for_b = ctx.needs_input_grad
+        ctx.save_for_backward(a if for_b else None, b if for_a else None)
+        return a @ (b.contiguous() if b.device.type == "cpu" else b)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Return the gradients of both factors, None for one that has none."""
+        (a, b), (for_a, for_b) = ctx.saved_tensors, ctx.needs_input_grad
+        return product(upstream, b.mT) if for_a else None, product(a.mT, upstream) if for_b else None

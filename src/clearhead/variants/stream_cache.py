@@ -1,0 +1,186 @@
+"""The streaming form of the cache: the first tokens and the last ones, for texts without end.
+
+Each row keeps its first tokens, the sinks, and its last ones, and attends to them as if they were a text of
+their own: positions are those within the cache (StreamingLLM). Keys in the ring stay rotated by the place of
+their token in the whole text, as the query is, so distances among them are right already. The sinks alone
+move: for every query they stand just before the ring.
+
+Shapes: B batch, K key/value heads, T new tokens, S all tokens, N sinks, E head width.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from clearhead.core.cache import LayerKeys, RingKeys, WindowCache
+from clearhead.core.config import TABLES, ModelConfig
+from clearhead.core.config.kinds import Full, Kind, Windowed
+from clearhead.core.masks import Tokens, join
+from clearhead.core.positions import RopePositions, Rotary, rotate
+from clearhead.errors import InputError, refuse
+
+
+def check_stream(config: ModelConfig, window: int, sinks: int) -> None:
+    """Raise `InputError` where a model cannot attend to the first and the last tokens of a text alone."""
+    refuse(
+        config.decoder is None or config.encoder is not None,
+        "streaming is for a decoder alone, and this model has an encoder: leave it out",
+    )
+    refuse(
+        config.positions in (*TABLES, "sinusoidal"),
+        f"{config.positions} positions are added to a token when it is read, and cannot move: "
+        'use overflow="slide"',
+    )
+    scaling = config.rope_scaling
+    refuse(
+        scaling is not None and scaling.kind in ("dynamic", "longrope"),
+        f"{scaling and scaling.kind} scaling turns keys by the length of a text, and this one has none: "
+        'use overflow="slide"',
+    )
+    most = config.max_positions
+    refuse(
+        min(config.main.capacities) < 1,
+        f"depth_capacity {config.depth_capacity} keeps other tokens in each layer, and streaming moves all "
+        'of them alike: use overflow="slide"',
+    )
+    refuse(
+        not 0 < window <= most,
+        f"stream_window {window} must lie between 1 and the model's {most} positions",
+    )
+    refuse(
+        not 0 <= sinks < window,
+        f"sinks {sinks} leave no room for the last tokens: choose 0 to {window - 1}, below stream_window",
+    )
+    streaming = [kind for kind in config.stacks[-1].kinds if sees_past(kind, window)]
+    for kind in streaming:
+        refuse(
+            not isinstance(kind, Full | Windowed),
+            f"attention {kind} goes by places in the whole text, which streaming forgets: "
+            'use overflow="slide"',
+        )
+    refuse(
+        sinks > 0 and not streaming,
+        f"sinks {sinks} change nothing: no layer of the model sees {window} tokens; "
+        "choose sinks 0, or a smaller stream_window",
+    )
+
+
+def sees_past(kind: Kind, window: int) -> bool:
+    """Return True if a layer of this kind sees more than `window` tokens; the others keep to their own."""
+    return kind.chooses and (kind.reach is None or kind.reach >= window)
+
+
+class StreamCache(WindowCache):
+    """The keys of the first `sinks` tokens of each row and of its last ones, `window` tokens in all."""
+
+    def __init__(self, config: ModelConfig, window: int, sinks: int = 4) -> None:
+        check_stream(config, window, sinks)
+        super().__init__()
+        self.window, self.sinks, self.spec = window, sinks, config.stacks[-1]
+        self.ring = Windowed(window - sinks, sinks)  # what each layer that streams holds
+        self.rope = RopePositions(self.spec) if self.spec.positions == "rope" else None
+        self.turns: dict[Kind, Rotary] = {}  # what moves the sinks
+
+    @property
+    def moves(self) -> bool:
+        """Whether the sinks may have to move for a query of the call in progress."""
+        return self.sinks > 0 and self.length + self._new.length > self.window
+
+    def layer(self, index: int, kind: Kind) -> LayerKeys:
+        """Return the self-attention keys of one layer."""
+        if not sees_past(kind, self.window):
+            return super().layer(index, kind)
+        turned = self.rope is not None and index not in self.spec.rope_skips
+        return self.layers.setdefault(index, StreamKeys(self, kind if turned else None))
+
+    def begin(self, tokens: Tokens) -> None:
+        """Prepare for new tokens."""
+        refuse(
+            tokens.documents is not None or tokens.positions is not tokens.order,
+            "a stream cache gives positions itself, to one document a row: leave positions and documents out",
+        )
+        self._new = tokens
+        self.slots.clear()
+        self.turns.clear()
+        self._write(self.ring, self.ring.size, tokens)
+
+    def visible(self, kind: Kind) -> Tokens:
+        """Return the ring with one new token in it; for several, all that they see, and until when."""
+        if not sees_past(kind, self.window):
+            return super().visible(kind)
+        ring, new, N = self.rings[self.ring], self._new, self.sinks
+        shift = (new.order - self.window + 1).clamp(min=0)  # B|1 T: how far the sinks have moved
+        if self.moves and self.rope is not None:
+            cos, sin = self.rope.rotary(shift, kind.reach)
+            size = torch.hypot(cos, sin)  # a factor on all keys, which these have already
+            self.turns[kind] = Rotary(cos / size, sin / size)
+        if new.length == 1:
+            positions = ring.positions.clone()
+            positions[:, :N] += shift
+            return replace(ring, positions=positions)
+        seen, copies = join(self._before[self.ring], new), new.length * N if self.moves else 0
+        if copies:  # the sinks once more for each query past the window, which sees its own alone
+            order = new.order.repeat_interleave(N, 1)  # B|1 T·N
+            places = order - self.window + 1 + torch.arange(N, device=order.device).repeat(new.length)
+            real = new.real_mask().repeat_interleave(N, 1) & (order >= self.window)
+            seen = join(seen, Tokens(order, places, real, None, plain=False))
+        until = torch.where(seen.order < N, self.window, seen.order + self.ring.size)
+        own = until.shape[1] - copies
+        until[:, own:] = seen.order[:, own:] + 1
+        return replace(seen, until=until)
+
+    def aligned(self, bias: Tensor, kind: Kind) -> Tensor:
+        """Refuse a bias: it speaks of keys that are forgotten."""
+        raise InputError("bias speaks of keys that a stream cache forgets: use Cache()")
+
+    def advance(self) -> None:
+        """Count the new tokens as read."""
+        self.tokens, self.length = self.rings[self.ring], self.length + self._new.length
+
+    def crop(self, length: int) -> None:
+        """Forget all; refuse to forget the last tokens alone, since those before them are gone."""
+        refuse(
+            length not in (0, self.length),
+            f"a stream cache of {self.length} tokens cannot be cropped to {length}: use Cache() to step back",
+        )
+        super().crop(length)
+
+
+class StreamKeys(RingKeys):
+    """The sinks and the last tokens of each row in one buffer; the sinks are rotated anew for each query."""
+
+    cache: StreamCache
+    first: Tensor | None = None  # B K N+1 E: the sinks where they stood, and one slot for all else
+
+    def __init__(self, cache: StreamCache, turned: Kind | None) -> None:
+        """Make the keys of a layer; `turned` is its kind of attention if it rotates keys."""
+        super().__init__(cache, cache.ring)
+        self.turned = turned
+
+    def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Write into the ring; return it, or for several tokens all that `StreamCache.visible` describes."""
+        (B, K, T, E), N = k.shape, self.cache.sinks
+        keys, values = super().update(k, v)
+        if self.turned is not None and N:
+            if self.first is None:
+                self.first = k.new_zeros(B, K, N + 1, E)
+            slot = self.cache.slots[self.kind].clamp(max=N).expand(B, T)[:, None, :, None]
+            self.first.scatter_(2, slot.expand(-1, K, -1, E), k.detach())
+        if not self.cache.moves:
+            return keys, values
+        buffer, held = self.read()
+        sinks = (buffer if self.first is None else self.first)[:, :, None, :N].expand(-1, -1, T, -1, -1)
+        if self.turned is not None:
+            turn = Rotary(*(part[..., None, :] for part in self.cache.turns[self.turned]))
+            sinks = rotate(sinks, turn, self.cache.spec.rope_layout)  # B K T N E
+        if T == 1:
+            buffer[:, :, :N] = sinks[:, :, 0]
+            return keys, values
+        held = held[:, :, None, :N].expand(-1, -1, T, -1, -1)
+        return torch.cat([keys, sinks.flatten(2, 3)], 2), torch.cat([values, held.flatten(2, 3)], 2)
+
+    def reorder(self, rows: Tensor) -> None:
+        """Replace row i by row `rows[i]`."""
+        super().reorder(rows)
+        self.first = None if self.first is None else self.first[rows]
