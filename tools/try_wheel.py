@@ -32,7 +32,8 @@ def check_contents(wheel: Path) -> None:
         text = next(file.read(name).decode() for name in names if name.endswith(".dist-info/METADATA"))
     metadata = message_from_string(text)
     assert metadata["Version"] == stated, f"the wheel is {metadata['Version']}, the project {stated}"
-    for wanted in ("py.typed", "__init__.pyi", "learn/recipes/char-gpt.toml", "app/explorer/static/example.json"):
+    recipe, example = "learn/recipes/char-gpt.toml", "app/explorer/static/example.json"
+    for wanted in ("py.typed", "__init__.pyi", recipe, example):
         assert f"clearhead/{wanted}" in names, f"{wheel.name} lacks {wanted}"
     for line in metadata.get_all("Requires-Dist"):
         needed = Requirement(line)
