@@ -25,7 +25,7 @@ from clearhead.app.commands.common import (
 )
 from clearhead.app.report import check_details, check_table, cost_table
 from clearhead.errors import CheckpointError, InputError, MissingExtraError, refuse
-from clearhead.learn.parallel.hardware import read_bytes
+from clearhead.learn.parallel.estimate import read_bytes
 
 if TYPE_CHECKING:
     from clearhead.app.explorer.session import Session
