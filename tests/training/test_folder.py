@@ -16,9 +16,8 @@ from clearhead.learn.training.folder import BEFORE, LOCK, MOVING
 from clearhead.learn.training.prepare import FINGERPRINT
 from clearhead.learn.training.state import newest
 from tests.training.kills import survive
-from tests.training.test_run import StopAt, child, run, same, text, weights
+from tests.training.test_run import StopAt, child, run, same, weights
 
-assert text  # the fixture
 
 
 QUICK = ("train.steps=2", "train.validate_every=2")
