@@ -16,9 +16,7 @@ from clearhead.training.folder import BEFORE, LOCK, MOVING
 from clearhead.training.prepare import FINGERPRINT
 from clearhead.training.state import newest
 from tests.training.kills import survive
-from tests.training.test_run import StopAt, child, run, same, text, weights
-
-assert text  # the fixture
+from tests.training.test_run import StopAt, child, run, same, weights
 
 
 QUICK = ("train.steps=2", "train.validate_every=2")
