@@ -18,7 +18,6 @@ from clearhead.training.state import newest
 from tests.training.kills import survive
 from tests.training.test_run import StopAt, child, run, same, weights
 
-
 QUICK = ("train.steps=2", "train.validate_every=2")
 FSYNC = os.fsync  # as it is before the suite spares its runs the wait
 
