@@ -23,8 +23,8 @@ from clearhead.errors import ConfigError as ConfigError
 from clearhead.errors import InputError as InputError
 from clearhead.errors import MissingExtraError as MissingExtraError
 from clearhead.errors import TrainingError as TrainingError
-from clearhead.hub.onnx.export import Exported as Exported
-from clearhead.hub.onnx.export import export as export
+from clearhead.hub.onnx import Exported as Exported
+from clearhead.hub.onnx import export as export
 from clearhead.inside.attention import attention as attention
 from clearhead.inside.checks import Check as Check
 from clearhead.inside.checks import check as check

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from clearhead.errors import InputError, nearest, refuse
-from clearhead.hub.tokens.labels import label, visible
+from clearhead.hub.tokens.text import label, visible
 from clearhead.inside.inputs import Prepared
 
 KINDS = {"lm": "token", "mlm": "token", "classifier": "class", "tagger": "class", "span": "place"}

@@ -20,7 +20,7 @@ from torch import Tensor
 from clearhead.core.taps import record
 from clearhead.core.transformer import evaluating
 from clearhead.errors import refuse
-from clearhead.hub.tokens.labels import labels
+from clearhead.hub.tokens.text import labels
 from clearhead.inside import inputs, results
 from clearhead.inside.choices import choices_of, find_column
 from clearhead.inside.heads.alignments import positions

@@ -25,8 +25,7 @@ from clearhead.app.explorer.pack import packed_bytes, packed_floats, packed_numb
 from clearhead.app.explorer.stops import head_stops
 from clearhead.core.transformer import evaluating
 from clearhead.errors import InputError, refuse
-from clearhead.hub.tokens.labels import decoded
-from clearhead.hub.tokens.stages import stages
+from clearhead.hub.tokens.text import decoded, stages
 from clearhead.inside.attention import maps_of
 from clearhead.inside.attention_maps import LayerMap, mean_entropy
 from clearhead.inside.choices import Choices, choices_of, find_column

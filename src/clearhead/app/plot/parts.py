@@ -7,7 +7,7 @@ import numpy as np
 
 from clearhead.app.plot import canvas
 from clearhead.app.plot.canvas import BLUE, RED, SEQUENTIAL, Axes, Figure, new, plain, single
-from clearhead.hub.tokens.labels import visible
+from clearhead.hub.tokens.text import visible
 from clearhead.inside.heads import MIXED, HeadRoles
 from clearhead.inside.heads.roles import ROLES
 from clearhead.inside.heads.syntax import Syntax

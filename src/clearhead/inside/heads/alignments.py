@@ -32,8 +32,8 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from clearhead.errors import InputError, refuse
-from clearhead.hub.encodings import framed
-from clearhead.hub.tokens.labels import labels
+from clearhead.hub.tokenizer import framed
+from clearhead.hub.tokens.text import labels
 from clearhead.inside import inputs, results
 from clearhead.inside.names import AttentionHead, heads_in, patterned
 from clearhead.learn.data import files, treebank

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from clearhead.core.transformer import evaluating
 from clearhead.errors import refuse
-from clearhead.hub.tokens.labels import VISIBLE, label
+from clearhead.hub.tokens.text import VISIBLE, label
 from clearhead.inside.long.positions import OnProgress
 from clearhead.inside.long.text import LongText
 from clearhead.inside.results import Result

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from clearhead.errors import refuse
-from clearhead.hub.pixels import to_pixels
+from clearhead.hub.preprocessor import to_pixels
 from clearhead.inside import inputs, names
 from clearhead.inside.heads.alignments import align, word_matrices
 from clearhead.inside.probe.data import ProbeItem

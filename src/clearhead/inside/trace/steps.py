@@ -26,7 +26,7 @@ from torch import Tensor
 from clearhead.core.config import ModelConfig
 from clearhead.core.dtypes import wide
 from clearhead.core.steps import Step
-from clearhead.hub.tokens.labels import label
+from clearhead.hub.tokens.text import label
 from clearhead.inside.inputs import InputTokens
 from clearhead.inside.results import Result
 from clearhead.inside.trace.facts import filled_words

@@ -1,16 +1,120 @@
-"""The four stages of tokenization seen one by one: normalise, pre-split, subword model, post-process.
+"""Tokens and text: labels that people read, the bytes of each token, and the stages from text to tokens."""
 
-Works for any tokenizer of the `tokenizers` library. Offsets are characters of the text as it was given, so
-that `text[start:end]` is what a token was made of.
-"""
-
+import re
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tokenizers import AddedToken, PreTokenizedString, Regex, Tokenizer
+from tokenizers import AddedToken, PreTokenizedString, Regex, Tokenizer, decoders
 
-from clearhead.errors import refusing
-from clearhead.hub.tokens.streams import clean
+from clearhead.errors import refuse, refusing
+
+BYTES = [f"<0x{value:02X}>" for value in range(256)]  # as SentencePiece writes them
+VISIBLE = {" ": "·", "\n": "↵", "\t": "→", "\r": "←"}
+
+
+def clean(text: str) -> str:
+    """Return the text with each broken surrogate, which no file can hold, replaced by U+FFFD."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def visible(text: str) -> str:
+    """Return text with visible white space: · for a space, ↵ for a line end, → for a tab.
+
+    Control characters are escaped.
+    """
+    return "".join(
+        VISIBLE.get(letter) or (letter if letter.isprintable() else _escaped(ord(letter))) for letter in text
+    )
+
+
+def decoded(tokenizer: Tokenizer, ids: Sequence[int], special: bool = False) -> str:
+    """Return the text of tokens, with special ones or without; a decoder that fails says so in one line."""
+    with refusing("the tokenizer cannot write a text"):
+        return str(tokenizer.decode(list(ids), skip_special_tokens=not special))
+
+
+def _escaped(number: int) -> str:
+    return f"\\u{number:04x}" if number < 2**16 else f"\\U{number:08x}"
+
+
+def label(tokenizer: Tokenizer | None, token: int) -> str:
+    """Return one token for an axis, a chip or a table; without a tokenizer its number."""
+    written = None if tokenizer is None else tokenizer.id_to_token(token)
+    if tokenizer is None or written is None:
+        return str(token)
+    if isinstance(tokenizer.decoder, decoders.ByteLevel):  # it writes bytes as letters of its own alphabet
+        read = decoded(tokenizer, [token], special=True)
+        return visible(read) if read and "\ufffd" not in read else written
+    return visible(written.replace("▁", " "))
+
+
+def labels(tokenizer: Tokenizer | None, ids: list[int]) -> tuple[str, ...]:
+    """Return the label of each token."""
+    return tuple(label(tokenizer, token) for token in ids)
+
+
+# Bytes ------------------------------------------------------------------------------------------------------
+
+
+CHECKED = 40  # tokens of which every pair is read side by side
+
+
+def token_bytes(tokenizer: Tokenizer, size: int) -> list[bytes]:
+    """Return what each id below `size` adds to a text; nothing for special tokens and ids without a token.
+
+    A tokenizer whose tokens read otherwise beside others is refused.
+    """
+    added = tokenizer.get_added_tokens_decoder()
+    written = [None if number in added else tokenizer.id_to_token(number) for number in range(size)]
+    kind = repr(tokenizer.decoder)
+    if "ByteLevel(" in kind:
+        values = {letter: value for value, letter in enumerate(byte_letters())}
+        made = [
+            bytes(map(values.__getitem__, token)) if values.keys() >= set(token) else token.encode()
+            for token in (token or "" for token in written)
+        ]
+    else:
+        made = _read(tokenizer, written)
+        for number, token in enumerate(written):
+            if "ByteFallback(" in kind and token in BYTES:
+                made[number] = bytes([BYTES.index(token)])
+    for number, one in added.items():
+        if number < size:
+            made[number] = b"" if one.special else one.content.encode()
+    return made
+
+
+def _read(tokenizer: Tokenizer, written: Sequence[str | None]) -> list[bytes]:
+    """Return what each token adds behind another one, as the tokenizer reads it."""
+    known = [number for number, token in enumerate(written) if token is not None]
+    before = next((n for n in known if re.fullmatch(r"\w+", decoded(tokenizer, [n]))), known[0])
+    start = len(decoded(tokenizer, [before]))
+    texts = [text[start:] for text in tokenizer.decode_batch([[before, number] for number in known])]
+    found = dict(zip(known, texts))
+    short = sorted(known, key=lambda n: (len(found[n]), n))[:: max(1, len(known) // CHECKED // 4)][:CHECKED]
+    pairs = [(a, b) for a in short for b in short if "\ufffd" not in found[a] + found[b]]
+    for (a, b), text in zip(pairs, tokenizer.decode_batch([[before, a, b] for a, b in pairs])):
+        refuse(
+            text[start:] != found[a] + found[b],
+            f'this tokenizer reads "{written[a]}" and "{written[b]}" side by side as "{text[start:]}": '
+            "a form needs tokens that read alike wherever they stand",
+        )
+    return [found.get(n, "").replace("\ufffd", "").encode() for n in range(len(written))]
+
+
+def byte_letters() -> list[str]:
+    """Return the letter that stands for each byte in a byte-level vocabulary.
+
+    A visible byte stands for itself, another for a letter from 256 on.
+    """
+    seen = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [value for value in range(256) if value not in seen]
+    return [chr(value if value in seen else 256 + hidden.index(value)) for value in range(256)]
+
+
+# Stages -----------------------------------------------------------------------------------------------------
+
 
 Span = tuple[int, int]
 

@@ -1,4 +1,4 @@
-"""GGUF files: metadata and tensors. The header is read here, strictly; the gguf package knows the types.
+"""GGUF files: metadata, tensors and the tokenizer. The gguf package knows the types.
 
 Everything in a header is checked against the size of the file before anything of that size is made. A tensor
 in a quantized type becomes float32 when it is read.
@@ -7,16 +7,22 @@ in a quantized type becomes float32 when it is read.
 import functools
 import math
 import mmap
+import re
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
+from tokenizers.models import BPE
 from torch import Tensor
 
-from clearhead.errors import CheckpointError, MissingExtraError
+from clearhead.errors import CheckpointError, MissingExtraError, refusing
 from clearhead.hub.files import reading, refuse
+from clearhead.hub.sentencepiece import PieceModel, assembled, llama
+from clearhead.hub.vocabularies import QWEN2_SPLIT, completed
 from clearhead.hub.weights import Entry, Shape, copied_entry, mapped_entry
 
 SUFFIX, MAGIC, VERSIONS = ".gguf", b"GGUF", (2, 3)
@@ -250,3 +256,153 @@ def _dequantized(wrong: str, raw: Entry, stored: StoredTensor) -> Entry:
         return torch.from_numpy(numbers).reshape(stored.shape)
 
     return replace(raw, shape=stored.shape, dtype=torch.float32, read=read, fill=None)
+
+
+# The tokenizer, byte-level BPE ("gpt2") and SentencePiece's BPE ("llama") -----------------------------------
+
+
+FIELD = "tokenizer.ggml."
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
+ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "sep": "seperator", "pad": "padding", "mask": "mask"}
+LLAMA3_SPLIT = QWEN2_SPLIT.replace(r"\p{N}|", r"\p{N}{1,3}|", 1)
+PUNCTUATION = r"[\p{P}\$\+<=>\^~\|`]+"
+# How text is split: the expressions in turn; None stands for GPT-2's own, "digits" for one digit each.
+SPLITS: dict[str, tuple[str | None, ...]] = {
+    "gpt-2": (None,),
+    "smollm": ("digits", None),
+    "llama-bpe": (LLAMA3_SPLIT,),
+    "qwen2": (QWEN2_SPLIT,),
+    "falcon": (PUNCTUATION, None, "[0-9][0-9][0-9]"),
+    "default": (PUNCTUATION.replace("`", ""), None, r"\p{N}+", "[0-9][0-9][0-9]"),
+}
+ALIKE = {
+    **dict.fromkeys(("phi-2", "mpt", "olmo", "jais", "gpt3-finnish", "roberta-bpe"), "gpt-2"),
+    **dict.fromkeys(("starcoder", "refact", "command-r", "codeshell", "exaone"), "smollm"),
+    **dict.fromkeys(("llama3", "llama-v3", "falcon3", "dbrx", "smaug-bpe"), "llama-bpe"),
+    **dict.fromkeys(("stablelm2", "megrez"), "qwen2"),
+}
+WHOLE_WORDS = (
+    "llama-bpe",
+    "llama3",
+    "llama-v3",
+    "falcon3",
+)  # a word that is a token is not merged from parts
+PROBES = (
+    "Hello world",
+    " two  spaces,\ttabs\n\nand   lines \n",
+    "It's 1234567 and 3.5, isn't it? WE'LL see 007",
+    "naïve café 中文字 日本語 привет 😀🎉",
+    "x = y+1; // <tag> [a](b) #$%&_-^|~`",
+)
+
+
+def gguf_settings(header: GgufHeader) -> dict[str, Any]:
+    """Return what tokenizer_config.json would say: special tokens, what stands around a text, templates."""
+    fields, tokens = header.fields, header.fields.get(f"{FIELD}tokens")
+    settings: dict[str, Any] = {}
+    for role, name in ROLES.items():
+        number = fields.get(f"{FIELD}{name}_token_id")
+        if type(number) is int and isinstance(tokens, list):
+            refuse(
+                not 0 <= number < len(tokens),
+                f"{header.path} has {FIELD}{name}_token_id {number}: there are {len(tokens)} tokens",
+            )
+            settings[f"{role}_token"] = tokens[number]
+    usual = fields.get(f"{FIELD}model") == "llama" or fields.get(f"{FIELD}pre") in WHOLE_WORDS
+    settings["add_bos_token"] = bool(fields.get(f"{FIELD}add_bos_token", usual))
+    settings["add_eos_token"] = bool(fields.get(f"{FIELD}add_eos_token", False))
+    named = {
+        key.removeprefix("tokenizer.chat_template.") if "template." in key else "default": value
+        for key, value in fields.items()
+        if key == "tokenizer.chat_template" or key.startswith("tokenizer.chat_template.")
+    }
+    if named:
+        settings["chat_template"] = named["default"] if {*named} == {"default"} else named
+    length = fields.get(f"{header.architecture}.context_length")
+    return settings | ({"model_max_length": length} if type(length) is int else {})
+
+
+def gguf_tokenizer(header: GgufHeader) -> Tokenizer | None:
+    """Return the tokenizer of a file; None where it has none."""
+    fields, wrong = header.fields, f"{header.path} holds no tokenizer that can be built"
+    kind = fields.get(f"{FIELD}model", "no_vocab")
+    if kind in ("no_vocab", "none"):
+        return None
+    refuse(
+        kind not in ("gpt2", "llama"),
+        f'{header.path} has {FIELD}model "{kind}": supported are gpt2 and llama; '
+        "name a tokenizer that lies elsewhere (tokenizer)",
+    )
+    tokens: Any = fields.get(f"{FIELD}tokens")
+    kinds = fields.get(f"{FIELD}token_type") or [NORMAL] * len(tokens or ())
+    if not _texts(tokens) or len(set(tokens)) != len(tokens) or len(kinds) != len(tokens):
+        raise CheckpointError(f"{wrong}: {FIELD}tokens must be texts that differ, each with its type")
+    with refusing(wrong, CheckpointError):
+        made = _byte_level(header, tokens, kinds) if kind == "gpt2" else _pieces(header, tokens, kinds)
+        for special in (False, True):
+            wanted = CONTROL if special else USER_DEFINED
+            listed = [text for text, one in zip(tokens, kinds) if one == wanted]
+            made.add_tokens([AddedToken(text, normalized=False, special=special) for text in listed])
+        return completed(header.path, made, "", gguf_settings(header))
+
+
+def _texts(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(one, str) for one in value)
+
+
+def _byte_level(header: GgufHeader, tokens: Sequence[str], kinds: Sequence[int]) -> Tokenizer:
+    merges, pre = header.fields.get(f"{FIELD}merges"), header.fields.get(f"{FIELD}pre", "default")
+    if merges is None and all(len(text) == 1 for text, kind in zip(tokens, kinds) if kind == NORMAL):
+        merges = []  # of single bytes alone; an empty list is left out of a file
+    refuse(not _texts(merges), f"{header.path} has no {FIELD}merges of texts")
+    split = ALIKE.get(pre, pre)
+    refuse(
+        split not in SPLITS,
+        f'{header.path} has {FIELD}pre "{pre}": supported are {", ".join(sorted({*SPLITS, *ALIKE}))}; '
+        "name a tokenizer that lies elsewhere (tokenizer)",
+    )
+    pairs: Any = [tuple(re.split(r"(?<=.) ", one, maxsplit=1)) for one in merges or ()]
+    units = BPE({text: number for number, text in enumerate(tokens)}, pairs, ignore_merges=pre in WHOLE_WORDS)
+    return assembled(
+        units,
+        normalizers.NFC() if pre == "qwen2" else None,
+        pre_tokenizers.Sequence([*map(_split, SPLITS[split]), *_bytes(SPLITS[split])]),
+        decoders.ByteLevel(),
+    )
+
+
+def _split(how: str | None) -> Any:
+    if how is None:
+        return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    if how == "digits":
+        return pre_tokenizers.Digits(individual_digits=True)
+    return pre_tokenizers.Split(Regex(how), behavior="isolated")
+
+
+def _bytes(ways: Sequence[str | None]) -> list[Any]:
+    """Return what turns text into bytes, where GPT-2's expression has not done so."""
+    return [] if None in ways else [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+
+
+def _pieces(header: GgufHeader, tokens: list[str], kinds: list[int]) -> Tokenizer:
+    scores = header.fields.get(f"{FIELD}scores")
+    refuse(
+        not isinstance(scores, list) or len(scores) != len(tokens),
+        f"{header.path} must have {FIELD}scores, one for each token",
+    )
+    numbers, ids = list(scores or ()), {text: number for number, text in enumerate(tokens)}
+    order = sorted(
+        (number for number, kind in enumerate(kinds) if kind in (NORMAL, USER_DEFINED)),
+        key=lambda number: -numbers[number],
+    )
+    halves = ((tokens[one][:cut], tokens[one][cut:]) for one in order for cut in range(1, len(tokens[one])))
+    prefix = bool(header.fields.get(f"{FIELD}add_space_prefix", True))
+    model = PieceModel(
+        list(zip(tokens, numbers, kinds)),
+        unigram=False,
+        byte_fallback=True,
+        dummy_prefix=prefix,
+        ids=ids,
+        merges=[(first, second) for first, second in halves if first in ids and second in ids],
+    )
+    return llama(model, {})
