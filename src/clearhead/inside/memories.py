@@ -23,7 +23,7 @@ from torch import Tensor
 from clearhead.errors import nearest, refuse
 from clearhead.hub.tokens.labels import decoded, label
 from clearhead.inside.inputs import AnyModel, as_model, patch_names
-from clearhead.inside.memories.neurons import (
+from clearhead.inside.neurons import (
     AROUND,
     NOTHING,
     WINDOW,

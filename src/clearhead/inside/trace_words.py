@@ -1,12 +1,50 @@
-"""Title, shape, formula and reason of each step of a trace.
+"""Title, shape, formula and reason of each step of a trace, and the letters of its shapes.
 
 In formulas `x` is the result of the step before. Names in braces are filled in from the model. A step without
-an entry here is shown by its name.
+an entry is shown by its name.
 """
 
 import re
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from clearhead.core.config import ModelConfig
+
+LEGEND = {
+    "B": "batch, here one row",
+    "T": "tokens that ask: the length of this stack's input",
+    "S": "tokens that are asked: T in self-attention, the source's length in cross-attention",
+    "D": "width of the model",
+    "W": "width of the token table, where it is not D",
+    "H": "heads",
+    "K": "key/value heads",
+    "E": "width of a head",
+    "Ev": "width of a value head, where it is not E",
+    "R": "columns of a head that are rotated",
+    "Kd": "key heads of a gated delta layer",
+    "Hd": "value heads of a gated delta layer",
+    "Ed": "width of its key heads",
+    "Vd": "width of its value heads",
+    "Cd": "columns that its convolution reads: those of all queries, keys and values",
+    "F": "width of the feed-forward",
+    "Fx": "width of an expert, where it is not F",
+    "Fs": "width of the shared expert",
+    "X": "experts",
+    "A": "experts that each token visits",
+    "V": "vocabulary",
+    "C": "classes",
+    "N": "patches of the image",
+    "I": "width of one input vector",
+    "Tin": "frames before the stride",
+    "top": "candidates shown",
+    "channels": "of the image",
+    "height": "of the image, in pixels",
+    "width": "of the image, in pixels",
+    "patch": "side of a patch, in pixels",
+}
 
 
 class Words(NamedTuple):
@@ -335,3 +373,170 @@ def words_of(name: str, shape: tuple[int, ...], own_words: Mapping[str, Words]) 
     title = key.rpartition(".")[2].replace("_", " ")
     own = Words(title, " ".join(map(str, shape)), title, f"A step of {key.rpartition('.')[0]} in this model.")
     return own_words.get(key) or WORDS.get(key) or WORDS.get(key.replace("cross.", "attention."), own)
+
+
+# Gated delta layers -----------------------------------------------------------------------------------------
+
+
+DELTA = {
+    **{
+        f"attention.{x}_projected": Words(
+            f"{word}, projected", f"B T {width}", f"x · W{x}", "One linear map of each token."
+        )
+        for x, word, width in (("q", "query", "Kd·Ed"), ("k", "key", "Kd·Ed"), ("v", "value", "Hd·Vd"))
+    },
+    "attention.conv": Words(
+        *("convolve", "B T Cd", "silu(conv(q, k, v))"),
+        "Each token takes in the few before it.",
+    ),
+    "attention.q": Words("query", "B Kd T Ed", "q / |q|", "What each token looks for in the memory."),
+    "attention.k": Words("key", "B Kd T Ed", "k / |k|", "The place in the memory that each token writes to."),
+    "attention.v": Words("value", "B Hd T Vd", "B T Hd·Vd → B Hd T Vd", "What each token writes there."),
+    "attention.beta": Words(
+        "strength", "B Hd T", "sigmoid(x · Wb)", "How far each token replaces what stands at its place."
+    ),
+    "attention.decay": Words(
+        *("decay", "B Hd T", "−rate · softplus(x · Wa + b)"),
+        "How much of the memory each token forgets first, as a logarithm.",
+    ),
+    "attention.z": Words(
+        *("recall", "B Hd T Vd", "memory · q"),
+        "Each token reads the memory, after it has forgotten and written.",
+    ),
+    "attention.gate": Words(
+        "gate", "B T Hd·Vd", "x · Wg", "How much of what was read each token will let through."
+    ),
+    "attention.concat": Words(
+        *("norm and gate", "B T Hd·Vd", "rmsnorm(z) · silu(gate)"),
+        "What the heads read is brought to one scale, gated, and laid side by side.",
+    ),
+    "attention.out": Words(
+        *("output", "B T D", "x · Wo"), "Mixes what the heads read, and brings it to the width of the stream."
+    ),
+}
+
+
+# Kinds of attention -----------------------------------------------------------------------------------------
+
+
+GLOBAL = {
+    "attention.q_global": Words(
+        *("global query", "B T H·E", "x · Wq'{qkv_bias}"),
+        "What global tokens look for: those that see all others.",
+    ),
+    "attention.k_global": Words(
+        *("global key", "B S K·E", "x · Wk'{key_bias}"), "What each token offers to be found by global ones."
+    ),
+    "attention.v_global": Words(
+        *("global value", "B S K·{Ev}", "x · Wv'{qkv_bias}"), "What each token hands over to global ones."
+    ),
+}
+LINEAR = {
+    "attention.pattern": Words(
+        *("shares", "B H T S", "φ(q) · φ(k) / their sum"),
+        "How much each token takes from each other one. The layer itself adds up values without them.",
+    ),
+}
+LOW_RANK = {
+    "attention.k_mix": Words(
+        "mix keys", "{shape}", "Mᵀ · k", "A few mixtures stand for all keys, by weights for each position."
+    ),
+    "attention.v_mix": Words(
+        "mix values", "{shape}", "Mᵀ · v", "The same mixtures of values, with weights of their own."
+    ),
+    "attention.scores": Words("scores", "{shape}", "q · kᵀ", "How well each query fits each mixture."),
+    "attention.scaled": Words(
+        *("scale", "{shape}", "scores · {scale}"),
+        "Long vectors make large products; the scale keeps softmax from choosing one mixture alone.",
+    ),
+    "attention.masked": Words("mask", "{shape}", "{hidden}", "Every mixture may be seen: nothing is hidden."),
+    "attention.pattern": Words(
+        *("softmax", "{shape}", "softmax(scores)"),
+        "Scores become shares: how much each token takes from each mixture, one in all.",
+    ),
+}
+KIND_WORDS: dict[str, Mapping[str, Words]] = {
+    "global": GLOBAL,
+    "linear": LINEAR,
+    "low-rank": LOW_RANK,
+    "gated-delta": DELTA,
+}
+
+
+def own_words(config: ModelConfig, name: str) -> Mapping[str, Words]:
+    """Return the words for the kind of attention that a step belongs to; none where the usual ones hold."""
+    layer = re.match(r"(?:encoder\.)?blocks\.(\d+)\.attention\.", name)
+    spec = config.stacks[0] if name.startswith("encoder.") else config.main
+    return KIND_WORDS.get(spec.kinds[int(layer[1])].name, {}) if layer else {}
+
+
+# Facts that fill in the words -------------------------------------------------------------------------------
+
+
+ANSWERS = {"lm": "B T V", "mlm": "B T V", "classifier": "B C"}  # shape of the logits; other heads: B T C
+POOLING = {"cls": "the first token's state", "mean": "mean over tokens", "last": "the last token's state"}
+BUCKET = "table[bucket of distance]"
+BIAS_FORMULAS = {"alibi": "−slope · distance", "relative": BUCKET, "learned+relative": BUCKET}
+
+
+def filled_words(config: ModelConfig, name: str, x: Tensor, **facts: Any) -> Words:
+    """Return title, shape, formula and reason of a step, filled in for this model; `facts` fill in more."""
+    words = words_of(name, tuple(x.shape), own_words(config, name))
+    known = {**facts_of(config, name, x), **facts}
+    return words._replace(
+        **{part: getattr(words, part).format_map(known) for part in ("title", "symbols", "formula")}
+    )
+
+
+def facts_of(config: ModelConfig, name: str, x: Tensor) -> dict[str, Any]:
+    """Return the values that fill in the formula and the symbols of a step."""
+    spec = config.stacks[0] if name.startswith("encoder.") else config.main
+    window = name.rpartition("mask.")[2] if "mask." in name else spec.windows[0]
+    nearer = "" if window in (None, "full") else f", nearer than {window}"
+    masks = name.endswith(".masked") and x.is_floating_point() and x.numel()
+    hides = masks and float(x.min()) == torch.finfo(x.dtype).min
+    inner = "Fx" if ".experts." in name and spec.d_expert != spec.d_ff else "F"
+    weighed = "softmax(all), the chosen" + (" / their sum" if config.router_renormalise else "")
+    of_tokens = ".front." in name or name.startswith("head.")  # as wide as their table
+    return {
+        "W": "D" if (spec.d_embedding if of_tokens else spec.d_summed) == spec.d_model else "W",
+        "front_bias": "" if spec.project_tokens else " + b",
+        "N": "N" if spec.input == "patches" else "T",
+        "Ev": "E" if spec.d_value == spec.d_head else "Ev",
+        "Tin": "Tin" if spec.input == "frames" else "T",
+        "rows": "B·T·A" if ".experts." in name else "B T",
+        "F": "Fs" if ".shared." in name else inner,
+        "z": "gate" if config.attention_gate else "mix values",
+        "z_formula": "mixed · sigmoid(gate)" if config.attention_gate else "pattern · v",
+        "q_normed": "B T H·E" if spec.qk_norm == "full" else "B H T E",
+        "k_normed": "B S K·E" if spec.qk_norm == "full" else "B K S E",
+        "bias": BIAS_FORMULAS.get(spec.positions, "a function of the distance"),
+        "mask": ("earlier" if spec.causal else "all") + nearer,
+        "scale": f"{spec.attention_scale:.4g}",
+        "hidden": "lowest number where hidden" if hides else "nothing is hidden",
+        "norm": config.norm,
+        "activation": config.activation,
+        "head_activation": config.head_activation,
+        "embedding_scale": f"{config.embedding_scale:.4g}",
+        "residual_scale": f"{config.residual_scale:.4g}",
+        "logit_scale": f"{config.logit_scale:.4g}",
+        "softcap": config.attention_softcap,
+        "logit_softcap": config.logit_softcap,
+        "qkv_bias": " + b" if config.qkv_bias else "",
+        "key_bias": " + b" if config.key_bias else "",
+        "out_bias": " + b" if config.attention_out_bias else "",
+        "feedforward_bias": " + b" if config.feedforward_bias else "",
+        "head_bias": " + b" if config.head_bias else "",
+        "clamp": config.gated_clamp,
+        "shift": f"{config.gated_shift:.4g}",
+        "router_bias": " + b" if config.router_bias else "",
+        "n_experts": config.n_experts,
+        "n_active": config.n_active_experts,
+        "router": "softmax(the chosen)" if config.router_order == "topk_softmax" else weighed,
+        "pooling": POOLING[config.readout.pooling],
+        "pooler": config.pooler,
+        "pooler_bias": " + b" if config.pooler_bias else "",
+        "vectors": "B T D" if config.head in ("tagger", "span") else "B D",
+        "answers": ANSWERS.get(config.readout.head, "B T C"),
+        "shape": " ".join(map(str, x.shape)),
+    }

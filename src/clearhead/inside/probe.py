@@ -27,8 +27,18 @@ from numpy.typing import NDArray
 
 from clearhead.errors import MissingExtraError, refuse
 from clearhead.inside.inputs import AnyModel, as_model
-from clearhead.inside.probe.data import Data, ProbeItem, apart, choose_items, read_items, split_items
-from clearhead.inside.probe.states import POOLS, OnProgress, stack_of, vectors_of
+from clearhead.inside.probe_data import (
+    POOLS,
+    Data,
+    OnProgress,
+    ProbeItem,
+    apart,
+    choose_items,
+    read_items,
+    split_items,
+    stack_of,
+    vectors_of,
+)
 from clearhead.inside.results import Floats, Result
 from clearhead.learn.data import corpus, tables
 from clearhead.learn.evaluation.metrics import interval_of, ratio_of

@@ -1,12 +1,21 @@
-"""Pruning: heads taken out of the weights; the smaller model computes what the whole one does without them.
+"""Importance of heads and feed-forwards, and pruning: heads cut out of the weights.
 
-    smaller = prune(m, ["0.1", "3.2", "cross.1.0"])        # a copy; `m` stays as it is
+    importance(m, "test.txt").heads.values                # layer x head, all by one backward pass
+    ablate_each(m, "test.txt").values                     # the same by a pass without each head
+    smaller = prune(m, ["0.1", "3.2", "cross.1.0"])       # a copy; `m` stays as it is
     smaller.save("smaller")
 
-The rows of q, k and v and the columns of out that belong to a head go. Names count the heads that a layer has
-*now*: after "0.1" is gone, what was "0.2" is called "0.1". `config.pruned_heads` keeps the first numbers,
-since a bias by head (ALiBi, relative) goes by those. What is refused, because the smaller model would not be
-the same or could not be built:
+By gradient (Michel et al., 2019), each head's `z` is multiplied by a mask that is one, so nothing changes,
+and the gradient with respect to that mask is taken. The mask has one entry for each row of a batch, so that
+rows whose gradients have opposite signs do not cancel:
+
+    importance = (sum over rows of |d loss of the row / d mask|) / number of targets
+
+Pruning removes the rows of q, k and v and the columns of out that belong to a head; the smaller model
+computes what the whole one does without them. Names count the heads that a layer has *now*: after "0.1" is
+gone, what was "0.2" is called "0.1". `config.pruned_heads` keeps the first numbers, since a bias by head
+(ALiBi, relative) goes by those. What is refused, because the smaller model would not be the same or could not
+be built:
 
     part of a key/value group      heads that share keys and values go together: `whole_groups=True`
     one of several depths with     a head goes at all of them: `whole_groups=True`
@@ -14,16 +23,17 @@ the same or could not be built:
     all heads of a layer           one must stay
     qk_norm "full"                 its norm is taken over all heads
 
-`prune_curve` measures quality against heads removed, those that count least first. There heads are masked,
-not cut out, so that a layer may lose all of its own.
+`prune_curve` measures quality against heads removed, least important first. There heads are masked, not cut
+out, so that a layer may lose all of its own.
 
-Shapes: H heads, K key/value heads, E head width, D model.
+Shapes: B rows, T length, H heads, K key/value heads, E head width, D model, L attentions of a model.
 """
 
 import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from functools import partial
+from typing import Any, Literal, Self, get_args
 
 import numpy as np
 import torch
@@ -31,15 +41,137 @@ from torch import Tensor
 
 from clearhead.core.attention import Attention
 from clearhead.core.config import BIASES, ModelConfig
-from clearhead.core.transformer import Transformer
+from clearhead.core.taps import edit
+from clearhead.core.transformer import Transformer, evaluating
 from clearhead.errors import refuse
 from clearhead.hub import checkpoint, registry
 from clearhead.inside import inputs, names, results
-from clearhead.inside.parts.ablate import Heads, OnProgress, ablating, as_heads, opened
-from clearhead.inside.parts.examples import Data, judge
-from clearhead.inside.parts.importance import HeadTable, ablate_each, importance
+from clearhead.inside.ablation import (
+    Data,
+    How,
+    Means,
+    OnProgress,
+    ablating,
+    judge,
+    mean_activations,
+    means_for,
+    opened,
+)
+from clearhead.inside.names import AttentionHead, Heads, all_heads, as_heads, attentions, layer_names
+from clearhead.learn.losses import batch_loss
+from clearhead.learn.tasks.table import TASKS
 from clearhead.run.api import Model
 from clearhead.run.quant.apply import refuse_quantized
+
+
+@dataclass(frozen=True)
+class HeadTable(results.Result):
+    """One number for each head: a row for each attention in the order of the forward pass."""
+
+    quantity: str  # what the numbers are
+    rows: tuple[str, ...]  # "0", "1", ..., "encoder.0", ..., "cross.0", ...
+    values: results.Array  # L, most heads; NaN where an attention has fewer heads
+
+    @classmethod
+    def of(cls, config: ModelConfig, quantity: str, numbers: Mapping[AttentionHead, float]) -> Self:
+        """Return the table of one number for each head."""
+        rows = [[numbers[head] for head in one.heads] for one in attentions(config)]
+        return cls(quantity, tuple(map(str, attentions(config))), results.filled(rows))
+
+    def numbers(self, config: ModelConfig) -> dict[AttentionHead, float]:
+        """Return one number for each head of the model that the table is of."""
+        return {
+            head: float(value)
+            for one, row in zip(attentions(config), self.values)
+            for head, value in zip(one.heads, row)
+        }
+
+
+@dataclass(frozen=True)
+class Importance(results.Result):
+    """How much the loss depends on each head and each feed-forward."""
+
+    heads: HeadTable
+    feedforwards: Mapping[str, float]  # by layer: "0", "1", ..., "encoder.0", ...
+
+
+def importance(
+    m: inputs.AnyModel,
+    data: Data,
+    normalise: bool = False,
+    on_progress: OnProgress = lambda stage, done, total: None,
+    **options: Any,
+) -> Importance:
+    """Return |d loss / d mask| of every head and feed-forward, averaged over the rows of some data.
+
+    Args:
+        m: what `load` gave; or a bare model, with `Examples`.
+        data: what `examples_from` takes, and `options` as there.
+        normalise: divide the heads of each attention by their L2 norm, so that layers can be compared.
+        on_progress: told how many batches are done.
+    """
+    model, examples = opened(m, data, options)
+    all_heads(model.config)  # refuses a model without any
+    masks, sums = dict[str, Tensor](), dict[str, Tensor]()
+
+    def masked(x: Tensor, name: str) -> Tensor:
+        # A head's z by ones B H 1 1, a feed-forward's output by ones B 1 1.
+        shape = x.shape[:2] if name.endswith(".z") else x.shape[:1]
+        masks[name] = torch.ones((*shape, 1, 1), dtype=x.dtype, device=x.device, requires_grad=True)
+        return x * masks[name]
+
+    changes = {
+        name: partial(masked, name=name)
+        for name in (
+            *(f"{one.part}.z" for one in attentions(model.config)),
+            *(f"{block}.feedforward.out" for block in layer_names(model.config).values()),
+        )
+    }
+    for done, batch in enumerate(examples.batches, start=1):
+        with torch.enable_grad(), evaluating(model), edit(model, changes):
+            loss, _ = batch_loss(
+                model, batch.to(inputs.device_of(model)), objective=TASKS[examples.task].objective
+            )
+            gradients = torch.autograd.grad(loss, list(masks.values()))
+        for name, gradient in zip(masks, gradients):
+            # H, or 1 of a feed-forward.
+            sums[name] = sums.get(name, 0) + gradient.double().abs().sum(0).flatten().cpu()
+        on_progress("gradients", done, len(examples.batches))
+    means = {name: (total / examples.targets).numpy() for name, total in sums.items()}
+    numbers: dict[AttentionHead, float] = {}
+    for one in attentions(model.config):
+        row = means[f"{one.part}.z"]
+        row = row / (np.linalg.norm(row) or 1.0) if normalise else row
+        numbers |= dict(zip(one.heads, row.tolist()))
+    inner = {
+        name: float(means[f"{block}.feedforward.out"][0]) for name, block in layer_names(model.config).items()
+    }
+    quantity = "|d loss / d mask|, each layer of length 1" if normalise else "|d loss / d mask|"
+    return Importance(HeadTable.of(model.config, quantity, numbers), inner)
+
+
+def ablate_each(
+    m: inputs.AnyModel,
+    data: Data,
+    how: How = "zero",
+    means: Means | None = None,
+    on_progress: OnProgress = lambda stage, done, total: None,
+    **options: Any,
+) -> HeadTable:
+    """Measure by how much the loss rises without each head alone: one pass over the data for each head."""
+    model, examples = opened(m, data, options)
+    means = means_for(how, means, lambda: mean_activations(model, examples))
+    whole, heads = judge(model, examples).loss, all_heads(model.config)
+    increase: dict[AttentionHead, float] = {}
+    for done, head in enumerate(heads, start=1):
+        with ablating(model, [head], means=means):
+            increase[head] = judge(model, examples).loss - whole
+        on_progress("heads", done, len(heads))
+    return HeadTable.of(model.config, "loss increase", increase)
+
+
+# Pruning ----------------------------------------------------------------------------------------------------
+
 
 By = Literal["importance", "ablation", "random"]
 Unit = tuple[names.AttentionHead, ...]  # heads that can only go together

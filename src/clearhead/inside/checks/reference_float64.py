@@ -1,10 +1,12 @@
 """The Transformer in one file: a forward pass in float64 from weights and config, with none of `core/`.
 
 It is slow and plain on purpose: one row, one head at a time; masks are comparisons of numbers; every choice
-of the config is an `if`. `clearhead check` holds a model against it, so that a fault on both sides of an
-equality cannot pass unseen. And it says what a config means, from top to bottom: read it beside `core/`.
+of the config is an `if`. `clearhead check` compares a model with it, so that a fault on both sides of an
+equality cannot pass unseen. And it says what a config means, from top to bottom: read it next to `core/`.
+Weights, norms, embeddings and positions are in `reference_inputs`.
 
-Shapes, all of one row: T query tokens, S key tokens, D model, E head width, V vocabulary.
+Shapes, all of one row: T query tokens, S key tokens, D model, E head width, H heads, V vocabulary or value
+width.
 """
 
 import functools
@@ -16,23 +18,197 @@ import torch
 from torch import Tensor
 
 from clearhead.core.config import BIASES, ModelConfig
-from clearhead.core.config.kinds import FULL, Blocks, GatedDeltaKind, GlobalKind, Kind, LinearKind, LowRank
-from clearhead.inside.checks.plain_inputs import ACTIVATIONS, PlainInputs, PlainRow, bucket, pairs, slope
-from clearhead.inside.checks.plain_kinds import (
-    by_distance,
-    delta_rule,
-    features,
-    global_tokens_of,
-    mixtures,
-    sees,
-    times,
-    weighed,
+from clearhead.core.config.kinds import (
+    FULL,
+    Blocks,
+    Dilated,
+    Full,
+    GatedDeltaKind,
+    GlobalKind,
+    Kind,
+    LinearKind,
+    LowRank,
+    Strided,
+    Windowed,
 )
+from clearhead.inside.checks.reference_inputs import (
+    ACTIVATIONS,
+    ReferenceInputs,
+    ReferenceRow,
+    bucket,
+    pairs,
+    slope,
+)
+from clearhead.variants.linear import orthogonal_features
+
+MASK = 0x7FFFFFFF
+
+
+def sees(kind: Kind, q: int, k: int, length: int, causal: bool) -> bool:
+    """Return True if a query at position q chooses the key at position k, in a row of `length` tokens."""
+    distance, first = abs(q - k), getattr(kind, "sinks", 0)
+    match kind:
+        case Full():
+            found = True
+        case Windowed() | GlobalKind():
+            found = distance < kind.size
+        case Dilated():
+            found = distance in range(0, kind.size * kind.step, kind.step)
+        case Strided():
+            found = distance < kind.step or distance % kind.step == 0
+        case Blocks():
+            mine, its = q // kind.size, k // kind.size
+            blocks = mine + 1 if causal else math.ceil(length / kind.size)
+            drawn = [_drawn(kind.seed, mine, number) % max(blocks, 1) for number in range(kind.random)]
+            near = abs(mine - its) <= kind.window // 2 or its in drawn
+            everywhere = _globals(kind, length)
+            found = near or length <= kind.full or q in everywhere or k in everywhere
+        case _:
+            raise TypeError(f"{kind} does not choose among keys")
+    return found or k < first
+
+
+@functools.cache
+def _globals(kind: Blocks, length: int) -> frozenset[int]:
+    """Return the positions of the tokens that see all and are seen by all."""
+    size = kind.size if kind.counted == "blocks" else 1
+    groups = [range(at, at + size) for at in range(0, length, size)]
+    ends = groups[: kind.first] + groups[max(len(groups) - kind.last, 0) :]
+    return frozenset(place for group in ends for place in group)
+
+
+def times(kind: Blocks, q: int, k: int, length: int) -> int:
+    """Return how often the key at position k stands in the softmax of the query at position q."""
+    if length <= kind.full or q in _globals(kind, length):
+        return 1
+    first = kind.first * (kind.size if kind.counted == "blocks" else 1)
+    return 1 + kind.repeat if k < first else 1
+
+
+def global_tokens_of(kind: GlobalKind, row: ReferenceRow) -> list[bool]:
+    """Return which tokens of a row see all and are seen by all."""
+    real = [t for t, is_real in enumerate(row.real) if is_real]
+    if row.marked is not None:
+        chosen = [t for t in real if row.marked[t]]
+    elif kind.tokens == "first":
+        chosen = [t for t in real if row.positions[t] == 0]
+    elif kind.tokens == "question":
+        ends = [t for t in real if row.x[t] == kind.separator]
+        chosen = [t for t in real if ends and t < ends[0]]
+    else:
+        chosen = []
+    return [t in chosen for t in range(len(row.real))]
+
+
+def _drawn(seed: int, block: int, number: int) -> int:
+    """Mix three numbers into one below 2^31."""
+    x = (block * 0x9E3779B1 + number * 0x85EBCA77 + seed * 0xC2B2AE3D + 1) & MASK
+    x = ((x ^ x >> 15) * 0x2C1B3C6D) & MASK
+    x = ((x ^ x >> 12) * 0x297A2D39) & MASK
+    return (x ^ x >> 15) & MASK
+
+
+def features(kind: LinearKind, x: Tensor, scale: float, count: int) -> Tensor:
+    """Return the features of queries or keys: [T, E] -> [T, F]."""
+    if kind.features == "elu":
+        return torch.where(x > 0, x + 1, x.exp())
+    if kind.features == "relu":
+        return torch.where(x > 0, x, 0.0) + 0.001
+    rows = orthogonal_features(count, x.shape[1], kind.seed).double()
+    x = x * math.sqrt(scale)
+    return (x @ rows.T - (x**2).sum(1, keepdim=True) / 2).exp() / math.sqrt(count)
+
+
+def weighed(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+    """Return the mean of values by the products of features, over the keys that are seen: [T, V]."""
+    products = (q @ k.T) * seen
+    total = products.sum(1, keepdim=True)
+    return torch.where(total > 0, products @ v / total, 0.0)
+
+
+def mixtures(
+    inputs: ReferenceInputs, name: str, row: ReferenceRow, k: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Mix the real keys and values of a row by position: [S, E] -> [R, E] each."""
+    real, places = torch.tensor(row.real)[:, None], row.positions
+    by_key, by_value = (inputs.weight(f"{name}.{one}_mix")[places] * real for one in ("k", "v"))
+    return by_key.T @ k, by_value.T @ v
+
+
+def delta_rule(
+    inputs: ReferenceInputs, name: str, row: ReferenceRow, kind: GatedDeltaKind, x: Tensor
+) -> Tensor:
+    """Read a row from left to right into a memory that decays and corrects itself: [T, D] -> [T, D]."""
+    K, H, E, V = row.plan.delta_sizes(kind)
+    real = [t for t, is_real in enumerate(row.real) if is_real]
+    mixed = torch.cat([inputs.linear(f"{name}.{part}", x[real]) for part in "qkv"], dim=1)
+    kernel, before = inputs.weight(f"{name}.conv")[:, 0], torch.zeros(kind.kernel - 1, mixed.shape[1])
+    padded = torch.cat([before.double(), mixed])
+    mixed = torch.stack([(padded[t : t + kind.kernel] * kernel.T).sum(0) for t in range(len(real))])
+    mixed = mixed / (1 + (-mixed).exp())
+    q, k, v = mixed[:, : K * E], mixed[:, K * E : 2 * K * E], mixed[:, 2 * K * E :]
+    write = 1 / (1 + (-inputs.linear(f"{name}.beta", x[real])).exp())  # T H
+    decay = inputs.linear(f"{name}.decay", x[real]) + inputs.weight(f"{name}.decay_bias")
+    kept = (-inputs.weight(f"{name}.log_rate").exp() * decay.exp().log1p()).exp()
+    gate, answers = inputs.linear(f"{name}.gate", x[real]), torch.zeros(len(x), H * V).double()
+    for head in range(H):
+        shared, memory = head * K // H, torch.zeros(E, V).double()
+        for t, place in enumerate(real):
+            one_q, one_k = (part[t, shared * E : shared * E + E] for part in (q, k))
+            one_q, one_k = (each / ((each**2).sum() + 1e-6) ** 0.5 for each in (one_q, one_k))
+            memory = memory * kept[t, head]
+            memory = memory + write[t, head] * torch.outer(
+                one_k, v[t, head * V : head * V + V] - one_k @ memory
+            )
+            z = one_q @ memory / E**0.5
+            z = z / ((z**2).mean() + inputs.config.norm_eps) ** 0.5 * inputs.weight(f"{name}.norm.weight")
+            opened = gate[t, head * V : head * V + V]
+            answers[place, head * V : head * V + V] = z * opened / (1 + (-opened).exp())
+    return inputs.linear(f"{name}.out", answers)
+
+
+def signed_row(distance: int, config: ModelConfig) -> int:
+    """Return the row of the table of disentangled positions for a query this far right of its key."""
+    span, furthest = config.relative_buckets // 2, config.relative_max_distance
+    half, away, sign = span // 2, abs(distance), -1 if distance < 0 else 1
+    if furthest != span and away > half:
+        away = half + math.ceil(math.log(away / half) / math.log((furthest - 1) / half) * (half - 1))
+    return min(max(span + sign * away, 0), 2 * span - 1)
+
+
+def by_distance(
+    inputs: ReferenceInputs, name: str, row: ReferenceRow, head: int, q: Tensor, k: Tensor
+) -> Tensor:
+    """Return what one head adds to its scores where queries and keys [T, E] meet distances: [T, T]."""
+    config, plan = inputs.config, row.plan
+    vectors = inputs.weight(f"{row.stack}.positions.table.weight")
+    if config.relative_norm:
+        vectors = inputs.norm(f"{row.stack}.positions.norm", vectors)
+    shared = head // (plan.n_heads // plan.n_kv_heads)
+    met = []  # the vectors as queries and as keys of this head
+    for kind, number in (("q", head), ("k", shared)):
+        found = inputs.linear(f"{name}.{kind}", vectors)
+        if config.qk_norm == "full":
+            found = inputs.norm(f"{name}.{kind}_norm", found)
+        found = found[:, number * plan.d_head : (number + 1) * plan.d_head]
+        met.append(inputs.norm(f"{name}.{kind}_norm", found) if config.qk_norm == "head" else found)
+    added = torch.zeros(len(q), len(k), dtype=torch.float64)
+    for i, here in enumerate(row.positions):
+        which = [signed_row(here - there, config) for there in row.positions]
+        if config.relative_terms != "p2c":
+            added[i] += met[1][which] @ q[i]
+        if config.relative_terms != "c2p":
+            added[i] += (met[0][which] * k).sum(-1)
+    return added * plan.attention_scale
+
+
+# The forward pass -------------------------------------------------------------------------------------------
+
 
 AT_ONCE = 8192  # rows of the output table that are widened to float64 at a time
 
 
-def plainly(
+def reference_logits(
     config: ModelConfig,
     weights: Mapping[str, Tensor],
     ids: Tensor,
@@ -50,16 +226,16 @@ def plainly(
     `weights` is its state dict. `loudness` multiplies what each stack embeds, as an edit of the tap
     `embedding` does. `learns`: as in training, without dropout.
     """
-    plain = Plain(config, weights, loudness, learns)
+    plain = Reference(config, weights, loudness, learns)
     given = (ids, mask, source, source_mask, positions, types, None, global_mask)
     return torch.stack([plain.head(*plain.read(number, *given)) for number in range(ids.shape[0])])
 
 
-Memory = tuple[Tensor, PlainRow] | None  # the encoder's states [S, D], and the row that it has read
+Memory = tuple[Tensor, ReferenceRow] | None  # the encoder's states [S, D], and the row that it has read
 
 
-class Plain(PlainInputs):
-    """A config and its weights; the methods follow the forward pass, after those of `PlainInputs`."""
+class Reference(ReferenceInputs):
+    """A config and its weights; the methods follow the forward pass, after those of `ReferenceInputs`."""
 
     def read(
         self,
@@ -72,7 +248,7 @@ class Plain(PlainInputs):
         types: Tensor | None = None,
         lengths: Tensor | None = None,
         global_mask: Tensor | None = None,
-    ) -> tuple[Tensor, PlainRow]:
+    ) -> tuple[Tensor, ReferenceRow]:
         """Return the last states [T, D] of one row of a batch, and the row."""
         memory = None
         if source is not None:
@@ -83,7 +259,7 @@ class Plain(PlainInputs):
 
     # Blocks -------------------------------------------------------------------------------------------------
 
-    def stack(self, row: PlainRow, memory: Memory = None) -> Tensor:
+    def stack(self, row: ReferenceRow, memory: Memory = None) -> Tensor:
         """Run embedding, blocks, final norm -> [T, D]; cross-attention reads `memory`."""
         x, layers = self.embed(row), row.plan.n_layers
         sets = min(self.config.layer_groups or layers, layers)
@@ -92,7 +268,7 @@ class Plain(PlainInputs):
             x = run(f"{row.stack}.blocks.{layer * sets // layers}", layer, x, row, memory)
         return self.norm(f"{row.stack}.norm", x) if self.config.final_norm else x
 
-    def routed(self, name: str, layer: int, x: Tensor, row: PlainRow, memory: Memory) -> Tensor:
+    def routed(self, name: str, layer: int, x: Tensor, row: ReferenceRow, memory: Memory) -> Tensor:
         """Run one layer on the tokens that its router sends through; the others pass by: [T, D] -> [T, D]."""
         scores, share = self.linear(f"{name}.router.score", x)[:, 0], row.plan.capacities[layer]
         real = [t for t, is_real in enumerate(row.real) if is_real]
@@ -106,7 +282,7 @@ class Plain(PlainInputs):
         mixed[chosen] = x[chosen] + scores[chosen, None] * (answer - x[chosen])
         return mixed
 
-    def block(self, name: str, layer: int, x: Tensor, row: PlainRow, memory: Memory) -> Tensor:
+    def block(self, name: str, layer: int, x: Tensor, row: ReferenceRow, memory: Memory) -> Tensor:
         """Run one layer: [T, D] -> [T, D]."""
         config = self.config
         attention = partial(self.attention, f"{name}.attention", layer, row, None)
@@ -140,7 +316,7 @@ class Plain(PlainInputs):
             y = self.norm(f"{name}.inside", y)
         return y * self.config.residual_scale
 
-    def attention(self, name: str, layer: int, row: PlainRow, memory: Memory, x: Tensor) -> Tensor:
+    def attention(self, name: str, layer: int, row: ReferenceRow, memory: Memory, x: Tensor) -> Tensor:
         """Attend from each query [T, D] to the keys that it may see, of `memory` or of x itself -> [T, D]."""
         kind = FULL if memory is not None else row.plan.kinds[layer]
         if isinstance(kind, GatedDeltaKind):
@@ -154,7 +330,7 @@ class Plain(PlainInputs):
         return self.linear(f"{name}.out", z)
 
     def attended(
-        self, name: str, layer: int, row: PlainRow, memory: Memory, x: Tensor, kind: Kind, which: str = ""
+        self, name: str, layer: int, row: ReferenceRow, memory: Memory, x: Tensor, kind: Kind, which: str = ""
     ) -> Tensor:
         """Return what the heads find, side by side: [T, D] -> [T, H·V]; `which` names the projections."""
         config, plan, cross = self.config, row.plan, memory is not None
@@ -198,7 +374,7 @@ class Plain(PlainInputs):
             z.append(weights @ one_v)
         return torch.cat(z, dim=-1)
 
-    def seen(self, queries: PlainRow, keys: PlainRow, causal: bool, kind: Kind) -> Tensor:
+    def seen(self, queries: ReferenceRow, keys: ReferenceRow, causal: bool, kind: Kind) -> Tensor:
         """Return which key each query may see: [T, S]."""
         order = pairs(queries.order, keys.order)
         past = order <= 0 if causal else torch.ones_like(order, dtype=torch.bool)
@@ -211,13 +387,13 @@ class Plain(PlainInputs):
             found = found | torch.tensor(global_tokens_of(kind, keys))
         return torch.tensor(keys.real) & past & found
 
-    def log_times(self, queries: PlainRow, keys: PlainRow, kind: Blocks) -> Tensor:
+    def log_times(self, queries: ReferenceRow, keys: ReferenceRow, kind: Blocks) -> Tensor:
         """Return the logarithm of how often each key stands in the softmax of each query: [T, S]."""
         counted = functools.cache(lambda q, k: times(kind, q, k, keys.length))
         table = [[counted(q, k) for k in keys.positions] for q in queries.positions]
         return torch.tensor(table).double().log()
 
-    def bias(self, row: PlainRow, head: int) -> Tensor:
+    def bias(self, row: ReferenceRow, head: int) -> Tensor:
         """Return what one head adds to its scores, by distance: [T, T]."""
         distances, where = row.distances
         if self.config.positions == "alibi":
@@ -253,7 +429,7 @@ class Plain(PlainInputs):
 
     # What comes out -----------------------------------------------------------------------------------------
 
-    def head(self, hidden: Tensor, row: PlainRow) -> Tensor:
+    def head(self, hidden: Tensor, row: ReferenceRow) -> Tensor:
         """Return the output of the head for the last states [T, D]."""
         match self.config.head:
             case "lm" | "mlm":
@@ -272,7 +448,7 @@ class Plain(PlainInputs):
             hidden = self.norm("head.norm", hidden + self.linear("head.down", wide))
         return self.linear("head.out", hidden)
 
-    def language(self, hidden: Tensor, row: PlainRow) -> Tensor:
+    def language(self, hidden: Tensor, row: ReferenceRow) -> Tensor:
         """Return a score for each token of the vocabulary: [T, D] -> [T, V]."""
         config = self.config
         if config.head_transform or config.d_embedding != config.d_model:
@@ -287,7 +463,7 @@ class Plain(PlainInputs):
         cap = config.logit_softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
-    def pooled(self, hidden: Tensor, row: PlainRow) -> Tensor:
+    def pooled(self, hidden: Tensor, row: ReferenceRow) -> Tensor:
         """Pool a row into one vector: [T, D] -> [D]."""
         how, real = self.config.pooling, hidden[torch.tensor(row.real)]
         return self.bent(real.mean(0) if how == "mean" else real[0 if how == "cls" else -1])

@@ -1,4 +1,4 @@
-"""The beginning of `plainly`: weights in float64, linear layers, norms, embeddings and positions.
+"""The beginning of the float64 reference: weights, linear layers, norms, embeddings and positions.
 
 Shapes, all of one row: T tokens, D model, C channels, E head width, R rotated columns of a head.
 """
@@ -24,7 +24,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @dataclass(frozen=True)
-class PlainRow:
+class ReferenceRow:
     """One row of input of one stack, and its tokens."""
 
     stack: str  # encoder or decoder, as its weights are named
@@ -38,7 +38,7 @@ class PlainRow:
     marked: list[bool] | None  # which tokens the call makes global
     lengths: list[int]  # of the longest row, as far as it was known when each token was read
 
-    def part(self, chosen: list[int]) -> "PlainRow":
+    def part(self, chosen: list[int]) -> "ReferenceRow":
         """Return the row of some of its tokens, each where it was."""
         real, places = [self.real[t] for t in chosen], [self.positions[t] for t in chosen]
         order, lengths = [self.order[t] for t in chosen], [self.lengths[t] for t in chosen]
@@ -61,7 +61,7 @@ def pairs(queries: list[int], keys: list[int]) -> Tensor:
     return torch.tensor(keys)[None, :] - torch.tensor(queries)[:, None]
 
 
-class PlainInputs:
+class ReferenceInputs:
     """A config and its weights, and the beginning of the forward pass."""
 
     def __init__(
@@ -97,7 +97,7 @@ class PlainInputs:
         types: Tensor | None = None,
         lengths: Tensor | None = None,
         global_mask: Tensor | None = None,
-    ) -> PlainRow:
+    ) -> ReferenceRow:
         """Return one row of a batch; `lengths` [T] is how long it was as each of its tokens was read."""
         config, B = self.config, x.shape[0]
         time = config.n_patches + config.class_token if plan.input == "patches" else x.shape[1]
@@ -108,7 +108,7 @@ class PlainInputs:
         places, longest = order, int(tokens.sum(1).max())
         if positions is not None:
             places, longest = positions.expand(B, -1)[number].tolist(), int(positions.max()) + 1
-        return PlainRow(
+        return ReferenceRow(
             stack="decoder" if plan.causal else "encoder",
             plan=plan,
             x=x[number].cpu(),
@@ -128,7 +128,7 @@ class PlainInputs:
             f"{'encoder' if both and self.config.share_embeddings else stack}.embedding.front.tokens.weight"
         )
 
-    def embed(self, row: PlainRow) -> Tensor:
+    def embed(self, row: ReferenceRow) -> Tensor:
         """Add the embeddings of each token, its segment and its position: [T, D]."""
         config, plan, stack, x = self.config, row.plan, row.stack, row.x
         front = f"{stack}.embedding.front"
@@ -173,7 +173,7 @@ class PlainInputs:
         padded = torch.nn.functional.pad(x, (0, 0, width // 2, width // 2))
         return torch.einsum("oik,tik->to", kernel, padded.unfold(0, width, stride)) + bias
 
-    def rotated(self, x: Tensor, row: PlainRow, window: int | None) -> Tensor:
+    def rotated(self, x: Tensor, row: ReferenceRow, window: int | None) -> Tensor:
         """Rotate one head's queries or keys [T, E] by pairs, by an angle that grows with the position."""
         R, half = int(x.shape[1] * self.config.rope_fraction), self.config.rope_layout == "half"
         turns = {length: _speeds(R, length, self.config, window) for length in set(row.lengths)}

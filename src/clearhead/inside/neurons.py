@@ -33,7 +33,8 @@ from clearhead.core.heads import ClassifierHead, LanguageHead, TokenHead
 from clearhead.core.stack import Stack
 from clearhead.errors import InputError, refuse
 from clearhead.hub import encodings, pixels
-from clearhead.inside import frozen, inputs, results
+from clearhead.inside import inputs, results
+from clearhead.inside.logit_attribution import freeze
 from clearhead.inside.names import layer_names
 from clearhead.learn.batches.padding import padded, real_tokens
 from clearhead.run.api import Model
@@ -337,4 +338,4 @@ def directions(m: Model, shelf: Shelf) -> Tensor:
 
 def _through(norm: nn.Module | None, written: Tensor) -> Tensor:
     """Return what the linear part of a norm makes of it: without the size it divides by, and its bias."""
-    return replace(frozen.freeze(norm, written), size=1.0, bias=0.0).forward(written).float()
+    return replace(freeze(norm, written), size=1.0, bias=0.0).forward(written).float()
