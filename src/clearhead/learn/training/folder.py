@@ -13,7 +13,7 @@ from clearhead.hub.files import write_text
 from clearhead.hub.locks import LOCK, locked_folder
 from clearhead.learn.data.files import RECIPE
 from clearhead.learn.data.given import ROWS
-from clearhead.learn.parallel.launch import launch, restarts
+from clearhead.learn.parallel import launch, restarts
 from clearhead.learn.training.events import CURVE, LOG, Note, OnEvent
 from clearhead.learn.training.state import BEST, CACHE, CHECKPOINTS, LAST, PRETRAIN, newest
 from clearhead.learn.training.tries import PICTURE
