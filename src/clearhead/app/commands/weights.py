@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from clearhead.inside.geometry import Nearest, PositionMap, Projection, SameWord
     from clearhead.inside.memories import Found, Memories, Neuron
-    from clearhead.inside.memories.neurons import Given
+    from clearhead.inside.neurons import Given
 
 LISTED, ON_A_MAP, COLUMNS = 10, 60, 8
 What = Literal["neighbours", "analogy", "map", "positions", "similarity", "word"]
