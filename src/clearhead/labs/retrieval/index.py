@@ -25,8 +25,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import load, save
 
 from clearhead.errors import CheckpointError, InputError, refuse, refusing
-from clearhead.hub.files import read_json, write_bytes, write_text
-from clearhead.hub.locks import locked_folder
+from clearhead.hub.files import locked_folder, read_json, write_bytes, write_text
 from clearhead.labs.retrieval.passages import (
     WORDS,
     Hit,
