@@ -12,9 +12,8 @@ from torch import Tensor, nn
 import clearhead as ch
 from clearhead.core.config import ModelConfig
 from clearhead.core.transformer import Transformer
-from clearhead.inside.parts.ablate import ablating
-from clearhead.inside.parts.examples import Examples
-from clearhead.inside.parts.prune import By, ordered, scores
+from clearhead.inside.ablation import Examples, ablating
+from clearhead.inside.pruning import By, ordered, scores
 from clearhead.labs.lab.experiment import Claim, Conditions, Experiment, Numbers, Picture
 from clearhead.labs.lab.learning import (
     USUAL,

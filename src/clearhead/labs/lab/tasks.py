@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from clearhead.core.config import ModelConfig
 from clearhead.core.transformer import Transformer
-from clearhead.hub.tokens.plan import TokenKind, TokensPlan
+from clearhead.hub.tokens import TokenKind, TokensPlan
 from clearhead.hub.tokens.training import GENERATOR, train_tokenizer
 from clearhead.labs.lab.experiment import Claim, Conditions, Experiment, Numbers, Picture
 from clearhead.labs.lab.learning import (
