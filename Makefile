@@ -37,13 +37,13 @@ ledger: $(DEV)
 
 bench: $(DEV)
 	$(PIP) -e '.[bench]'
-	$(BIN)/python benchmarks/train_step.py
-	$(BIN)/python benchmarks/decode.py
-	$(BIN)/python benchmarks/beam.py
-	$(BIN)/python benchmarks/speculate.py
-	$(BIN)/python benchmarks/long.py
-	$(BIN)/python benchmarks/load.py
-	$(BIN)/python benchmarks/startup.py
+	$(BIN)/python benchmarks/run.py train_step
+	$(BIN)/python benchmarks/run.py decode
+	$(BIN)/python benchmarks/run.py beam
+	$(BIN)/python benchmarks/run.py speculate
+	$(BIN)/python benchmarks/run.py long
+	$(BIN)/python benchmarks/run.py load
+	$(BIN)/python benchmarks/run.py startup
 
 # The site in site/: pages, links and the reference are checked, and a warning is an error.
 docs: $(CORE)

@@ -1,4 +1,4 @@
-"""Share what every benchmark needs: rounds in turn, medians, and ratios to a peer in the same run."""
+"""What benchmarks share: rounds in turn, medians, ratios to a peer in one run, records, a minimal GPT."""
 
 from __future__ import annotations
 
@@ -12,6 +12,10 @@ from datetime import date
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+RESULTS = Path(__file__).parent / "results"
 
 
 def alternate(
@@ -33,6 +37,11 @@ def alternate(
             if turn >= warm:
                 times[name].append(clock() - start)
     return {name: statistics.median(seconds) for name, seconds in times.items()}
+
+
+def case_command(name: str, *arguments: str) -> list[str]:
+    """The command that runs a case in a process of its own."""
+    return [sys.executable, str(Path(__file__).with_name("run.py")), name, *arguments]
 
 
 def device_name() -> str:
@@ -68,7 +77,7 @@ def report(title: str, seconds: dict[str, float], tokens: int, ours: str = "clea
 
 def save(name: str, results: list[dict[str, object]], path: Path | None = None) -> None:
     """Write results with the running command and the date to a file, by default under benchmarks/results/."""
-    path = path or Path(__file__).parent / "results" / f"{name}.json"
+    path = path or RESULTS / f"{name}.json"
     path.parent.mkdir(exist_ok=True)
     command = " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
     body = {"command": command, "date": date.today().isoformat(), "results": results}
@@ -90,7 +99,48 @@ class KeptParts:
         made = {**part, **about, "measured": date.today().isoformat(), "part_took_s": took}
         print(json.dumps(made), flush=True)
         if self.saves:
-            path = Path(__file__).parent / "results" / f"{file}.json"
+            path = RESULTS / f"{file}.json"
             there = json.loads(path.read_text())["results"] if path.exists() else []
             save(file, [*(one for one in there if one["title"] != made["title"]), made])
         self.start = time.perf_counter()
+
+
+# The least code that is a GPT, for others to be measured by: no options, nothing to look into.
+
+
+class MinimalBlock(nn.Module):
+    """One projection for q, k and v, the fused kernel. Streams [B, T, D] -> [B, T, D]."""
+
+    def __init__(self, heads: int, width: int, bias: bool) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width, bias=bias), nn.LayerNorm(width, bias=bias)
+        self.qkv, self.out = nn.Linear(width, 3 * width, bias), nn.Linear(width, width, bias)
+        self.up, self.down = nn.Linear(width, 4 * width, bias), nn.Linear(4 * width, width, bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        B, T, D = x.shape
+        q, k, v = (
+            part.view(B, T, self.heads, -1).transpose(1, 2)
+            for part in self.qkv(self.norm1(x)).chunk(3, dim=-1)
+        )
+        x = x + self.out(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(B, T, D)
+        )
+        return x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
+
+
+class MinimalGPT(nn.Module):
+    """Ids [B, T] -> logits [B, T, V], by the table of tokens."""
+
+    def __init__(
+        self, layers: int, heads: int, width: int, length: int, vocab: int, bias: bool = True
+    ) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(vocab, width), nn.Embedding(length, width)
+        self.blocks = nn.Sequential(*(MinimalBlock(heads, width, bias) for _ in range(layers)))
+        self.norm = nn.LayerNorm(width, bias=bias)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))
+        return self.norm(self.blocks(x)) @ self.tokens.weight.T

@@ -1,27 +1,27 @@
-"""Conditional depth: mixture of depths at equal training FLOPs, and early exit against the whole model.
-
-    python benchmarks/depth.py --text input.txt [--weights stories260K/hf] [--steps 600] [--save]
-
-Routed: character models of the text, all with the FLOPs of `--steps` steps of the plain one, as `ch.cost`
-counts them; the loss of the last tenth of the text. Left: every token of a text is given, one at a time, and
-the answers of a model that leaves early are held against those of all its layers. The plain character model
-is tried as it is, and again after a quarter of the steps more with a loss at every layer. Times are processor
-seconds. Everything is seeded with 0.
-"""
+"""Conditional depth, scaling laws, and curves of tuning."""
 
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 import math
 import time
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as nnf
+from benchmarks.common import device_name, processor_name, save
 from torch import Tensor
 
 import clearhead as ch
+from clearhead.app.plot import canvas
+from clearhead.app.plot.canvas import save as save_picture
+from clearhead.labs.lab.extrapolation import LARGER, RUNGS, draw_budgets, draw_law, embedded
+from clearhead.labs.lab.scaling import ladder, predict, train_ladder
 from clearhead.learn.batches.batch import Batch
 from clearhead.learn.losses import batch_loss
 from clearhead.run.generate.decode import prefill
@@ -29,7 +29,9 @@ from clearhead.run.generate.exits import ExitStep, stop_at
 from clearhead.run.generate.request import Request
 from clearhead.run.kernels.prepare import prepared
 from clearhead.variants.depth import Router
-from common import device_name, save
+
+# depth ----------------------------------------------------------------------------------------------------
+
 
 LENGTH, ROWS, WIDTH, RATE, SHARE = 64, 8, 64, 3e-3, 0.125
 CASES = {
@@ -203,9 +205,19 @@ def picture(rows: list[dict[str, object]], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def main() -> None:
+def run_depth() -> None:
+    """Conditional depth: mixture of depths at equal training FLOPs, and early exit against the whole model.
+
+        python benchmarks/run.py depth --text input.txt [--weights stories260K/hf] [--steps 600] [--save]
+
+    Routed: character models of the text, all with the FLOPs of `--steps` steps of the plain one, as
+    `ch.cost` counts them; the loss of the last tenth of the text. Left: every token of a text is given, one
+    at a time, and the answers of a model that leaves early are held against those of all its layers. The
+    plain character model is tried as it is, and again after a quarter of the steps more with a loss at
+    every layer. Times are processor seconds. Everything is seeded with 0.
+    """
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=run_depth.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--text", type=Path, required=True, help="a text to learn, such as tinyshakespeare")
     parser.add_argument("--weights", type=Path, help="the directory of a trained decoder")
@@ -231,5 +243,129 @@ def main() -> None:
         save("depth", [{"device": device_name(), "routed": rows, "left": left, "time": timed}])
 
 
-if __name__ == "__main__":
-    main()
+# scaling --------------------------------------------------------------------------------------------------
+
+
+IMAGES = Path(__file__).parents[1] / "docs" / "images"
+LARGE = ladder(
+    sizes=((2, 48), (2, 64), (3, 80), (3, 112), (4, 144)),
+    tokens=(1_850_000, 3_700_000, 7_400_000, 14_800_000),
+    beyond=(6, 240),
+    rows=32,
+)
+
+
+def read(path: Path) -> torch.Tensor:
+    """Return the bytes of a file."""
+    return torch.from_numpy(np.frombuffer(gzip.decompress(path.read_bytes()), np.uint8).copy())
+
+
+def run_scaling() -> None:
+    """Train a ladder of language models on books, predict a model four times as large, then train it.
+
+        python benchmarks/run.py scaling DATA [--seeds 1] [--device cuda] [--workers 4] [--save]
+        python benchmarks/run.py scaling --small [--workers 2] [--save]
+
+    DATA is a folder with train.txt.gz and test.txt.gz. The text is read as bytes, each of them once. With
+    --small the text is the corpus that comes with clearhead and the ladder one for two cores. The
+    prediction is printed before the larger model is trained. With --save the numbers go to
+    results/scaling_NAME.json and the pictures to docs/images/.
+    """
+    parser = argparse.ArgumentParser(
+        description=run_scaling.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("data", nargs="?", type=Path)
+    parser.add_argument("--small", action="store_true")
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--workers", type=int, default=4, help="models trained at a time")
+    parser.add_argument("--save", action="store_true")
+    given = parser.parse_args()
+    if not given.small and given.data is None:
+        parser.error("name the folder of the text, or --small")
+    device = "cpu" if given.small else given.device
+    rungs, beyond = (RUNGS, LARGER) if given.small else LARGE
+    if given.small:
+        text, unseen = embedded()
+    else:
+        text, unseen = read(given.data / "train.txt.gz"), read(given.data / "test.txt.gz")
+    start, points = time.perf_counter(), []
+    for rung, point in train_ladder(rungs, text, unseen, 256, given.seeds, device, given.workers):
+        points.append(point)
+        took = time.perf_counter() - start
+        shape = f"{rung.n_layers} x {rung.d_model}"
+        print(
+            f"{took:6.0f} s  {shape:>8}  N {point.weights:>9,}  D {point.tokens:>10,}  loss {point.loss:.4f}",
+            flush=True,
+        )
+    weights, tokens = beyond.weights(256), points[-1].tokens
+    before = predict(points, weights, tokens)
+    print(before.law, before.by_size, f"the law of both: {before.law.loss(weights, tokens):.4f}", sep="\n")
+    print(
+        f"predicted at N {weights:,}, D {tokens:,}: {before.loss:.4f} ({before.low:.4f} to {before.high:.4f})"
+    )
+    ((_, trained),) = train_ladder([beyond], text, unseen, 256, given.seeds, device)
+    error = trained.loss / before.loss - 1
+    took = time.perf_counter() - start
+    print(f"trained: {trained.loss:.4f}, {error:+.2%} of the prediction; {took:.0f} s in all")
+    if given.save:
+        name = "small" if given.small else "books"
+        found = {
+            "device": processor_name() if device == "cpu" else device_name(),
+            "torch": torch.__version__,
+            "seeds": given.seeds,
+            "seconds": round(took),
+            "points": [asdict(one) for one in points],
+            "law": asdict(before.law),
+            "by_size": None if before.by_size is None else asdict(before.by_size),
+            "by_law": before.law.loss(weights, tokens),
+            "predicted": {"loss": before.loss, "low": before.low, "high": before.high},
+            "trained": asdict(trained),
+            "error": error,
+            "times_beyond": weights / max(one.weights for one in points),
+        }
+        save(f"scaling_{name}", [found])
+        save_picture(draw_law(points, before, trained), IMAGES / f"scaling_{name}.png")
+        save_picture(draw_budgets(points, before.law), IMAGES / f"scaling_{name}_budgets.png")
+
+
+# tuning_curves --------------------------------------------------------------------------------------------
+
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def record(part: str) -> dict[str, Any]:
+    return json.loads((ROOT / "benchmarks" / "results" / f"tune_{part}.json").read_text())["results"][0]
+
+
+def points(curve: list[dict[str, Any]], metric: str) -> tuple[list[int], list[float]]:
+    """Steps, and what held-out data gave there."""
+    seen = [event for event in curve if event["event"] == "validated"]
+    return [event["step"] for event in seen], [event["metrics"][metric] for event in seen]
+
+
+def run_tuning_curves() -> None:
+    """Draw the curves of instruction, preference and embedding tuning from their records.
+
+        python benchmarks/run.py tuning_curves
+
+    Reads benchmarks/results/tune_sft.json, tune_dpo.json and tune_embed.json (`sft.py`, `dpo.py`,
+    `embed.py`) and writes docs/images/tuning.png: what held-out data say, by step.
+    """
+    sft, dpo, sts = record("sft"), record("dpo"), record("embed")["results"]["sts"]
+    figure = canvas.new(11, 3.2)
+    left, middle, right = figure.subplots(1, 3)
+    steps, losses = points(sft["curve"], "loss")
+    left.plot([0, *steps], [sft["before"]["loss"], *losses], "o-", color=canvas.BLUE)
+    canvas.name(left, "Instruction tuning, Dolly", "steps", "loss of held-out answers")
+    middle.plot(*points(dpo["curve"], "accuracy"), "o-", color=canvas.BLUE, label="DPO")
+    middle.axhline(dpo["longer"]["pandalm"], color=canvas.RED, linestyle="--", label="the longer answer")
+    middle.axhline(0.5, color="gray", linestyle=":", label="chance")
+    middle.legend(fontsize=8)
+    canvas.name(middle, "Preferences, PandaLM", "steps", "share of held-out pairs")
+    right.plot(*points(sts["curve"], "spearman"), "o-", color=canvas.BLUE)
+    canvas.name(right, "Embeddings, STS Benchmark", "steps", "Spearman on the dev part")
+    for axes in (left, middle, right):
+        axes.grid(alpha=0.3)
+    canvas.save(figure, ROOT / "docs" / "images" / "tuning.png")

@@ -18,7 +18,7 @@ two seconds.
 
 Each part is printed and saved as soon as it is measured, so that a run that is cut off keeps what it has.
 
-python benchmarks/explorer.py [--rounds 2] [--skip-deep] [--only-views] [--save]
+python benchmarks/run.py explorer [--rounds 2] [--skip-deep] [--only-views] [--save]
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from contextlib import contextmanager
 
 import torch
 import uvicorn
+from benchmarks.common import KeptParts
 from playwright.sync_api import Browser, Page, sync_playwright
 
 import clearhead as ch
@@ -44,7 +45,6 @@ from clearhead.app.explorer.record import record_run
 from clearhead.app.explorer.session import Opened, Session
 from clearhead.app.explorer.table import view
 from clearhead.app.explorer.views import begin
-from common import KeptParts
 
 FRAMES = """async (seconds) => {
   let frames = 0, worst = 0, last = performance.now();
@@ -337,7 +337,3 @@ def main() -> None:
     if deep:
         torch.set_num_threads(2)
         keep("cpu_explorer", deep_file(), device=f"CPU {platform.machine()}, shared")
-
-
-if __name__ == "__main__":
-    main()

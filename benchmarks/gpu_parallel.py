@@ -1,6 +1,6 @@
 """What a mesh costs where it has one process, and how large a model may be that trains on one GPU.
 
-    PYTHONPATH=src python benchmarks/gpu_parallel.py [wrapped] [large] [--rounds 3] [--out FILE.json]
+    PYTHONPATH=src python benchmarks/run.py gpu_parallel [wrapped] [large] [--rounds 3] [--out FILE.json]
 
 wrapped: `ch.train` of the 124M shape on characters, plain and split over a mesh of one process (FSDP2), which
     take turns, each in a process of its own; compiled (the model, and each of its blocks) and not.
@@ -21,6 +21,8 @@ import time
 from datetime import date
 from pathlib import Path
 from typing import Any
+
+from benchmarks.common import case_command
 
 WARM, STEPS, EVERY = 20, 60, 10
 LIMIT = 1024**3  # bytes that the GPU may use for the large model
@@ -81,7 +83,7 @@ def wrapped(rounds: int) -> list[dict[str, object]]:
     for compiled in (False, True):
         workers = {
             name: subprocess.Popen(
-                [sys.executable, __file__, "--worker", name, *(["--compiled"] if compiled else [])],
+                case_command("gpu_parallel", "--worker", name, *(["--compiled"] if compiled else [])),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
@@ -156,7 +158,7 @@ def main() -> None:
     results: list[dict[str, object]] = []
     if "large" in options.jobs:
         for kind in ("whole", "offload"):
-            command = [sys.executable, __file__, "--worker", kind]
+            command = case_command("gpu_parallel", "--worker", kind)
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
             results.append(json.loads(done.stdout.splitlines()[-1]))
             print(results[-1], flush=True)
@@ -168,10 +170,6 @@ def main() -> None:
     if options.out:
         options.out.write_text(
             json.dumps(
-                {"command": "python benchmarks/gpu_parallel.py", **facts, "results": results}, indent=2
+                {"command": "python benchmarks/run.py gpu_parallel", **facts, "results": results}, indent=2
             )
         )
-
-
-if __name__ == "__main__":
-    main()

@@ -3,8 +3,8 @@
 Examples are drawn from a known distribution, the interval is computed as `evaluate` does, and the share of
 intervals that hold the value of the distribution is counted.
 
-    python benchmarks/intervals.py            # 2,000 sets each
-    python benchmarks/intervals.py --sets 200
+    python benchmarks/run.py intervals            # 2,000 sets each
+    python benchmarks/run.py intervals --sets 200
 """
 
 from __future__ import annotations
@@ -123,7 +123,3 @@ def main() -> None:
             ]
             shown = "".join(f"{share:9.1%} ±{width / 2:6.3f}" for share, width in cells)
             print(f"{kind:14}{rate:6}{shown}", flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,25 +1,13 @@
-"""What each kind of attention costs: time and memory of a training step of one layer against its length.
-
-    python benchmarks/kinds.py [--longest 65536] [--device cuda] [--processes 1] [--save]
-    python benchmarks/kinds.py --write
-
-One layer of 8 heads of 64, one row: forward and backward. Beside it, what `ch.cost` computes. The slope is
-that of log time against log length over the lengths from `SLOPE_FROM` on; the crossing is the shortest length
-at which a kind is quicker than full attention. Full attention stops where a step takes `PATIENCE` seconds.
-`--save` also draws docs/images/kinds_DEVICE.png: lines are measured, dots are the FLOPs of `ch.cost`, scaled
-to the first point of the line from `SLOPE_FROM` on. `--write` writes what the records say into
-docs/attention.md. `--processes` measures that many kinds beside each other, where there are cores enough.
-
-The roofline of a step is the longer of two times: its FLOPs at the rate of one large product in float32, and
-writing and reading once what it keeps for the backward pass, at the rate of a copy. Both rates are measured.
-"""
+"""Kinds of attention: time and memory by length, versus fla-core."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import textwrap
 import time
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
@@ -27,10 +15,17 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.nn.functional as nnf
+from benchmarks.common import alternate, device_name, processor_name, save
+from torch import Tensor
 
 import clearhead as ch
 from clearhead.inside.long_text import peak_bytes
-from common import device_name, processor_name, save
+from clearhead.variants.gated_delta import gated_delta
+from clearhead.variants.linear import FEATURES, attend_linear
+
+# kinds ----------------------------------------------------------------------------------------------------
+
 
 KINDS = {
     "full": "full",
@@ -125,7 +120,7 @@ def section(device: str) -> str:
     shorter = "do not keep it busy" if device == "cuda" else "fit its cache and take less time a token"
     lead = (
         f"One layer of 8 heads of 64, one row, forward and backward in float32, on {record['device']} "
-        f"(`python benchmarks/kinds.py {option}--longest {longest} --save`). Lines are measured, dots "
+        f"(`python benchmarks/run.py kinds {option}--longest {longest} --save`). Lines are measured, dots "
         "are the FLOPs of `ch.cost`, scaled to the line where it begins to be straight, at "
         f"{SLOPE_FROM[device]:,} tokens. The slope is the power of the length with which time grows from "
         f"there on; shorter rows {shorter}. Memory is the most that lives at once in such a step, beside the "
@@ -214,9 +209,26 @@ def draw(rows: list[dict[str, object]], device: str, begin: int) -> None:
     figure.savefig(IMAGES / f"kinds_{'cuda' if 'NVIDIA' in device else 'cpu'}.png", dpi=110)
 
 
-def main() -> None:
+def run_kinds() -> None:
+    """What each kind of attention costs: time and memory of a training step of one layer against its length.
+
+        python benchmarks/run.py kinds [--longest 65536] [--device cuda] [--processes 1] [--save]
+        python benchmarks/run.py kinds --write
+
+    One layer of 8 heads of 64, one row: forward and backward. Beside it, what `ch.cost` computes. The slope
+    is that of log time against log length over the lengths from `SLOPE_FROM` on; the crossing is the
+    shortest length at which a kind is quicker than full attention. Full attention stops where a step takes
+    `PATIENCE` seconds. `--save` also draws docs/images/kinds_DEVICE.png: lines are measured, dots are the
+    FLOPs of `ch.cost`, scaled to the first point of the line from `SLOPE_FROM` on. `--write` writes what
+    the records say into docs/attention.md. `--processes` measures that many kinds beside each other, where
+    there are cores enough.
+
+    The roofline of a step is the longer of two times: its FLOPs at the rate of one large product in
+    float32, and writing and reading once what it keeps for the backward pass, at the rate of a copy. Both
+    rates are measured.
+    """
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=run_kinds.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--longest", type=int, default=65536)
     parser.add_argument("--device", default="cpu")
@@ -253,5 +265,128 @@ def main() -> None:
         draw(rows, name, begin)
 
 
-if __name__ == "__main__":
-    main()
+# fla_kernels ----------------------------------------------------------------------------------------------
+
+
+HEADS, WIDTH, CHUNK = 8, 64, 64
+Job = Callable[..., Tensor]
+
+
+def linear_here(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return attend_linear(FEATURES["elu"](q).values, FEATURES["elu"](k).values, v, causal=True)[0]
+
+
+def linear_there(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    from fla.ops.linear_attn import chunk_linear_attn
+
+    fq, fk = (FEATURES["elu"](x).values.to(x.dtype).transpose(1, 2) for x in (q, k))
+    return chunk_linear_attn(fq, fk, v.transpose(1, 2), scale=1.0, normalize=True)[0].transpose(1, 2)
+
+
+def delta_here(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+    return gated_delta(nnf.normalize(q, dim=-1), nnf.normalize(k, dim=-1), v, g, beta)[0]
+
+
+def delta_there(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    given = (nnf.normalize(q, dim=-1), nnf.normalize(k, dim=-1), v, g, beta)
+    return chunk_gated_delta_rule(*(x.transpose(1, 2) for x in given))[0].transpose(1, 2)
+
+
+# Ours, theirs, and the products of a chunk and a head, forward, in multiples of CHUNK · WIDTH².
+CASES: dict[str, tuple[Job, Job, int]] = {
+    "linear(elu)": (linear_here, linear_there, 4),
+    "gated-delta": (delta_here, delta_there, 8),
+}
+
+
+def inputs_of(name: str, length: int) -> list[Tensor]:
+    """q, k, v, and for the gated delta rule the log of the decay and the strength, in float64."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 1, HEADS, length, WIDTH, dtype=torch.float64, device="cuda")
+    if name != "gated-delta":
+        return [q, k, v]
+    g, beta = torch.rand(2, 1, HEADS, length, dtype=torch.float64, device="cuda")
+    return [q, k, v, -0.2 * g, beta]
+
+
+def passed(job: Job, inputs: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """The answer and the gradients of the inputs; the decay stays float32 at least."""
+    wide = torch.promote_types(dtype, torch.float32)
+    given = [x.to(wide if place == 3 else dtype).requires_grad_() for place, x in enumerate(inputs)]
+    out = job(*given)
+    return [out, *torch.autograd.grad(out, given, torch.ones_like(out))]
+
+
+def distance(found: list[Tensor], exact: list[Tensor]) -> float:
+    """The largest difference as a share of the largest value, over answer and gradients."""
+    return max(float((a.double() - b).abs().max() / b.abs().max()) for a, b in zip(found, exact))
+
+
+def compare(name: str, length: int, exact: bool, best: dict[str, float]) -> dict[str, object]:
+    here, there, products = CASES[name]
+    inputs, row = inputs_of(name, length), {"kind": name, "length": length}
+    start = time.perf_counter()
+    passed(there, inputs, torch.bfloat16)
+    torch.cuda.synchronize()
+    row["seconds_to_compile_fla"] = round(time.perf_counter() - start, 1)
+    if exact:
+        right = passed(here, inputs, torch.float64)
+        row["difference"] = {
+            "clearhead, float32": distance(passed(here, inputs, torch.float32), right),
+            "clearhead": distance(passed(here, inputs, torch.bfloat16), right),
+            "fla": distance(passed(there, inputs, torch.bfloat16), right),
+        }
+        del right
+    jobs = {"clearhead": lambda: passed(here, inputs, torch.bfloat16)}
+    jobs["fla"] = lambda: passed(there, inputs, torch.bfloat16)
+    seconds = alternate(jobs, 5)
+    flops = 3 * 2 * products * CHUNK * WIDTH**2 * HEADS * math.ceil(length / CHUNK)
+    row["ms"] = {one: round(1e3 * took, 3) for one, took in seconds.items()}
+    row["fla_is_quicker_by"] = round(seconds["clearhead"] / seconds["fla"], 2)
+    row["share_of_roofline"] = {one: round(flops / best["flops"] / took, 4) for one, took in seconds.items()}
+    print(json.dumps(row), flush=True)
+    return row
+
+
+def fewer_tries(most: int) -> None:
+    """Let Triton's tuner try the first `most` shapes of a kernel; call it before those are defined."""
+    import triton
+
+    tuned = triton.autotune
+    triton.autotune = lambda configs, *rest, **named: tuned(configs[:most], *rest, **named)
+
+
+def run_fla_kernels() -> None:
+    """Linear attention and the gated delta rule versus the Triton kernels of flash-linear-attention.
+
+        pip install --no-deps --target build/ref fla-core einops
+        PYTHONPATH=src:build/ref python benchmarks/run.py fla_kernels [--lengths 4096 65536]
+        [--kinds gated-delta]
+            [--tries 4] [--out PATH]
+
+    8 heads of 64, one row, bfloat16, forward and backward from queries, keys and values to their gradients;
+    both sides take turns. Differences are those of answers and gradients from ours in float64 at the
+    shortest length, divided by the largest of these. The share of the roofline is that of
+    `benchmarks/run.py kinds` for the products alone, at the rate of a large product in float32, which is
+    what ours are made of. Its kernels try many shapes of blocks at their first call, for minutes; `--tries`
+    leaves each so many of them.
+    """
+    parser = argparse.ArgumentParser(
+        description=run_fla_kernels.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 65536])
+    parser.add_argument("--kinds", nargs="+", choices=list(CASES), default=list(CASES))
+    parser.add_argument("--tries", type=int, help="shapes of blocks that a kernel of fla tries; default: all")
+    parser.add_argument("--out", type=Path, help="a file for the figures, JSON")
+    options = parser.parse_args()
+    if options.tries is not None:
+        fewer_tries(options.tries)
+    best, rows = rates("cuda"), []
+    for name in options.kinds:
+        for length in options.lengths:
+            rows.append(compare(name, length, length == min(options.lengths), best))
+            if options.out is not None:
+                body = {"device": device_name(), "torch": torch.__version__, "rates": best, "rows": rows}
+                options.out.write_text(json.dumps(body, indent=2) + "\n")

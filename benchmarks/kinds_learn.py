@@ -1,10 +1,10 @@
 """What the papers on kinds of attention show, small: each part takes minutes on one thread of a CPU.
 
-    python benchmarks/kinds_learn.py features [--save]
-    python benchmarks/kinds_learn.py copying [--steps 1200] [--kinds full linear] [--save]
-    python benchmarks/kinds_learn.py digits [--steps 400] [--kinds full linear] [--save]
-    python benchmarks/kinds_learn.py text [--steps 150] [--data ../shared/data] [--device cuda] [--save]
-    python benchmarks/kinds_learn.py table [--out PATH]
+    python benchmarks/run.py kinds_learn features [--save]
+    python benchmarks/run.py kinds_learn copying [--steps 1200] [--kinds full linear] [--save]
+    python benchmarks/run.py kinds_learn digits [--steps 400] [--kinds full linear] [--save]
+    python benchmarks/run.py kinds_learn text [--steps 150] [--data ../shared/data] [--device cuda] [--save]
+    python benchmarks/run.py kinds_learn table [--out PATH]
 
 features: error of FAVOR+ against the exact softmax in float64, by number of random features; orthogonal or
 independent, positive or trigonometric (Performer, figure 2).
@@ -38,6 +38,7 @@ from typing import Any, get_args, get_type_hints
 
 import torch
 import torch.nn.functional as nnf
+from benchmarks.common import alternate, device_name, save
 from torch import Tensor
 
 import clearhead as ch
@@ -47,7 +48,6 @@ from clearhead.app.plot.canvas import save as save_picture
 from clearhead.core.config.kinds import KINDS
 from clearhead.inside.long_text import peak_bytes
 from clearhead.variants.linear import attend_linear, favor, orthogonal_features
-from common import alternate, device_name, save
 
 ROOT = Path(__file__).resolve().parents[1]
 Batch = tuple[Tensor, Tensor]  # ids [B, T], and what is wanted [B, T], -100 where nothing is
@@ -315,7 +315,7 @@ def written(options: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
     if options.out is not None:
         given = {"steps": options.steps, "device": options.device}  # what the figures depend on
         named = " ".join(f"--{name} {value}" for name, value in given.items() if value)
-        command = f"python benchmarks/kinds_learn.py {options.part} {named}"
+        command = f"python benchmarks/run.py kinds_learn {options.part} {named}"
         about = {"command": command, "date": date.today().isoformat(), "device": device_name()}
         body = {**about, "torch": torch.__version__, "rows": rows}
         options.out.parent.mkdir(parents=True, exist_ok=True)
@@ -394,7 +394,3 @@ def main() -> None:
     if options.save and options.part != "table":
         about = {"device": device_name(), "torch": torch.__version__}
         save(f"kinds_{options.part}", [{**about, "rows": results}])
-
-
-if __name__ == "__main__":
-    main()

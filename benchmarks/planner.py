@@ -1,6 +1,6 @@
 """Hold what `clearhead plan` predicts against published and measured training runs.
 
-PYTHONPATH=src python benchmarks/planner.py [--save] [--fit]
+PYTHONPATH=src python benchmarks/run.py planner [--save] [--fit]
 
 Each row is a run that its authors published: the model, the devices, the mesh, the batch, and what they read
 off, tokens per second and device or MFU, and peak memory. `--save` writes benchmarks/results/planner.json and
@@ -19,10 +19,11 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.common import save
+
 import clearhead as ch
 from clearhead.learn.parallel.division import Checkpointing, MeshSizes, Work, read_mesh
 from clearhead.learn.parallel.estimate import DEVICES, Cluster, Device, MeshCost, estimate
-from common import save
 
 GIB = 2**30
 PAGE = Path(__file__).parents[1] / "docs" / "plan.md"
@@ -265,7 +266,3 @@ def main() -> None:
         save("planner", lines)
         before, rest = PAGE.read_text().split(BEGIN)
         PAGE.write_text(before + BEGIN + table(lines) + END + rest.split(END)[1])
-
-
-if __name__ == "__main__":
-    main()

@@ -1,27 +1,25 @@
-"""Measure what rounding the weights of SmolLM2-135M-Instruct costs on WikiText-2: perplexity and KL.
-
-    python benchmarks/quantize.py MODEL --data WIKITEXT2 [--tokens 4096] [--device cuda] [--save]
-
-MODEL is a directory in Hugging Face's layout or the GGUF file itself. The weights that can be had here come
-from a file that is rounded to 4 bits in groups of 32 already (Q4_1), so rounding them to the same grid costs
-next to nothing. They are moved off that grid first, unless `--as-stored`, without changing what the model
-computes, nor any weight: channels of the residual stream, of values and of feed-forwards are put in another
-order, in all layers alike. A new group then has weights of many old ones, each with its own scale, and is as
-wide as groups are. The first lines say that this is so: the share of groups of 32 weights that have at most
-16 different numbers, and perplexity, before and after. Calibration is on valid.txt and figures are on
-test.txt, rows of 512, all of them with `--tokens 0`.
-
-Each variant is printed, and with `--save` kept, as soon as it is measured.
-"""
+"""Quantized weights: perplexity and speed, matmuls, GGUF, and threads of a decode step."""
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
 import time
+from collections.abc import Callable
+from datetime import date
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
+from benchmarks.common import save
 from torch import Tensor, nn
 
 import clearhead as ch
@@ -32,11 +30,16 @@ from clearhead.inside.quantize import (
     text_sums,
     weight_bytes,
 )
+from clearhead.run.kernels import library
+from clearhead.run.kernels.native import Pointers
 from clearhead.run.quant.apply import QuantPlan, linear_names, quantize_model
 from clearhead.run.quant.calibrate import moments
+from clearhead.run.quant.grid import Grid, nearest_codes
 from clearhead.run.quant.layers import QuantizedLinear, quantized_parts
 from clearhead.run.quant.methods import CALIBRATED
-from common import save
+
+# quantize -------------------------------------------------------------------------------------------------
+
 
 LENGTH = 512
 BATCH = 4
@@ -156,9 +159,24 @@ def keep(title: str, name: str, line: dict[str, object]) -> None:
     save("quantize", [*(one for one in before if one["title"] != title), earlier])
 
 
-def main() -> None:
+def run_quantize() -> None:
+    """Measure what rounding the weights of SmolLM2-135M-Instruct costs on WikiText-2: perplexity and KL.
+
+        python benchmarks/run.py quantize MODEL --data WIKITEXT2 [--tokens 4096] [--device cuda] [--save]
+
+    MODEL is a directory in Hugging Face's layout or the GGUF file itself. The weights that can be had here
+    come from a file that is rounded to 4 bits in groups of 32 already (Q4_1), so rounding them to the same
+    grid costs next to nothing. They are moved off that grid first, unless `--as-stored`, without changing
+    what the model computes, nor any weight: channels of the residual stream, of values and of feed-forwards
+    are put in another order, in all layers alike. A new group then has weights of many old ones, each with
+    its own scale, and is as wide as groups are. The first lines say that this is so: the share of groups of
+    32 weights that have at most 16 different numbers, and perplexity, before and after. Calibration is on
+    valid.txt and figures are on test.txt, rows of 512, all of them with `--tokens 0`.
+
+    Each variant is printed, and with `--save` kept, as soon as it is measured.
+    """
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=run_quantize.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--data", type=Path, required=True)
@@ -204,5 +222,186 @@ def main() -> None:
             keep(title, name, {**found.to_dict(), "bytes": size, "change": round(change, 5)})
 
 
-if __name__ == "__main__":
-    main()
+# products -------------------------------------------------------------------------------------------------
+
+
+GRIDS = {"int8": Grid(8, 32), "int4": Grid(4, 32), "int4 with offsets": Grid(4, 32, symmetric=False)}
+
+
+def run_products() -> None:
+    """Time matmuls with weights of 32, 8 and 4 bits on one thread, by each way `step.c` can be compiled.
+
+    Those of float32 also by PyTorch, which takes more threads unless the environment says one.
+
+        OPENBLAS_NUM_THREADS=1 python benchmarks/run.py products [--rows 1 4 16] [--size 49152 576]
+        [--rounds 7]
+
+    Processor time, the ways in turn, the quickest round: other work on the machine only ever adds.
+    """
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--size", type=int, nargs=2, default=[49152, 576])
+    parser.add_argument("--rounds", type=int, default=7)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    compiler = shutil.which("cc")
+    assert compiler and library.library() is not None
+    ways = {
+        name or "this processor's": library.opened(compiler, *library.allowed(name))
+        for name in ("", *library.limits())
+    }
+    layer = torch.nn.Linear(options.size[1], options.size[0], bias=False)
+    layers = {"float32": layer}
+    for name, grid in GRIDS.items():
+        layers[name] = QuantizedLinear(nearest_codes(grid, layer.weight.detach()), None, None)
+    for rows in options.rows:
+        x, out = torch.randn(rows, options.size[1]), torch.empty(rows, options.size[0])
+        for kind, one in layers.items():
+            pointers = Pointers()
+            fields = pointers.linear(one)
+            places = (ctypes.addressof(fields), x.data_ptr(), out.data_ptr())
+            jobs: dict[str, Callable[[], object]] = {
+                name: partial(way.clearhead_linear, *places, rows, 1, 0) for name, way in ways.items()
+            }
+            if one is layer:
+                jobs["PyTorch's"] = partial(torch.mm, x, layer.weight.detach().T, out=out)
+            best = dict.fromkeys(jobs, float("inf"))
+            for _ in range(options.rounds):
+                for name, job in jobs.items():
+                    start = time.thread_time()
+                    job()
+                    best[name] = min(best[name], time.thread_time() - start)
+            rates = ", ".join(
+                f"{name} {rows * layer.weight.numel() / took / 1e9:.1f}" for name, took in best.items()
+            )
+            print(f"{rows} rows, {kind}: {rates} billion products a second", flush=True)
+
+
+# gguf_llama -----------------------------------------------------------------------------------------------
+
+
+PROMPTS = (
+    *("Once upon a time", "The capital of France is", "def add(a, b):", "1, 2, 3, 4,", "Dear Sir or Madam,"),
+    *("Water boils at", "The three primary colours are", "Q: What is 12 + 30?\nA:", "It's a café in Paris"),
+    *("To be, or not to be", "In 1969, humans first", "<html>\n<body>", "The mitochondria is the"),
+    *("She opened the door and", "Рим — это", "日本の首都は", "import numpy as np\n", "E = mc^2 means"),
+    *("My favourite recipe:\n\n1.", "The quick brown fox"),
+)
+
+
+def llama_server(path: Path, length: int = 256) -> Any:
+    """Return llama.cpp's server over a file, in one thread, with keys and values in float32."""
+    import xllamacpp
+
+    given = xllamacpp.CommonParams()
+    given.model.path, given.n_ctx, given.n_parallel, given.warmup = str(path), length, 1, False
+    given.cache_type_k = given.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+    given.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    given.cpuparams.n_threads = given.cpuparams_batch.n_threads = 1
+    given.n_gpu_layers, given.verbosity = 0, 0
+    return xllamacpp.Server(given)
+
+
+def llama_greedy(server: Any, prompt: str | list[int], tokens: int) -> tuple[list[int], list[float]]:
+    """Return llama.cpp's greedy tokens after a prompt, and log-probabilities of those that end a character.
+
+    Its server leaves the others out of what it says of log-probabilities, and of its text.
+    """
+    asked = {"prompt": prompt, "max_tokens": tokens, "temperature": 0.0, "top_k": 1, "logprobs": 1}
+    whole = {"return_tokens": True, "verbose": True}
+    made = server.handle_completions(asked | whole | {"cache_prompt": False, "repeat_penalty": 1.0})
+    found = (made["choices"][0]["logprobs"] or {}).get("content") or []
+    return made["__verbose"]["tokens"], [one["logprob"] for one in found]
+
+
+def run_gguf_llama() -> None:
+    """Greedy tokens of one GGUF file here and in llama.cpp (the xllamacpp wheel), both ways.
+
+        python -m benchmarks.gguf_llama SmolLM2-135M-Instruct.Q4_1.gguf --tokens 24
+
+    The file is opened here and written again in F32, which llama.cpp opens: the same numbers in float. Both
+    continue the same texts, each by its own tokenizer, and the tokens are compared.
+    """
+    parser = argparse.ArgumentParser(description=run_gguf_llama.__doc__)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--tokens", type=int, default=24)
+    given = parser.parse_args()
+    m = ch.load(given.file)
+    with tempfile.TemporaryDirectory() as folder:
+        written = Path(folder) / "ours.gguf"
+        m.save(written, "float32")
+        server = llama_server(written)
+        equal, first, size = 0, [], 0
+        for prompt in PROMPTS:
+            theirs, _ = llama_greedy(server, prompt, given.tokens)
+            ours = m.generate(prompt, given.tokens).ids[: len(theirs)]
+            size += len(theirs)
+            equal += ours == theirs
+            if ours != theirs:
+                first.append({"prompt": prompt, "ours": ours, "theirs": theirs})
+    print(json.dumps({"prompts": len(PROMPTS), "equal": equal, "tokens": size, "differing": first}))
+
+
+# ranks ----------------------------------------------------------------------------------------------------
+
+
+RESULTS = Path(__file__).parent / "results" / "cpu_ranks.json"
+SETTINGS = {
+    **{"model.d_model": 128, "model.n_layers": 4, "model.n_heads": 4, "model.max_positions": 128},
+    **{"data.batch_size": 16, "train.steps": 16, "train.log_every": 1, "train.samples": 0},
+    **{"train.validate_every": 16, "train.precision": "float32", "train.device": "cpu", "train.seed": 0},
+}
+
+
+def speed(data: Path, out: Path, processes: int, mesh: str) -> float:
+    """Train; return the median over the steps of tokens per second."""
+    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    command = [sys.executable, *(launch if processes > 1 else []), "-m", "clearhead", "train", str(data)]
+    given = {**SETTINGS, "train.threads": 2 // processes, **({f"parallel.{mesh}": processes} if mesh else {})}
+    for name, value in given.items():
+        command += ["--set", f"{name}={value}"]
+    threads = {"OMP_NUM_THREADS": str(2 // processes)}
+    subprocess.run(
+        [*command, "--out", str(out)], check=True, capture_output=True, env={**os.environ, **threads}
+    )
+    lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    return statistics.median(line["tokens_per_second"] for line in lines if line["event"] == "stepped")
+
+
+def summary(turns: list[dict[str, float]]) -> dict[str, object]:
+    """Return the ratios of the speeds of two processes to that of one."""
+    ratios = {name: sorted(turn[name] / turn["alone"] for turn in turns) for name in ("data", "shard")}
+    ranges = {
+        name: {"median": statistics.median(found), "least": found[0], "most": found[-1]}
+        for name, found in ratios.items()
+    }
+    return {"date": date.today().isoformat(), "settings": SETTINGS, "efficiency": ranges, "turns": turns}
+
+
+def run_ranks() -> None:
+    """Two processes of one thread against one process of two threads, on a small decoder.
+
+    The same steps on the same rows, in turns: `PYTHONPATH=src python benchmarks/run.py ranks --save`. Each
+    turn gives a ratio. A busy machine slows both sides of a turn, so that the range of ratios says more
+    than either speed.
+    """
+    parser = argparse.ArgumentParser(description=run_ranks.__doc__)
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--save", action="store_true")
+    given = parser.parse_args()
+    turns = []
+    with tempfile.TemporaryDirectory() as work:
+        folder = Path(work)
+        data = folder / "text.txt"
+        data.write_text("the quick brown fox jumps over the lazy dog and sings of the wide blue sea\n" * 2000)
+        for turn in range(given.turns):
+            rates = {
+                name: speed(data, folder / f"{name}{turn}", processes, mesh)
+                for name, processes, mesh in (("alone", 1, ""), ("data", 2, "data"), ("shard", 2, "shard"))
+            }
+            turns.append(rates)
+            print(json.dumps({name: round(rate) for name, rate in rates.items()}), flush=True)
+            if given.save:
+                RESULTS.write_text(json.dumps(summary(turns), indent=1) + "\n")
+    print(json.dumps(summary(turns)["efficiency"]))

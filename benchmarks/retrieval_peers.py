@@ -1,6 +1,6 @@
 """Compare retrieval with sentence-transformers and FAISS: the same embedder and documents, taking turns.
 
-    python benchmarks/retrieval_peers.py DATA --model DIR [--collections ...] [--device cuda] [--out FILE]
+    python benchmarks/run.py retrieval_peers DATA --model DIR [--collections ...] [--device cuda] [--out FILE]
 
 DATA is as for retrieval.py, which builds the indexes; --work DIR keeps them. --sample N lets the peer embed N
 documents only, evenly spread, and gives FAISS our vectors for the others: how far the vectors of the sample
@@ -27,13 +27,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from benchmarks.common import device_name, processor_name, save
+from benchmarks.retrieval import Clock, WordVectors, cranfield, judge, quality, scifact
 from sentence_transformers import SentenceTransformer
 
 import clearhead as ch
 from clearhead.labs.retrieval.index import Index, build_index, embedded
 from clearhead.labs.retrieval.ranking import nearest_rows
-from common import device_name, processor_name, save
-from retrieval import Clock, WordVectors, cranfield, judge, quality, scifact
 
 try:
     import faiss
@@ -256,7 +256,3 @@ def main() -> None:
         save(name, results)
     if given.out:
         save(name, results, given.out)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,7 @@
 """Hold texts to generated JSON schemas, and validate every one: valid, or cut off at its length.
 
     pip install hypothesis-jsonschema 'hypothesis<6.130'
-    python benchmarks/serve_schemas.py [COUNT]
+    python benchmarks/run.py serve_schemas [COUNT]
 
 Schemas are drawn by hypothesis-jsonschema from a schema of schemas. A model of random weights, which would
 write anything, writes 200 tokens at temperature 1. A schema that llguidance cannot follow is refused by name,
@@ -18,11 +18,9 @@ import warnings
 from collections import Counter
 
 import jsonschema
+from benchmarks.serve import bytes_tokenizer
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis_jsonschema import from_schema
-
-sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
-from benchmarks.serve_mixes import bytes_tokenizer
 from tests.serve import mixes
 
 from clearhead.errors import InputError
@@ -114,7 +112,8 @@ def drawn(count: int) -> list[dict]:
     return list(found.values())
 
 
-def main(count: int) -> None:
+def main() -> None:
+    count = int(sys.argv[1]) if len(sys.argv) > 1 else 300
     warnings.simplefilter("ignore")
     m = mixes.model("rope-gqa", bytes_tokenizer(), max_positions=512)
     engine, figures, refused = ServeEngine(m, Limits(waiting=10_000)), Counter(), Counter()
@@ -148,7 +147,3 @@ def main(count: int) -> None:
     body = {"schemas": len(asked), **figures, "refused by name": dict(refused), "invalid": 0}
     RESULT.write_text(json.dumps(body, indent=1) + "\n")
     print(body)
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 300)

@@ -1,7 +1,7 @@
 """Two versions of clearhead side by side: is the one in this checkout as fast as the one in another?
 
     git worktree add ../before COMMIT
-    python benchmarks/versions.py ../before [--rounds 9] [--device cuda] [--save]
+    python benchmarks/run.py versions ../before [--rounds 9] [--device cuda] [--save]
 
 Each version runs in a process of its own; they take turns round by round, so that noise falls on both alike.
 Only names that are public in both are used: decoding through `generate`, training through `ch.train`.
@@ -19,6 +19,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from benchmarks.common import case_command
 
 HERE = Path(__file__).resolve().parents[1]
 # By device: the jobs, with the rows of a batch.
@@ -127,8 +129,7 @@ def main() -> None:
     results: list[dict[str, object]] = []
     for job in options.jobs or JOBS[options.device]:
         command = [
-            sys.executable,
-            __file__,
+            *case_command("versions"),
             str(options.before),
             "--device",
             options.device,
@@ -162,7 +163,7 @@ def main() -> None:
               f"({pairs[0]:.3f} to {pairs[-1]:.3f})", flush=True)  # fmt: skip
         results.append({"job": job, "seconds": times, "now_over_before": round(ratio, 4)})
     if options.save:
-        from common import device_name, save
+        from benchmarks.common import device_name, save
 
         save(f"versions_{options.device}", [{"device": device_name(), "jobs": results}])
 
@@ -175,7 +176,3 @@ def ask(process: subprocess.Popen[str]) -> float:
         if line.startswith("seconds "):
             return float(line.split()[1])
     raise SystemExit("a worker ended before it answered")
-
-
-if __name__ == "__main__":
-    main()

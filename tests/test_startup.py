@@ -73,7 +73,7 @@ for name in COMMANDS:
 
 
 def test_help_is_quick():
-    """Processor time, with room for a slow machine; benchmarks/startup.py holds the measured figures."""
+    """Processor time, with room for a slow machine; benchmarks/run.py startup holds the measured figures."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run([sys.executable, "-m", "clearhead", "--help"], capture_output=True, check=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)

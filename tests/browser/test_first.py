@@ -1,6 +1,6 @@
 """The first second: an example is there while the model loads, and then makes room for it.
 
-That it is one second, benchmarks/explorer.py measures.
+That it is one second, benchmarks/run.py explorer measures.
 """
 
 import threading

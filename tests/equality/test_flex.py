@@ -1,7 +1,7 @@
 """`flex_attention` behind the predicates of the dense mask: its blocks, its mask, its numbers, its choice.
 
 A CPU has no backward pass of it, and its plain form computes every pair: blocks are held to the mask by
-themselves. `benchmarks/flex.py` compares times and gradients on a GPU.
+themselves. `benchmarks/run.py flex` compares times and gradients on a GPU.
 """
 
 from __future__ import annotations

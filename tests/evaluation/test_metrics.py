@@ -244,7 +244,7 @@ def test_intervals_of_shares_hold_the_truth_as_often_as_they_say(n, rate):
 @pytest.mark.parametrize("kind", ["span_f1", "word_error", "mrr", "pearson"])
 @pytest.mark.parametrize("rate", [0.5, 0.99])
 def test_intervals_of_other_metrics_hold_the_truth(kind, rate):
-    """A fast version of the simulation in benchmarks/intervals.py, whose error is 2 %."""
+    """A fast version of the simulation in benchmarks/run.py intervals, whose error is 2 %."""
     assert intervals.coverage(kind, 15, rate, 120)[0] >= 0.9
 
 

@@ -94,7 +94,7 @@ def test_a_written_file_is_the_same_model_here_and_in_llama_cpp(config, tokenize
     assert back.special == m.special and back.settings["chat_template"] == m.settings["chat_template"]
     assert back.encode(WORDS[:2]) == m.encode(WORDS[:2])
     pytest.importorskip("xllamacpp")
-    from benchmarks.gguf_llama import llama_greedy, llama_server
+    from benchmarks.quantize import llama_greedy, llama_server
 
     server, compared = llama_server(tmp_path / "ours.gguf", 128), 0
     for length in range(3, 40, 4):

@@ -172,7 +172,7 @@ def test_pieces_of_sentencepiece_go_both_ways(shared, tmp_path):
     made_here = m.generate("Once upon a time", 20)
     assert back.generate("Once upon a time", 20).text == made_here.text
     pytest.importorskip("xllamacpp")
-    from benchmarks.gguf_llama import llama_greedy, llama_server
+    from benchmarks.quantize import llama_greedy, llama_server
 
     server = llama_server(tmp_path / "stories.gguf")
     assert llama_greedy(server, "Once upon a time", 20)[0] == made_here.ids

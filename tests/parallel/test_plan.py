@@ -151,7 +151,7 @@ def test_more_checkpointing_keeps_less_and_takes_longer():
 
 
 def benchmark():
-    """benchmarks/planner.py as a module."""
+    """benchmarks/run.py planner as a module."""
     path = ROOT / "benchmarks" / "planner.py"
     spec = importlib.util.spec_from_file_location("planner_benchmark", path)
     sys.path.insert(0, str(path.parent))
@@ -178,7 +178,7 @@ def test_published_runs_are_predicted():
     assert len(memory) == 3
     page = (ROOT / "docs" / "plan.md").read_text()
     for one in lines:
-        assert f"{one['predicted_memory']:.1f} |" in page, "run benchmarks/planner.py --save"
+        assert f"{one['predicted_memory']:.1f} |" in page, "run benchmarks/run.py planner --save"
 
 
 def test_the_best_comes_first_and_fits():

@@ -94,7 +94,7 @@ def killed(m, folder: Path, kills: int, seed: int) -> dict[str, int]:
 
 
 def main() -> None:
-    from benchmarks.serve_mixes import bytes_tokenizer
+    from benchmarks.serve import bytes_tokenizer
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=20)

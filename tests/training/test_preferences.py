@@ -53,7 +53,7 @@ def formula(kind: str, chosen: float, rejected: float, beta: float, wrong: float
 
 @pytest.mark.parametrize("kind", PREFERENCE)
 def test_losses_equal_the_formulas(kind):
-    """And trl's own: benchmarks/dpo_trl.py holds them against its trainer on the same batch."""
+    """And trl's own: benchmarks/run.py dpo_trl holds them against its trainer on the same batch."""
     random = np.random.default_rng(0)
     pairs = random.normal(0, 3, (20, 2))
     for beta, wrong in ((0.1, 0.0), (0.5, 0.2)):

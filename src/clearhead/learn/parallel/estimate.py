@@ -4,7 +4,7 @@ Memory is that of the device that needs the most, at the moment that needs the m
 logits, or when the last block computes its gradients.
 Time is compute (matrix products, attention, the bytes that other operations move) and what communication
 adds: bytes over the link, less what is hidden behind compute, and the bubble of the pipeline.
-The shares of `Device` are calibrated: `benchmarks/planner.py` holds what they predict against published runs.
+The shares of `Device` are calibrated: `benchmarks/run.py planner` compares what they predict with runs.
 """
 
 import re
@@ -179,7 +179,7 @@ SPLIT_LOGIT = 20  # bytes of a logit at its peak where `tensor` divides the voca
 # itself, in float32, its log-probability, its exponential, and the gradient twice
 BUCKET = 50e6  # bytes of gradients on their way, where they are averaged and not sharded
 
-# Calibrated; see benchmarks/planner.py.
+# Calibrated; see benchmarks/run.py planner.
 FORWARD = 0.22  # share of attention's time that is its forward pass
 CAST = 3  # bytes that float8 moves for each value that a product reads or writes
 MOVED = 3.0  # times that each kept byte moves between memory and processor, forward and backward
