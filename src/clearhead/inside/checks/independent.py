@@ -135,19 +135,19 @@ def _quiet(inputs: Inputs) -> float:
 @torch.no_grad()
 def lively(model: Transformer, seed: int = 0) -> Transformer:
     """Return a float32 copy with large random weights, short windows, and clamps that they reach."""
-    made = copy.deepcopy(model).float()
+    model_copy = copy.deepcopy(model).float()
     limit = model.config.gated_clamp and min(model.config.gated_clamp, CLAMP)
-    made.config = config = model.config.replace(
+    model_copy.config = config = model.config.replace(
         window=_shorter(model.config.window), attention=_shorter(model.config.attention), gated_clamp=limit
     )
-    for part in made.modules():
+    for part in model_copy.modules():
         if isinstance(part, FeedForward) and part.clamp is not None:
             part.clamp = limit
-    for stack, spec in zip((made.encoder, made.decoder), (config.encoder, config.decoder)):
+    for stack, spec in zip((model_copy.encoder, model_copy.decoder), (config.encoder, config.decoder)):
         if stack is not None and spec is not None:
             stack.spec = dataclasses.replace(stack.spec, kinds=spec.kinds)
     generator = torch.Generator().manual_seed(seed)
-    for name, weight in made.named_parameters():
+    for name, weight in model_copy.named_parameters():
         noise = torch.randn(weight.shape, generator=generator).to(weight.device)
         if name.endswith(TABLES):
             weight.copy_(noise)
@@ -155,7 +155,7 @@ def lively(model: Transformer, seed: int = 0) -> Transformer:
             weight.copy_(0.3 * noise + float(name.endswith("weight") and not config.norm_unit_offset))
         else:
             weight.copy_(noise / math.sqrt(weight[0].numel()))
-    return made
+    return model_copy
 
 
 def _shorter(window: Any) -> Any:
@@ -173,11 +173,11 @@ def quiet(lively: Transformer) -> Transformer:
     What enters the residual stream is made small; what a norm before a sublayer has made large again is made
     small where the sublayer answers. Gains of the norms that are read by a sublayer, or by the head, stay.
     """
-    made, config, small = copy.deepcopy(lively), lively.config, math.sqrt(lively.config.norm_eps)
+    model_copy, config, small = copy.deepcopy(lively), lively.config, math.sqrt(lively.config.norm_eps)
     queries = ("q.weight", "k.weight") if config.qk_norm != "none" else ()
     before = config.norm_position in ("pre", "sandwich")
     answers = ("out.weight", "down.weight", *queries) if before else ()
-    for name, weight in made.named_parameters():
+    for name, weight in model_copy.named_parameters():
         after_a_norm = (".blocks." in name and name.endswith(answers)) or (
             name == "head.transform.weight" and config.final_norm
         )
@@ -186,7 +186,7 @@ def quiet(lively: Transformer) -> Transformer:
             weight.copy_((1 + weight) * small - 1)
         elif into_stream or after_a_norm or name.endswith(("bias", *TABLES)) or ".front." in name:
             weight.mul_(small)
-    return made
+    return model_copy
 
 
 # transformers -----------------------------------------------------------------------------------------------
@@ -448,11 +448,12 @@ def reference_towers(m: Model) -> list[Comparison]:
             "loss": (pair_loss(output.logits, ours.config.loss), expected.loss),
         }
 
+    def difference(name: str) -> float:
+        return gap(*both()[name])
+
     largest = "largest difference, relative to the largest value above 1, of"
     return [
-        Comparison(
-            f"{name} = transformers", f"{largest} {name}", lambda name=name: gap(*both()[name]), PARITY
-        )
+        Comparison(f"{name} = transformers", f"{largest} {name}", functools.partial(difference, name), PARITY)
         for name in ("texts", "images", "similarities", "loss")
     ]
 

@@ -58,7 +58,7 @@ FLOORED, FLOORED_MOST = 30, 5e-2
 
 @dataclass(frozen=True)
 class Comparison:
-    """A comparison that can be made: `run` returns the largest difference."""
+    """A comparison to run: `run` returns the largest difference."""
 
     name: str
     compared: str  # what with what, in words
@@ -70,7 +70,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Check(Result):
-    """A comparison that was made, or was left out."""
+    """A comparison that was run, or was skipped."""
 
     json_names = ("name", "compared", "difference", "tolerance", "seconds", "note", "verdict", "passed")
 
@@ -369,7 +369,9 @@ def _unlike_config(model: Transformer) -> float:
     weights, wanted = (dict(some.named_parameters(remove_duplicate=False)) for some in (model, right))
     shapes = [{(name, weight.shape) for name, weight in some.items()} for some in (weights, wanted)]
     wrong = {name for name, _ in shapes[0] ^ shapes[1]}
-    groups = [{name for name, weight in weights.items() if weight is one} for one in set(weights.values())]
+    groups = [
+        {name for name, weight in weights.items() if weight is shared} for shared in set(weights.values())
+    ]
     shared, stated = [group for group in groups if len(group) > 1], shared_weights(config)
     wrong.update(*(group for group in shared if group not in stated))
     wrong.update(*(group for group in stated if group not in shared))
