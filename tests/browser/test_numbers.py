@@ -16,7 +16,8 @@ from clearhead.inside.inputs import prepare
 from clearhead.inside.lens import contributions, lens
 from clearhead.inside.parts.ablate import effect
 from clearhead.inside.trace import trace
-from clearhead.run.generate.sampling import Sampling, distribution
+from clearhead.run.generate.request import Request
+from clearhead.run.generate.sampling import distribution
 from tests.explorer.toys import picture, toy
 
 FAMILIES = ("decoder", "encoder", "encoder-decoder", "classifier", "vit")
@@ -282,7 +283,7 @@ def test_sliders_are_the_sampling_functions(live, family):
         ):
             watched.page.fill(f"#next-{name}", str(value))
         expected = distribution(
-            logits[None], Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+            logits[None], Request(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
         )[0]
         ids = [int(one) for one in watched.values("#next-table tbody tr", "data-id")]
         assert watched.values("#next-table td.number:not(.soft)") == pytest.approx(
