@@ -48,9 +48,9 @@ class Bounds(NamedTuple):
         return (self.least < value if self.above else self.least <= value) and value <= self.most
 
 
-MOST = 2**31 - 1  # of tokens, beams and the like
-FROM_0 = Bounds(0, MOST, f"must be a whole number, 0 or more, and at most {MOST}")
-FROM_1 = Bounds(1, MOST, f"must be a whole number, 1 or more, and at most {MOST}")
+MOST = 2**53  # of tokens, beams and the like: what every reader of JSON takes for the same number
+FROM_0 = Bounds(0, MOST, "must be a whole number, 0 or more, up to 2**53")
+FROM_1 = Bounds(1, MOST, "must be a whole number, 1 or more, up to 2**53")
 SHARE = Bounds(0, 1, "is outside (0, 1]: 1 keeps every token", above=True)
 PENALTY = Bounds(-100, 100, "is outside [-100, 100]: 0 is off")
 
