@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from clearhead.app.plot.canvas import save as save_picture
+from clearhead.app.plot import save as save_picture
 from clearhead.labs.lab.climbing import LARGER, RUNGS, embedded
 from clearhead.labs.lab.curves import draw_budgets, draw_law
 from clearhead.labs.lab.scaling import climb, ladder, predict

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from clearhead.app.plot.canvas import Figure
+from clearhead.app.plot import Figure
 from clearhead.labs.lab.curves import draw_budgets, draw_law
 from clearhead.labs.lab.experiment import (
     FEWEST,

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from clearhead.app.plot.canvas import Figure, single
+from clearhead.app.plot import Figure, single
 from clearhead.labs.lab.scaling import FLOPS, Foretold, Law, Point
 
 

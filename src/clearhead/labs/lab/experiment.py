@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import torch
 
-from clearhead.app.plot.canvas import Figure
+from clearhead.app.plot import Figure
 from clearhead.errors import InputError, refuse
 from clearhead.hub.files import write_text
 
