@@ -23,7 +23,7 @@ import clearhead
 from clearhead.app.commands import COMMANDS, GROUPS
 from clearhead.app.views import ROWS, imported
 from clearhead.errors import ClearheadError, nearest
-from clearhead.learn.parallel.launch import first_here, started
+from clearhead.learn.parallel import first_here, started
 
 # For bash, and for zsh after bashcompinit: commands, then the options of the command, else files.
 COMPLETION = """\

@@ -20,10 +20,11 @@ from clearhead.learn.data.tables import counted
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from clearhead.inside import alignments
     from clearhead.inside.geometry import Nearest, PositionMap, Projection, SameWord
-    from clearhead.inside.heads import HeadRoles, alignments, syntax
+    from clearhead.inside.heads import HeadRoles
     from clearhead.inside.memories import Found, Neuron
-    from clearhead.inside.memories.neurons import Given
+    from clearhead.inside.neurons import Given
     from clearhead.inside.probe import Probes
 
 ROLE_TEXTS = 50  # of a treebank that roles are measured on, where no text is given
@@ -81,7 +82,8 @@ def heads(
     """
     check_inputs(model.folder, plot)
     refuse(limit is not None and limit < 1, f"limit {limit} leaves nothing to read: ask for 1 or more")
-    from clearhead.inside.heads import alignments, head_roles, syntax
+    from clearhead.inside import alignments
+    from clearhead.inside.heads import head_roles
     from clearhead.inside.names import unpatterned
     from clearhead.learn.data.treebank import read_treebank
 
@@ -92,7 +94,7 @@ def heads(
     if not read and sentences is not None:
         read = [sentence.text for sentence in sentences[:ROLE_TEXTS]]
     roles = head_roles(m, read or None, seed)
-    followed = None if sentences is None else syntax.syntax(m, sentences)
+    followed = None if sentences is None else alignments.syntax(m, sentences)
     agreed = None if pairs is None else alignments.agreement(m, pairs)
     results = {"roles": roles, "syntax": followed, "agreement": agreed}
     return View(
@@ -136,7 +138,7 @@ def _roles_table(found: HeadRoles, folder: Path) -> Table:
     return table(f"{folder}: {heads} over {texts}, {tokens}", headings, rows)
 
 
-def _syntax_table(found: syntax.Syntax) -> Table:
+def _syntax_table(found: alignments.Syntax) -> Table:
     rows = (
         (
             row.name,
@@ -489,7 +491,7 @@ def _side_by_side(*lists: tuple[int, list[Any]]) -> Iterator[list[Any]]:
 
 def _context(context: Any) -> list[str | tuple[str, str]]:
     """Return a place of the corpus on one line, its token marked."""
-    from clearhead.hub.tokens.labels import VISIBLE
+    from clearhead.hub.tokens.text import VISIBLE
 
     breaks = str.maketrans({sign: shown for sign, shown in VISIBLE.items() if sign != " "})
     before, token, after = (part.translate(breaks) for part in (context.before, context.token, context.after))

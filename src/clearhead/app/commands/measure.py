@@ -17,9 +17,8 @@ from clearhead.learn.recipe import read_recipe, recipe_names
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from clearhead.inside.long.growth import Growth
-    from clearhead.inside.long.positions import PositionLoss, ScalingTry
-    from clearhead.inside.long.retrieval import RetrievalGrid
+    from clearhead.inside.long import RetrievalGrid
+    from clearhead.inside.long_text import Growth, PositionLoss, ScalingTry
     from clearhead.labs.speed.compare import SpeedReport, Timing
 
 SLOW = 2.0  # seconds after which a row of the equality suite is worth a line

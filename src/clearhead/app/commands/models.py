@@ -24,7 +24,6 @@ from clearhead.app.commands.common import (
 from clearhead.app.report import table
 from clearhead.errors import CheckpointError, InputError, MissingExtraError, nearest, refuse
 from clearhead.labs.lab.table import EXPERIMENTS
-from clearhead.learn.parallel.hardware import read_bytes
 
 if TYPE_CHECKING:
     from clearhead.app.explorer.session import Session
@@ -108,8 +107,10 @@ def convert(
         f"{target} holds a model already: choose another directory, or add --overwrite",
         CheckpointError,
     )
-    limit = read_bytes(shard_size)
     from clearhead.hub.export import explain_export
+    from clearhead.learn.parallel.estimate import read_bytes
+
+    limit = read_bytes(shard_size)
 
     with TemporaryDirectory() as work:
         if source.suffix == ".pt":

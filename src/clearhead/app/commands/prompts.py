@@ -14,15 +14,15 @@ from clearhead.app.commands.common import is_gguf_file
 from clearhead.app.report import Cell, count, size, table
 from clearhead.app.views import ModelArgument, Prompt, View, drawing
 from clearhead.errors import CheckpointError, refuse
-from clearhead.hub.tokens.plan import TokenKind, TokensPlan
+from clearhead.hub.tokens import TokenKind, TokensPlan
 
 if TYPE_CHECKING:
     import tokenizers
     from rich.table import Table
     from rich.text import Text
 
-    from clearhead.hub.tokens.stages import Stages, TextStages
-    from clearhead.inside.attention_maps import AttentionMaps, Axis, HeadPattern
+    from clearhead.hub.tokens.text import Stages, TextStages
+    from clearhead.inside.attention import AttentionMaps, Axis, HeadPattern
     from clearhead.inside.lens import Contributions, Lens
     from clearhead.inside.patch import Patching
     from clearhead.inside.trace import Prediction, TraceRow, TraceStep
@@ -69,7 +69,7 @@ def tokens(
         model is not None and kind is not None,
         f"--kind {kind} trains a tokenizer and --model {model} has one: give one of the two",
     )
-    from clearhead.hub.tokens.stages import stages
+    from clearhead.hub.tokens.text import stages
 
     if model is not None:
         tokenizer, which = _read_tokenizer(model), str(model)
@@ -139,7 +139,7 @@ def _source(place: Any, part: TextStages | None) -> tuple[str, str]:
 
 def _visible(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
     """Return a table in which spaces and line breaks can be seen."""
-    from clearhead.hub.tokens.labels import visible
+    from clearhead.hub.tokens.text import visible
 
     return table(title, headings, ([visible(cell) for cell in row] for row in rows))
 
@@ -315,7 +315,7 @@ def attention(
         "entropy is a picture, and the table has its numbers anyway: name a file with --plot",
     )
     if output is not None:
-        from clearhead.inside.attention_maps import checked_ending
+        from clearhead.inside.attention import checked_ending
 
         checked_ending(output)
     m = model()
@@ -428,7 +428,7 @@ def lens(
     )
     m = model()
     from clearhead.inside import lens as inside
-    from clearhead.inside.choices import find_column
+    from clearhead.inside.inputs import find_column
 
     if contributions:
         terms = inside.contributions(m, text, token, position, target, against, pair)

@@ -20,7 +20,7 @@ from clearhead.app.explorer.session import Session
 from clearhead.app.explorer.views import finite
 from clearhead.app.views import of_prompts, page_view
 from clearhead.errors import ClearheadError, InputError, refuse
-from clearhead.hub.tokens.labels import labels
+from clearhead.hub.tokens.text import labels
 from clearhead.variants.costs import cost
 
 HEADERS = {

@@ -12,19 +12,15 @@ import torch
 
 from clearhead.app.explorer.views import PageRun, packed_floats, short
 from clearhead.errors import refuse
-from clearhead.inside.choices import choices_of, find_column
-from clearhead.inside.firing import firing
-from clearhead.inside.geometry import neighbours, projection
-from clearhead.inside.heads.roles import library_sentences
-from clearhead.inside.inputs import Prepared, prepare
+from clearhead.inside.ablation import How, Means, effect, effect_of_each
+from clearhead.inside.attribution import occlusion
+from clearhead.inside.geometry import neighbours, projection, similarity
+from clearhead.inside.heads import library_sentences
+from clearhead.inside.inputs import Prepared, choices_of, find_column, prepare
+from clearhead.inside.logit_attribution import firing
 from clearhead.inside.memories import ReadCorpus, read_corpus
-from clearhead.inside.occlusion import occlusion
-from clearhead.inside.parts.ablate import How, Means, effect
-from clearhead.inside.parts.each import effect_of_each
-from clearhead.inside.patch import patch
+from clearhead.inside.patch import patch, steering, steering_vector
 from clearhead.inside.results import plain
-from clearhead.inside.similarity import similarity
-from clearhead.inside.steer import steering, steering_vector
 from clearhead.run.api import Model
 
 LISTED = 12  # of the likeliest choices, before and after

@@ -22,7 +22,7 @@ from clearhead.app.explorer.interventions import fired
 from clearhead.app.explorer.views import TASKS, PageRun, begin, model_view, tokens_view
 from clearhead.app.views import page_view
 from clearhead.errors import ClearheadError, InputError, refuse
-from clearhead.hub.pixels import read_image
+from clearhead.hub.preprocessor import read_image
 from clearhead.inside.heads import MIXED, head_roles
 from clearhead.inside.inputs import prepare_first
 from clearhead.inside.memories import ReadCorpus

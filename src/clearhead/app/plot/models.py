@@ -13,20 +13,16 @@ import numpy as np
 
 from clearhead.app import plot as canvas
 from clearhead.app.plot import Axes, Figure
-from clearhead.hub.tokens.labels import visible
+from clearhead.hub.tokens.text import visible
+from clearhead.inside.ablation import Effect
+from clearhead.inside.alignments import Syntax
 from clearhead.inside.geometry import Nearest, PositionMap, Projection, SameWord
-from clearhead.inside.heads import MIXED, HeadRoles
-from clearhead.inside.heads.roles import ROLES
-from clearhead.inside.heads.syntax import Syntax
-from clearhead.inside.long import LongReport
-from clearhead.inside.long.growth import Growth
-from clearhead.inside.long.positions import PositionBin
-from clearhead.inside.long.retrieval import RetrievalGrid
+from clearhead.inside.heads import MIXED, ROLES, HeadRoles
+from clearhead.inside.long import LongReport, RetrievalGrid
+from clearhead.inside.long_text import Growth, PositionBin
 from clearhead.inside.memories import Memories, Neuron
-from clearhead.inside.parts.ablate import Effect
-from clearhead.inside.parts.importance import HeadTable
-from clearhead.inside.parts.prune import PruneCurve
 from clearhead.inside.probe import Probes
+from clearhead.inside.pruning import HeadTable, PruneCurve
 from clearhead.inside.quantize import QuantReport
 from clearhead.labs.speed.compare import ABOVE_LIMIT, SpeedReport
 from clearhead.learn.evaluation.judgement import ClassCounts

@@ -12,8 +12,7 @@ import torch
 
 from clearhead.app import plot as canvas
 from clearhead.app.plot import Axes, Figure
-from clearhead.inside.attention import in_cells
-from clearhead.inside.attention_maps import AttentionMaps, Axis, HeadPattern, LayerMap, Rollout
+from clearhead.inside.attention import AttentionMaps, Axis, HeadPattern, LayerMap, Rollout, in_cells
 from clearhead.inside.lens import Contributions, Lens
 from clearhead.inside.patch import Patching, PatchMap
 from clearhead.inside.results import Array
