@@ -42,9 +42,9 @@ from clearhead.inside.quantize import QuantReport as QuantReport
 from clearhead.inside.quantize import quantize as quantize
 from clearhead.inside.trace import Trace as Trace
 from clearhead.inside.trace import trace as trace
-from clearhead.labs.retrieval.index import Hit as Hit
 from clearhead.labs.retrieval.index import Index as Index
 from clearhead.labs.retrieval.index import build_index as build_index
+from clearhead.labs.retrieval.passages import Hit as Hit
 from clearhead.learn.evaluation.evaluate import Evaluation as Evaluation
 from clearhead.learn.evaluation.evaluate import evaluate as evaluate
 from clearhead.learn.losses import balance_loss as balance_loss

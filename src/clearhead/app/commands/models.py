@@ -23,7 +23,7 @@ from clearhead.app.commands.common import (
 )
 from clearhead.app.report import table
 from clearhead.errors import CheckpointError, InputError, MissingExtraError, nearest, refuse
-from clearhead.labs.lab.table import EXPERIMENTS
+from clearhead.labs.lab import EXPERIMENTS
 
 if TYPE_CHECKING:
     from clearhead.app.explorer.session import Session
@@ -285,10 +285,7 @@ def lab(
     import torch
 
     from clearhead.labs.lab import report
-    from clearhead.labs.lab.experiment import Conditions, conduct
-    from clearhead.labs.lab.pace import pace
-    from clearhead.labs.lab.pool import spread
-    from clearhead.labs.lab.run import find
+    from clearhead.labs.lab.experiment import Conditions, conduct, find, pace, run_trials
 
     base = out or Path("lab") / ("" if name == "all" else name)
     folders = {one: base / one for one in EXPERIMENTS} if name == "all" else {name: base}
@@ -310,7 +307,7 @@ def lab(
         print_notes([line])
 
     if workers > 1:
-        spread(folders, seeds, setting, workers, tell)
+        run_trials(folders, seeds, setting, workers, tell)
     options = f"--seeds {seeds}" + f" --effort {effort:g}" * (effort != 1) + " --full" * full
     bodies, rows = [], []
     for one, folder in folders.items():
