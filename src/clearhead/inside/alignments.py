@@ -41,8 +41,8 @@ from torch import Tensor
 
 from clearhead.core.transformer import Transformer
 from clearhead.errors import InputError, nearest, refuse
-from clearhead.hub.encodings import framed
-from clearhead.hub.tokens.labels import labels
+from clearhead.hub.tokenizer import framed
+from clearhead.hub.tokens.text import labels
 from clearhead.inside import inputs, results
 from clearhead.inside.names import AttentionHead, heads_in, patterned
 from clearhead.learn.batches.padding import by_length, padded, real_tokens

@@ -36,7 +36,7 @@ from clearhead.core.config import ModelConfig
 from clearhead.core.taps import Recording, record, tap_names
 from clearhead.core.transformer import evaluating
 from clearhead.errors import refuse
-from clearhead.hub.tokens.labels import labels
+from clearhead.hub.tokens.text import labels
 from clearhead.inside import inputs, names, results
 from clearhead.inside.alignments import positions
 from clearhead.inside.inputs import choices_of, find_column

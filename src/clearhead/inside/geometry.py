@@ -28,7 +28,7 @@ from clearhead.core.fronts import TokenFront
 from clearhead.core.heads import LanguageHead
 from clearhead.core.stack import Stack
 from clearhead.errors import InputError, refuse
-from clearhead.hub.tokens.labels import label, labels
+from clearhead.hub.tokens.text import label, labels
 from clearhead.inside import inputs, results
 from clearhead.inside.alignments import positions
 from clearhead.inside.inputs import AnyModel, as_model, device_of, patch_names, prepare_first

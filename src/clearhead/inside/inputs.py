@@ -35,15 +35,15 @@ from clearhead.core.config import ModelConfig
 from clearhead.core.taps import Recording, edit, matching, record, tap_names
 from clearhead.core.transformer import Output, Transformer, evaluating
 from clearhead.errors import InputError, nearest, refuse
-from clearhead.hub import encodings, pixels
-from clearhead.hub.tokens.labels import label, labels, visible
+from clearhead.hub import preprocessor, tokenizer
+from clearhead.hub.tokens.text import label, labels, visible
 from clearhead.inside.names import kinds_of
 from clearhead.learn.data.treebank import Span
 from clearhead.learn.tasks.speech import first_window
 from clearhead.run.api import Model
 
 AnyModel = Model | Transformer
-Given = str | Sequence[int] | Tensor | pixels.Image
+Given = str | Sequence[int] | Tensor | preprocessor.Image
 Target = str | Sequence[int] | None
 LONGEST_ANSWER = 64  # tokens that an encoder-decoder writes where no target is given
 
@@ -295,7 +295,7 @@ def _text(m: Model, given: Any, pair: str | None) -> tuple[InputTokens, list[int
         ids = m.prompt_ids(given)
         return InputTokens(labels(m.tokenizer, ids), tuple(ids)), []
     goes_on = m.config.family == "decoder" and pair is None
-    encoding = encodings.framed(m.text_tokenizer, m.max_length, given) if goes_on else m.framed(given, pair)
+    encoding = tokenizer.framed(m.text_tokenizer, m.max_length, given) if goes_on else m.framed(given, pair)
     ids = list(encoding.ids)
     if goes_on:
         ids = m.prompt_ids(given)[: m.max_length]  # without the token that ends a text
@@ -325,7 +325,7 @@ def _pixels(m: Model, given: Any) -> Tensor:
     if isinstance(given, Tensor) and given.ndim == 4:
         refuse(given.shape[0] != 1, f"{given.shape[0]} images were given: look into one at a time")
         given = given[0]
-    return pixels.to_pixels(given, m.config, m.images)[None].to(next(m.model.parameters()))
+    return preprocessor.to_pixels(given, m.config, m.images)[None].to(next(m.model.parameters()))
 
 
 def patch_names(config: ModelConfig) -> tuple[str, ...]:

@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 from clearhead.core.config import RopeScaling
 from clearhead.core.transformer import evaluating
 from clearhead.errors import nearest, refuse
-from clearhead.hub.tokens.labels import VISIBLE, label
+from clearhead.hub.tokens.text import VISIBLE, label
 from clearhead.inside.inputs import AnyModel, as_model
 from clearhead.inside.long_text import (
     Growth,

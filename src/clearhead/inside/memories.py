@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from clearhead.errors import nearest, refuse
-from clearhead.hub.tokens.labels import decoded, label
+from clearhead.hub.tokens.text import decoded, label
 from clearhead.inside.inputs import AnyModel, as_model, patch_names
 from clearhead.inside.neurons import (
     AROUND,

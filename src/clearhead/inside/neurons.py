@@ -32,7 +32,7 @@ from clearhead.core.feedforward import Experts
 from clearhead.core.heads import ClassifierHead, LanguageHead, TokenHead
 from clearhead.core.stack import Stack
 from clearhead.errors import InputError, refuse
-from clearhead.hub import encodings, pixels
+from clearhead.hub import preprocessor, tokenizer
 from clearhead.inside import inputs, results
 from clearhead.inside.logit_attribution import freeze
 from clearhead.inside.names import layer_names
@@ -40,7 +40,7 @@ from clearhead.learn.batches.padding import padded, real_tokens
 from clearhead.run.api import Model
 from clearhead.run.quant.layers import weight_of
 
-Given = str | Sequence[int] | tuple[str, str] | pixels.Image | inputs.Prepared
+Given = str | Sequence[int] | tuple[str, str] | preprocessor.Image | inputs.Prepared
 LONGEST = 512  # tokens of a passage, though the model may take more
 BATCH = 4096  # tokens of a batch, padding included
 AROUND = 12  # tokens that are kept on each side of a place
@@ -147,7 +147,7 @@ def _stretches(m: Model, given: str | Sequence[int]) -> Iterator[tuple[int, list
     """Yield where each stretch begins, its ids, and the answer at each."""
     length, masked = min(m.max_length, LONGEST), m.config.family == "encoder"
     if masked and isinstance(given, str):
-        for start, encoding in encodings.windows(m.text_tokenizer, length, given, 0) if given.strip() else ():
+        for start, encoding in tokenizer.windows(m.text_tokenizer, length, given, 0) if given.strip() else ():
             yield start, list(encoding.ids), list(encoding.ids)
         return
     ids = m.prompt_ids(given) if len(given) else []

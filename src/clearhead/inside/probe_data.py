@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from clearhead.errors import nearest, refuse
-from clearhead.hub.pixels import to_pixels
+from clearhead.hub.preprocessor import to_pixels
 from clearhead.inside import inputs, names
 from clearhead.inside.alignments import align, word_matrices
 from clearhead.inside.results import Floats, on_cpu

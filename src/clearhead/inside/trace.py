@@ -30,7 +30,7 @@ from clearhead.core.steps import Step
 from clearhead.core.taps import Listener, listening
 from clearhead.core.transformer import evaluating
 from clearhead.errors import InputError, nearest, refuse
-from clearhead.hub.tokens.labels import label
+from clearhead.hub.tokens.text import label
 from clearhead.inside.inputs import AnyModel, Given, InputTokens, Prepared, Target, as_model, prepare_any
 from clearhead.inside.results import Result
 from clearhead.inside.trace_words import INPUTS, LEGEND, filled_words

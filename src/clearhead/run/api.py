@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from clearhead.errors import refuse
-from clearhead.hub import adapters, checkpoint, pixels
+from clearhead.hub import checkpoint, peft
 from clearhead.hub.beside import read_beside
 from clearhead.hub.download import here_or_fetched
+from clearhead.hub.preprocessor import Image
 from clearhead.hub.towers import has_towers, load_towers
 from clearhead.learn.tasks import chat, generation, ranking, reading, results, speech, towers
 from clearhead.learn.tasks.generation import (
@@ -25,7 +26,7 @@ from clearhead.learn.tasks.generation import (
 from clearhead.learn.tasks.one_or_many import as_prompts, best_of_each, unwrapped
 from clearhead.learn.tasks.results import Answer, Candidate, Classification, Generation, Score, Tags
 from clearhead.run.bundle import Bundle, best_device, float_dtype
-from clearhead.run.generate.request import MAX_NEW_TOKENS
+from clearhead.run.generate.request import Request
 from clearhead.run.quant.apply import QuantPlan, plan_of, refuse_quantized, rounded
 
 One = str | Sequence[int]  # a prompt: text or ids
@@ -73,7 +74,7 @@ class Model(Bundle):
     def generate(
         self,
         prompt: One | Many,
-        max_new_tokens: int = MAX_NEW_TOKENS,
+        max_new_tokens: int = Request.max_new_tokens,
         *,
         num_return: int = 1,
         on_text: OnText | None = None,
@@ -161,14 +162,17 @@ class Model(Bundle):
         return best_of_each(made, num_return, single)
 
     def chat(
-        self, messages: Sequence[Mapping[str, Any]], max_new_tokens: int = MAX_NEW_TOKENS, **options: Any
+        self, messages: Sequence[Mapping[str, Any]], max_new_tokens: int | None = None, **options: Any
     ) -> Generation:
         """Answer a conversation, a list of {"role": ..., "content": ...}, by the model's chat template.
 
-        Options are those of `generate`, and `template`: what the template takes besides, such as tools.
+        An answer has `max_new_tokens` at most; by default 512, or as many as still fit. Options are those of
+        `generate`, and `template`: what the template takes besides, such as tools.
         """
         hooks = Hooks(options.pop("on_text", None), options.pop("cancel", None), options.pop("draft", None))
-        return chat.chat(self, messages, {"max_new_tokens": max_new_tokens, **options}, hooks)
+        if max_new_tokens is not None:
+            options["max_new_tokens"] = max_new_tokens
+        return chat.chat(self, messages, options, hooks)
 
     def score(self, text: One, source: One | None = None) -> Score:
         """Return the log-probability of each token of a text; with an encoder, given a `source`."""
@@ -176,7 +180,10 @@ class Model(Bundle):
 
     @overload
     def classify(
-        self, inputs: str | Pair | pixels.Image, batch_size: int = ..., labels: Sequence[str] | None = ...
+        self,
+        inputs: str | Pair | Image,
+        batch_size: int = ...,
+        labels: Sequence[str] | None = ...,
     ) -> Classification: ...
 
     @overload
@@ -270,7 +277,7 @@ class Model(Bundle):
         `pathlib` paths, arrays or tensors, side by side in one space, as vectors of length one. `batch_size`
         texts run at a time at most; None: as the device reads them fastest.
         """
-        single = isinstance(texts, pixels.Image) and getattr(texts, "ndim", 3) < 4
+        single = isinstance(texts, Image) and getattr(texts, "ndim", 3) < 4
         given: list[Any] = [texts] if single else list(texts)
         if self.towers is not None and prompt is None:
             return towers.embed(self, given, batch_size)
@@ -327,11 +334,9 @@ def load(
     """
     cast, place, rounding = float_dtype(dtype), best_device(device), plan_of(quantize, parallel is not None)
     path = here_or_fetched(folder, allow_download)
-    if adapters.is_adapter(path):
+    if peft.is_adapter(path):
         refuse(bool(parallel or rounding), f"{path} is an adapter: merge it, clearhead convert {path} OUT")
-        adapted = load(
-            adapters.base_of(path), dtype, device, False, tokenizer, mapped, check_finite=check_finite
-        )
+        adapted = load(peft.base_of(path), dtype, device, False, tokenizer, mapped, check_finite=check_finite)
         adapted.adapters.add(path.name, path)
         adapted.adapters.use(path.name)
         return adapted

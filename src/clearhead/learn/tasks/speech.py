@@ -21,18 +21,16 @@ from torch import Tensor
 
 from clearhead.core.transformer import evaluating
 from clearhead.errors import InputError, nearest, refuse
-from clearhead.hub.languages import CODES, LANGUAGES
-from clearhead.hub.spectrogram import Spectrogram, spectrogram_of
-from clearhead.hub.tokens.labels import decoded
+from clearhead.hub.openai_whisper import CODES, LANGUAGES
+from clearhead.hub.preprocessor import Spectrogram, spectrogram_of
+from clearhead.hub.tokens.text import decoded
 from clearhead.learn.data.sounds import Samples, read_sound, resampled
 from clearhead.learn.tasks.fallback import WindowBatch, make_fallback, read_windows
 from clearhead.learn.tasks.reading import fitting
 from clearhead.learn.tasks.results import Segment, Transcription, WindowReading
 from clearhead.run.bundle import Bundle
-from clearhead.run.generate.decode import Ends, decode
-from clearhead.run.generate.own import with_own
-from clearhead.run.generate.prompts import Prompts
-from clearhead.run.generate.request import Request, make_request
+from clearhead.run.generate.decode import Ends, Prompts, decode
+from clearhead.run.generate.request import Request, make_request, with_own
 from clearhead.run.generate.timestamps import Timestamps, language_of, segments_of
 
 Sound = str | Path | io.BytesIO | np.ndarray | Tensor  # a file, or samples [N], of several channels [N, C]
