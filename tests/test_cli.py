@@ -23,7 +23,7 @@ from clearhead.app.report import table
 from clearhead.core.cache import GrowingKeys
 from clearhead.inside.parts.importance import HeadTable
 from clearhead.learn.recipe import Recipe, recipe_names
-from clearhead.learn.tasks.spec import sampled
+from clearhead.learn.tasks.task import sampled
 from clearhead.learn.training import events, loop
 from clearhead.learn.training.events import Validated, read_log
 from clearhead.learn.training.rehearsal import rehearse

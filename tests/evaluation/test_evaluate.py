@@ -28,9 +28,9 @@ from clearhead.learn.data.examples import Pair
 from clearhead.learn.data.plan import DataPlan
 from clearhead.learn.evaluation.evaluate import data_plan
 from clearhead.learn.evaluation.examples import examine
-from clearhead.learn.evaluation.judgement import Figures, count_classes
+from clearhead.learn.evaluation.metrics import Figures, count_classes
 from clearhead.learn.losses import batch_loss
-from clearhead.learn.tasks.corpus import open_data
+from clearhead.learn.tasks.table import open_data
 from clearhead.variants.presets import preset
 from tests.test_tasks import LABELS, WORDS, saved
 from tests.test_use_commands import byte_tokenizer

@@ -3,7 +3,7 @@
 import numpy as np
 
 from clearhead.app.plot.canvas import Figure, heatmap
-from clearhead.learn.evaluation.judgement import ClassCounts
+from clearhead.learn.evaluation.metrics import ClassCounts
 
 WRITTEN = 12  # classes up to which the shares are written into the cells
 

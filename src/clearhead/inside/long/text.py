@@ -9,12 +9,10 @@ from typing import Any
 import numpy as np
 
 from clearhead.errors import refuse
-from clearhead.learn.batches.encoded import encode_corpus
-from clearhead.learn.batches.rows import Ints
+from clearhead.learn.batches.ragged import Ints
 from clearhead.learn.evaluation.evaluate import data_plan, run_recipe, task_for
 from clearhead.learn.recipe import read_recipe
-from clearhead.learn.tasks.corpus import open_examples
-from clearhead.learn.tasks.table import task_named
+from clearhead.learn.tasks.table import open_examples, task_named
 from clearhead.run.api import Model
 
 NO_TEXT = (
@@ -80,8 +78,8 @@ def read_text(m: Model, text: Any) -> LongText:
     plan = replace(plan, task=task_for(m, plan.task))
     corpus, task = open_examples(plan, split=not named)
     with tempfile.TemporaryDirectory() as folder:
-        batching = task_named(task).batching
-        found = encode_corpus(corpus, "validation", batching, m.text_tokenizer, (), folder, special=m.special)
+        own = task_named(task)
+        found = own.encode_corpus(corpus, "validation", m.text_tokenizer, (), folder, special=m.special)
         encoded, prefix = np.array(found["ids"], np.int64), tuple(found.frame.special[0])
     name = _listed(named) if named else "the text that the run held out"
     return LongText(name, encoded, prefix, (*notes, *corpus.notes, *found.notes))

@@ -36,7 +36,6 @@ from clearhead.inside.parts.ablate import (
     opened,
 )
 from clearhead.inside.parts.examples import Data, judge
-from clearhead.learn.losses import batch_loss
 from clearhead.learn.tasks.table import TASKS
 
 
@@ -105,9 +104,7 @@ def importance(
     }
     for done, batch in enumerate(examples.batches, start=1):
         with torch.enable_grad(), evaluating(model), edit(model, changes):
-            loss, _ = batch_loss(
-                model, batch.to(inputs.device_of(model)), objective=TASKS[examples.task].objective
-            )
+            loss, _ = TASKS[examples.task].batch_loss(model, batch.to(inputs.device_of(model)))
             gradients = torch.autograd.grad(loss, list(masks.values()))
         for name, gradient in zip(masks, gradients):
             # H, or 1 of a feed-forward.

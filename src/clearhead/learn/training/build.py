@@ -25,8 +25,8 @@ from clearhead.hub.gguf_file import is_gguf
 from clearhead.hub.tokens.training import begin_texts
 from clearhead.learn.batches.encoding import Encoder
 from clearhead.learn.recipe import BASE, Recipe, TrainPlan
-from clearhead.learn.tasks.spec import DECODER, TaskSpec
 from clearhead.learn.tasks.table import task_named
+from clearhead.learn.tasks.task import DECODER, Task
 from clearhead.learn.training.machine import room
 from clearhead.run.api import Model, load
 from clearhead.run.bundle import best_device
@@ -153,7 +153,7 @@ def _begin_documents(tokenizer: Tokenizer, special: Mapping[str, int]) -> None:
         begin_texts(tokenizer, token)
 
 
-def _check_kind(start: ModelConfig, model: Mapping[str, Any], task: TaskSpec) -> None:
+def _check_kind(start: ModelConfig, model: Mapping[str, Any], task: Task) -> None:
     """Refuse a model of another family: it would see its own targets, or have no place for the source."""
     usual, fits = preset(task.usual.preset), task.fitting_families
     family, read = model.get("family", start.family), model.get("input", start.input)
@@ -185,7 +185,7 @@ def _check_sizes(base: Model, image: ImageSize | None, tokenizer: Tokenizer | No
 
 
 def _fixed(
-    task: TaskSpec,
+    task: Task,
     tokenizer: Tokenizer | None,
     labels: Sequence[str],
     image: ImageSize | None,
@@ -308,7 +308,7 @@ def _adapted(
     return Model(model, settings=dict(base.settings), labels=labels if config.n_classes else ())
 
 
-def _generation(recipe: Recipe, task: TaskSpec, special: Mapping[str, int], known: Model) -> dict[str, Any]:
+def _generation(recipe: Recipe, task: Task, special: Mapping[str, int], known: Model) -> dict[str, Any]:
     """Return generation_config.json: special token ids, unless `known` has them, and how text is generated.
 
     An output has no more tokens than the decoder has positions: transformers would run past them and fail.

@@ -16,7 +16,6 @@ from clearhead.learn.parallel.plan import ParallelPlan
 from clearhead.learn.parallel.world import ALONE, World
 from clearhead.learn.recipe import SECTIONS, Recipe, Settings, read_recipe
 from clearhead.learn.tasks import table
-from clearhead.learn.tasks.corpus import open_examples
 from clearhead.learn.training import machine, optim
 from clearhead.learn.training.events import Note, OnEvent
 from clearhead.learn.training.prepare import FINGERPRINT, assemble, encode_batches
@@ -60,7 +59,7 @@ def restore(
 ) -> TrainingRun:
     """Prepare a run again as it was at a checkpoint; write its recipe where that was changed."""
     precision = _same_precision(recipe, folder)
-    corpus, name = open_examples(recipe.data)
+    corpus, name = table.open_examples(recipe.data)
     task = table.task_named(name)
     fingerprint = folder / FINGERPRINT
     began = fingerprint.read_text().strip() if fingerprint.is_file() else corpus.fingerprint

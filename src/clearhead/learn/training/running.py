@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from clearhead.core.feedforward import BALANCE
 from clearhead.core.transformer import Output, Transformer
 from clearhead.learn.batches.batch import Batch, Batches
-from clearhead.learn.losses import arguments_for, batch_loss
+from clearhead.learn.losses import arguments_for
 from clearhead.learn.parallel import shards, turns
 from clearhead.learn.parallel.pipeline import StageTransformer
 from clearhead.learn.parallel.world import ALONE, World
 from clearhead.learn.recipe import TrainPlan
-from clearhead.learn.tasks.spec import TaskSpec
+from clearhead.learn.tasks.task import Task
 from clearhead.learn.training import machine, optim, weights
 from clearhead.learn.training.events import OnEvent
 from clearhead.learn.training.saving import Saver
@@ -62,7 +62,7 @@ class TrainingRun:
     """Everything a run works with."""
 
     folder: Path
-    task: TaskSpec
+    task: Task
     plan: TrainPlan  # with nothing left to choose
     steps: int  # of the whole run
     metric: str  # that the best checkpoint is chosen by
@@ -129,19 +129,18 @@ class TrainingRun:
         Of a pipeline, the last stage returns it, without the balance of experts (see `StageTransformer`), and
         the others 0, whose gradient is that of what they have passed on.
         """
-        plan, objective = self.plan, self.task.objective
+        plan = self.plan
         counted = bool(batch.n_rows)  # False: a row stands in for none
         with self.precision.autocast(), self.attention():
             if not self.world.last:
                 passed: Output = self.runner(**arguments_for(self.model, batch), logits="none")
                 return passed.required_logits
-            loss, _ = batch_loss(
+            loss, _ = self.task.batch_loss(
                 self.runner,
                 batch,
                 plan.label_smoothing,
                 plan.loss_chunk,
                 0.0 if isinstance(self.model, StageTransformer) else BALANCE,
-                objective,
                 total=lambda value: self.world.sum(value * counted),
             )
         return loss * counted
