@@ -391,7 +391,8 @@ def test_answers_as_squad_judges_them(tmp_path):
     assert found.examples == 6 and list(found.outputs) == outputs
     assert found.metrics["token_f1"] >= found.metrics["exact"]
     by_hand = Figures(0)
-    by_hand.spans(["The cat", "a red dog", ""], [["cat!"], ["dog", "red dog house"], ["x"]])
+    by_hand.add("exact", ["The cat", "a red dog", ""], [["cat!"], ["dog", "red dog house"], ["x"]], "answer_exact")
+    by_hand.add("token_f1", ["The cat", "a red dog", ""], [["cat!"], ["dog", "red dog house"], ["x"]], "answer_f1")
     assert by_hand.metrics == {"exact": pytest.approx(1 / 3), "token_f1": pytest.approx((1 + 0.8) / 3)}
 
 

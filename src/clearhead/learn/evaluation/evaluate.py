@@ -166,14 +166,15 @@ def task_for(loaded: Model, wanted: str | None) -> str:
     problem = theirs.get("problem_type") if config.head == "classifier" else None
     refuse(
         not any(
-            spec.head == config.head and config.family in spec.fitting_families
-            for spec in table.TASKS.values()
+            task.head == config.head and config.family in task.fitting_families
+            for task in table.TASKS.values()
         ),
         f"a model of family {config.family} with head {config.head} cannot be judged on data: "
         f"{reading.fitting(loaded)}",
     )
-    guessed_first = sorted(table.TASKS.values(), key=lambda spec: not spec.guessed)
-    names = [spec.name for spec in guessed_first if spec.judges(config, problem)]
+    # Of several that fit, the one that data is taken for, and plain text before conversations.
+    usual_first = sorted(table.TASKS.values(), key=lambda task: (not task.guessed, task.chats))
+    names = [task.name for task in usual_first if task.judges(config, problem)]
     refuse(
         wanted is not None and names and wanted not in names,
         f"task {wanted} does not fit a model of family {config.family} with head {config.head}, "
