@@ -12,7 +12,7 @@ import torch
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
-from clearhead.hub.pixels import to_pixels
+from clearhead.hub.preprocessor import to_pixels
 from clearhead.learn.batches.batch import Batch, Batches
 from clearhead.learn.batches.buckets import Bucketed, cut_note
 from clearhead.learn.batches.encoding import Columns, Encoded, Encoder, Setting, characters, flat, groups

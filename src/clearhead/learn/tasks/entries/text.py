@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from clearhead.hub.tokens.labels import decoded
+from clearhead.hub.tokens.text import decoded
 from clearhead.hub.tokens.training import DENOISER, GENERATOR
 from clearhead.learn.batches.batch import Batches
 from clearhead.learn.batches.encoding import Columns, Encoder, Setting, flat, groups
