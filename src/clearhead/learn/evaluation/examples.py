@@ -181,7 +181,8 @@ def validate(
 
     And a sentence on what the model never predicts, or "".
     """
-    seen = list(examine(loaded.model, batches, device, task, autocast, world))
+    model: Any = task.module(loaded)
+    seen = list(examine(model, batches, device, task, autocast, world))
     count = sum(float(part.counts.sum()) for part in seen)
     refuse(
         not count,

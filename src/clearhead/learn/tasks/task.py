@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Literal, Self, cast
 
 import torch
 from tokenizers import Tokenizer
-from torch import Tensor
+from torch import Tensor, nn
 
 from clearhead.core.config import ModelConfig
 from clearhead.core.config.fields import HeadName
@@ -224,6 +224,12 @@ class Task:
         batches.notes = encoded.notes + batches.notes
         return batches
 
+    def direct_batches(
+        self, loaded: Any, corpus: Corpus, side: Side, plan: DataPlan, seed: int
+    ) -> Batches | None:
+        """Return the batches of a task whose examples are not encoded first; None: they are."""
+        return None
+
     # Model --------------------------------------------------------------------------------------------------
 
     @property
@@ -241,6 +247,14 @@ class Task:
     def n_classes(self, labels: Sequence[str]) -> int:
         """Return the number of outputs of the head."""
         return len(labels) if self.classes else self.outputs
+
+    def model_for(self, recipe: Recipe, corpus: Corpus, base: Any) -> Any:
+        """Return the model of a task that builds its own; None: as the recipe says."""
+        return None
+
+    def module(self, loaded: Bundle) -> nn.Module:
+        """Return what is trained of a model."""
+        return loaded.model
 
     def ready(self, loaded: Bundle, recipe: Recipe) -> str:
         """Give a new model what the task needs besides, such as a chat template; return a note, or ""."""
@@ -304,6 +318,9 @@ class Task:
 
         of_head = self.reads == "vocabulary"
         return losses.batch_loss(model, batch, smoothing, chunk, balance, None if of_head else own, total)
+
+    def after_step(self, model: nn.Module) -> None:
+        """Bring weights within bounds after the optimizer's step."""
 
     @property
     def capturable(self) -> bool:

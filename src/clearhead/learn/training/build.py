@@ -23,8 +23,10 @@ from clearhead.hub.checkpoint import Description, describe
 from clearhead.hub.export import exported
 from clearhead.hub.gguf import is_gguf
 from clearhead.hub.tokens.training import begin_texts
+from clearhead.hub.towers import has_towers
 from clearhead.learn.batches.encoding import Encoder
 from clearhead.learn.recipe import BASE, Recipe, TrainPlan
+from clearhead.learn.tasks.entries.align import KINDS
 from clearhead.learn.tasks.table import task_named
 from clearhead.learn.tasks.task import DECODER, Task
 from clearhead.learn.training.machine import room
@@ -35,12 +37,13 @@ from clearhead.variants.costs import LEARNING, cost
 from clearhead.variants.presets import PRESETS, preset
 
 ImageSize = tuple[int, int, int]  # height, width, channels
+NAMED = (*PRESETS, *KINDS)  # what [model] base may name that is no directory
 
 
 def base_of(recipe: Recipe) -> Model | None:
     """Return the model that the recipe continues from, where it names a directory."""
     base, rank = recipe.model.get(BASE), recipe.train.lora
-    if base is None or base in PRESETS:
+    if base is None or base in NAMED:
         refuse(
             rank,
             f"train.lora {rank} updates a trained model, and [model] base names no directory of one: "
@@ -66,7 +69,7 @@ def _folder(base: str) -> Path:
 def sized(recipe: Recipe) -> Recipe:
     """Return the recipe with pictures brought to the size that its base reads, where it names none."""
     base = recipe.model.get(BASE)
-    if base is None or base in PRESETS or recipe.data.image_size is not None:
+    if base is None or base in NAMED or recipe.data.image_size is not None or has_towers(Path(base)):
         return recipe
     height, width = describe(_folder(base)).config.image_size or (0, 1)
     return recipe.replace("data", image_size=height) if height == width else recipe

@@ -54,6 +54,7 @@ def learn(run: TrainingRun, on_event: OnEvent, stop: Callable[[], bool]) -> Reas
             upcoming = run.batches(step + 1)  # prepared while the device works
         meter.settle()  # on a GPU: reads the step before, while the device works on this one
         read = one.update(total, work.targets)
+        run.task.after_step(model)
         if run.ema is not None:
             run.ema.update(model)
         state.step, state.tokens = step, state.tokens + work.tokens

@@ -46,7 +46,6 @@ from clearhead.run.bundle import best_device
 from clearhead.run.kernels.parts import like
 from clearhead.run.kernels.training import join_projections, recompute, suit_compiled, suit_narrow
 from clearhead.variants.costs import cost
-from clearhead.variants.presets import PRESETS
 
 FINGERPRINT = f"{CACHE}/fingerprint"  # of the data a run began with
 APART = 50  # steps between validations, at least, where the recipe does not say
@@ -65,11 +64,13 @@ def prepare(recipe: Recipe, folder: Path, on_event: OnEvent, world: World = ALON
     device = best_device(recipe.train.device)
     precision = machine.choose_precision(recipe.train, device)
     world.agree({**facts(corpus), "precision": precision.name})
-    tokenizer, special = world.once(lambda: find_tokenizer(recipe, task, corpus, base, on_event))
-    image = corpus.train.shape if isinstance(corpus.train, Images) else None
-    loaded = build.build(
-        recipe, name, tokenizer, special, corpus.labels, image, base, large=device.type != "cpu"
-    )
+    loaded = task.model_for(recipe, corpus, base)
+    if loaded is None:
+        tokenizer, special = world.once(lambda: find_tokenizer(recipe, task, corpus, base, on_event))
+        image = corpus.train.shape if isinstance(corpus.train, Images) else None
+        loaded = build.build(
+            recipe, name, tokenizer, special, corpus.labels, image, base, large=device.type != "cpu"
+        )
     if line := task.ready(loaded, recipe):
         on_event(Note(line))
     recipe = recipe.replace("data", task=name)
@@ -116,6 +117,12 @@ def assemble(
     """
     plan, device = recipe.train, precision.device
     task = task.settled(plan, loaded, corpus)
+    module, joined = task.module(loaded), loaded.towers is not None
+    refuse(
+        joined and world.size > 1,
+        "two towers are trained in one process: start it without torchrun",
+        ConfigError,
+    )
     began = began if began.get("device") == device.type else {}  # on another one, all is chosen anew
     threads = _set_threads(plan, began, world, on_event)
     if plan.loss_chunk is None and isinstance(loaded.model.head, LanguageHead):
@@ -139,23 +146,27 @@ def assemble(
             also=() if isinstance(loaded.model.head, LanguageHead) else ("head.*",),
         )
         on_event(Note(weights.adapted_note(adapted, plan.lora)))
-    optim.freeze(loaded.model, plan.freeze)
+    optim.freeze(module, plan.freeze)
     check_stages(loaded.config, recipe.parallel.pipeline, precision.scaled)
     has_room = functools.partial(machine.fits, recipe, loaded.config, precision)
     world = world.arranged(recipe.parallel, device.type, has_room, always=plan.offload)
     whole = world.plan.tensor * world.plan.context == 1  # a split layer has its own ways
     empty = emptied(loaded.model) if world.mesh is not None else None
     if world.mesh is None:  # what is split goes to the device in parts
-        loaded.model.to(device)
+        module.to(device)
     if world.plan.pipeline > 1:
         loaded.model = staged(loaded.model, world, device)
-    if whole:
+    if whole and not joined:
         join_projections(loaded.model)
     if precision.float8:
         on_event(Note(machine.suit_float8(loaded.model, world.mesh is not None)))
     if plan.checkpointing:
         recompute(loaded.model)
-    flops = cost(loaded.config, length=loaded.max_length).flops if task.tokens is not None else None
+    flops = (
+        cost(loaded.config, length=loaded.max_length).flops
+        if task.tokens is not None and not joined
+        else None
+    )
     per_token = flops.training_per_token if flops is not None else 0.0
     least = None
     if precision.peak is not None:
@@ -173,7 +184,7 @@ def assemble(
         partial = split(loaded.model, world, wanted, plan.offload)
         if unread is not None:
             materialise(loaded.model, torch.device("cpu") if plan.offload else device, unread)
-    optimizer = optim.make_optimizer(loaded.model, replace(plan, freeze=()), device)  # frozen before
+    optimizer = optim.make_optimizer(task.module(loaded), replace(plan, freeze=()), device)  # frozen before
     run = TrainingRun(
         folder=folder,
         task=task,
@@ -186,7 +197,7 @@ def assemble(
         optimizer=optimizer,
         precision=precision,
         attention=machine.quick_attention(task, recipe.data, device),
-        ema=weights.Ema(loaded.model, plan.ema) if plan.ema else None,
+        ema=weights.Ema(task.module(loaded), plan.ema) if plan.ema else None,
         samples=sampler(task, corpus, recipe.generate, plan.samples, plan.seed),
         example=first_example(corpus),
         flops_per_token=per_token,
@@ -201,7 +212,7 @@ def assemble(
         "train.compile=false, which changes the last digits of all numbers",
         ConfigError,
     )
-    if world.mesh is None and not compiled and machine.narrow(device):
+    if world.mesh is None and not compiled and not joined and machine.narrow(device):
         suit_narrow(loaded.model)
     bound = began.get("recorded", machine.host_bound(loaded.config, least))
     recorded = not compiled and bound and recordable(run)
@@ -304,6 +315,10 @@ def encode_batches(
     cache = Path(recipe.data.cache) if recipe.data.cache is not None else folder / CACHE
     made = []
     for side in SIDES:
+        direct = task.direct_batches(loaded, corpus, side, recipe.data, recipe.train.seed)
+        if direct is not None:
+            made.append(direct)
+            continue
         with world.led():
             ids = task.encode_corpus(
                 corpus, side, loaded.tokenizer, loaded.labels, cache,
@@ -357,14 +372,14 @@ def settled(
         warmup=_warmup(plan, steps),
         precision=precision,
     )
-    if is_based(recipe):
+    if is_based(recipe) or loaded.towers is not None:
         return recipe  # the rest of the model is described by that directory
     return recipe.replace("model", **loaded.config.to_dict())
 
 
 def is_based(recipe: Recipe) -> bool:
     """Return True if a run goes on from the weights of a model."""
-    return BASE in recipe.model and recipe.model[BASE] not in PRESETS
+    return BASE in recipe.model and recipe.model[BASE] not in build.NAMED
 
 
 def _steps(plan: TrainPlan, train: Batches) -> int:

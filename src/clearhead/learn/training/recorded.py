@@ -49,15 +49,15 @@ def size_of(batch: Batch) -> Size:
 
 def recordable(run: TrainingRun) -> bool:
     """Return True if steps can be recorded, as far as that is known before the first one."""
-    config = run.model.config
+    config = run.loaded.config
     return bool(
-        run.precision.device.type == "cuda"
+        run.task.capturable
+        and run.precision.device.type == "cuda"
         and run.world.mesh is None
         and not (run.precision.scaled or run.plan.checkpointing)
         and run.optimizer.defaults.get("fused")  # which skips a step by itself; Muon and Adafactor cannot
         and not config.n_experts
         and config.depth_capacity == 1
-        and run.task.capturable
     )
 
 

@@ -121,7 +121,7 @@ def _same_precision(recipe: Recipe, folder: Path) -> machine.Precision:
 
 def _lengthen(run: TrainingRun, before: int, on_event: OnEvent) -> None:
     """Say where a run of `before` steps, made longer, is not what it would have been from the beginning."""
-    done, plan, width = run.state.step, run.plan, run.model.config.d_model
+    done, plan, width = run.state.step, run.plan, run.loaded.config.d_model
     refuse(run.steps < done, f"train.steps {run.steps} is less than the {done} steps that are done: set more")
     rates = (
         [optim.rate(plan, step, steps, width) for step in range(1, done + 1)] for steps in (before, run.steps)

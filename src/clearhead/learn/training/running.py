@@ -42,7 +42,7 @@ class PlainStep:
         """Add up the gradients of a step; return its loss [], summed over the targets of this process."""
         run, scaler = self.run, self.scaler
         return pipeline.gradients(
-            run.model, work, run.world, run.loss, lambda loss: run.backward(scaler.scale(loss))
+            run.loaded.model, work, run.world, run.loss, lambda loss: run.backward(scaler.scale(loss))
         )
 
     def update(self, total: Tensor, targets: int) -> Callable[[], list[float]]:
@@ -88,7 +88,7 @@ class TrainingRun:
     @property
     def model(self) -> Transformer:
         """The model in training."""
-        return self.loaded.model
+        return self.task.module(self.loaded)  # type: ignore[return-value]
 
     @property
     def runner(self) -> Transformer:
@@ -121,7 +121,7 @@ class TrainingRun:
 
     def rate(self, step: int) -> float:
         """Return the learning rate of a step."""
-        return optim.rate(self.plan, step, self.steps, self.model.config.d_model)
+        return optim.rate(self.plan, step, self.steps, self.loaded.config.d_model)
 
     def loss(self, batch: Batch) -> Tensor:
         """Return the loss of a batch, summed over its targets.
@@ -160,7 +160,7 @@ class TrainingRun:
         merging = self.plan.lora and self.empty is None
         with averaged, merged(self.model) if merging else nullcontext():
             try:
-                yield replace(self.loaded, model=self.runner)
+                yield self.loaded if self.compiled is None else replace(self.loaded, model=self.compiled)
             finally:
                 shards.rest(self.model)
 
