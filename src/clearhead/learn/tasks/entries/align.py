@@ -22,7 +22,8 @@ from clearhead.core.config import ModelConfig
 from clearhead.errors import ConfigError, refuse
 from clearhead.hub.preprocessor import read_image
 from clearhead.hub.tokenizer import encode
-from clearhead.hub.tokens.training import SpecialTokens, TokensPlan, train_tokenizer
+from clearhead.hub.tokens import TokensPlan
+from clearhead.hub.tokens.training import SpecialTokens, train_tokenizer
 from clearhead.hub.towers import JoinedTowers
 from clearhead.learn.batches.batch import Batch, Batches
 from clearhead.learn.data.examples import Corpus, Example, Shape
