@@ -10,7 +10,7 @@ from tyro.conf import Positional
 from clearhead.app.commands.common import Json, option, print_notes, show_result
 from clearhead.app.report import table
 from clearhead.errors import MissingExtraError, nearest, refuse
-from clearhead.labs.lab.table import EXPERIMENTS
+from clearhead.labs.lab import EXPERIMENTS
 
 
 def lab(
@@ -52,10 +52,7 @@ def lab(
     import torch
 
     from clearhead.labs.lab import report
-    from clearhead.labs.lab.experiment import Conditions, conduct
-    from clearhead.labs.lab.pace import pace
-    from clearhead.labs.lab.pool import spread
-    from clearhead.labs.lab.run import find
+    from clearhead.labs.lab.experiment import Conditions, conduct, find, pace, run_trials
 
     base = out or Path("lab") / ("" if name == "all" else name)
     folders = {one: base / one for one in EXPERIMENTS} if name == "all" else {name: base}
@@ -77,7 +74,7 @@ def lab(
         print_notes([line])
 
     if workers > 1:
-        spread(folders, seeds, setting, workers, tell)
+        run_trials(folders, seeds, setting, workers, tell)
     options = f"--seeds {seeds}" + f" --effort {effort:g}" * (effort != 1) + " --full" * full
     bodies, rows = [], []
     for one, folder in folders.items():

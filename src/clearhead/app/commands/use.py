@@ -15,7 +15,7 @@ from clearhead.app.commands.texts import Options, Text, TextOptions, together
 from clearhead.app.report import class_table, fill_table, score_table, tag_table
 from clearhead.core.config import TABLES
 from clearhead.errors import refuse
-from clearhead.labs.retrieval.prompts import before_prompt
+from clearhead.labs.retrieval.passages import before_prompt
 from clearhead.learn.tasks.results import Candidate, Generation
 from clearhead.run.generate.request import make_request
 
@@ -162,7 +162,7 @@ def score(
       clearhead score my-model/ --json < texts.txt
     """
     model = options.load(folder)
-    from clearhead.hub.tokens.labels import labels
+    from clearhead.hub.tokens.text import labels
     from clearhead.learn.tasks.generation import check_scores
 
     check_scores(model)
