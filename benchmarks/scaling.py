@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from clearhead.app.plot.canvas import save as save_picture
+from clearhead.app.plot import save as save_picture
 from clearhead.labs.lab.extrapolation import LARGER, RUNGS, draw_budgets, draw_law, embedded
 from clearhead.labs.lab.scaling import ladder, predict, train_ladder
 from common import device_name, processor_name, save

@@ -1,17 +1,25 @@
-"""Forms: a text held to a JSON schema, a regular expression or a grammar, token by token.
+"""Structured output: a text held to a JSON schema, a regular expression or a grammar, token by token.
 
-llguidance says which tokens may come next. JSON is written without white space. A text may end where its form
-is complete, and only there; cut off before, it has stopped by its length. This file needs no PyTorch.
+llguidance says which tokens may come next. JSON is generated without white space. A text may end where it is
+complete, and only there; cut off before, it has stopped by its length. This file needs no PyTorch.
+
+A constraint that others send (`check_constraint`) is first tried in a process of its own: a schema or an
+expression of a few letters can ask for minutes and gigabytes before its first token. The library's own limits
+catch most of them; what they miss meets the system's limits on time and memory there, and ends nothing else.
 
 Shapes: V vocabulary.
 """
 
+import functools
 import json
+import subprocess
+import sys
+import threading
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from clearhead.errors import MissingExtraError, refuse, refusing
+from clearhead.errors import BusyError, ClearheadError, MissingExtraError, first_line, refuse, refusing
 
 if TYPE_CHECKING:
     import numpy as np
@@ -19,15 +27,20 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from tokenizers import Tokenizer
 
-Form = tuple[str, str]  # json_schema, regex or grammar, and the text of it
-LONGEST = 65_536  # characters of a form
-KEPT = 16  # forms that are kept compiled
+Constraint = tuple[str, str]  # json_schema, regex or grammar, and the text of it
+LONGEST = 65_536  # characters of a constraint
+KEPT = 16  # grammars that are kept compiled
+SECONDS, BYTES = 2, 1 << 30  # of the processor and of memory, for the trial of one constraint
+PATIENCE = 30.0  # seconds by the clock, on a machine that is busy
+STEPS = 32  # tokens that are generated on trial
+AT_ONCE, WAITING = 4, 2.0  # constraints tried at the same time, and seconds that another one waits
+TRIALS = threading.BoundedSemaphore(AT_ONCE)
 EXACT_DIGITS, EXACT_POWER = 15, 22  # of decimal numbers that every reader takes for the same float64
 EXACT = 2**53  # integers up to here are float64 numbers, which is how the library keeps all of them
 WIDEST = 2**64  # of bounds that are taken
 LOWER, UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 COMPACT = {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":", "lenient": False}
-# Nothing is written ahead of the model: a form may prescribe a million letters.
+# No token is chosen ahead of the model: a grammar may prescribe a million letters.
 DIRECTIVE = "%llguidance"
 STEPWISE = DIRECTIVE + ' {"no_forcing": true}\n'
 # Where seconds stand: the library takes second 60 in any minute, and readers of JSON in a few of them alone.
@@ -47,10 +60,10 @@ LIMITS: dict[str, Any] = {
 }
 
 
-def grammar_of(form: Form) -> str:
-    """Return a form as a grammar in Lark's notation, as llguidance reads it; GBNF is translated."""
-    library, (kind, text) = _library(), form
-    refuse(len(text) > LONGEST, f"{kind} has {len(text):,} characters: a form has {LONGEST:,} at most")
+def grammar_of(constraint: Constraint) -> str:
+    """Return a constraint as a grammar in Lark's notation, as llguidance reads it; GBNF is translated."""
+    library, (kind, text) = _library(), constraint
+    refuse(len(text) > LONGEST, f"{kind} has {len(text):,} characters: at most {LONGEST:,} are read")
     with refusing(f"{kind} cannot be read"):
         if kind == "json_schema":
             schema = json.loads(text, parse_float=_exact)
@@ -159,24 +172,24 @@ def _exact(literal: str) -> float:
     return float(literal)
 
 
-def compiled(tokenizer: "LLTokenizer", form: Form) -> "LLMatcher":
-    """Return what follows a text of this form from its beginning, or refuse the form."""
+def compiled(tokenizer: "LLTokenizer", constraint: Constraint) -> "LLMatcher":
+    """Return the matcher of a constraint, at the beginning of a text, or refuse the constraint."""
     library = _library()
     limits = library.LLParserLimits(**LIMITS)
-    matcher: LLMatcher = library.LLMatcher(tokenizer, grammar_of(form), log_level=0, limits=limits)
+    matcher: LLMatcher = library.LLMatcher(tokenizer, grammar_of(constraint), log_level=0, limits=limits)
     if not matcher.is_error():
         matcher.compute_bitmask()
-    check_matcher(matcher, form)
+    check_matcher(matcher, constraint)
     return matcher
 
 
-def check_matcher(matcher: "LLMatcher", form: Form) -> None:
-    """Raise `InputError` where the form is wrong, too large, or takes too long."""
+def check_matcher(matcher: "LLMatcher", constraint: Constraint) -> None:
+    """Raise `InputError` where the constraint is wrong, too large, or takes too long."""
     lines = matcher.get_error().splitlines() or [""]
     line = next((one for one in lines if one.startswith("error: ")), lines[0])[:200]
     if "NoExtension" in line:
-        line = "no text has this form, or none that the model's tokens spell"
-    refuse(matcher.is_error(), f"{form[0]} is not one that a text can be held to: {line}")
+        line = "no text fits, or none that the model's tokens spell"
+    refuse(matcher.is_error(), f"{constraint[0]} is not one that a text can be held to: {line}")
 
 
 def vocabulary_of(tokens: Sequence[bytes]) -> "LLTokenizer":
@@ -195,34 +208,36 @@ class _Spelled:
         self.special_token_ids = [self.eos_token_id]
 
     def __call__(self, text: bytes) -> list[int]:
-        """Give no tokens: nothing is written ahead of the model."""
+        """Give no tokens: none is chosen ahead of the model."""
         return []
 
 
-class Forms:
-    """The forms of one tokenizer, the last few of them compiled."""
+class Grammars:
+    """The grammars of one tokenizer, the last few of them compiled."""
 
     def __init__(self, tokenizer: "Tokenizer", size: int) -> None:
         from clearhead.hub.tokens.text import token_bytes
 
         self.tokenizer, self.size = tokenizer, size
         self.vocabulary = vocabulary_of(token_bytes(tokenizer, size))
-        self.made: OrderedDict[Form, LLMatcher] = OrderedDict()
+        self.compiled: OrderedDict[Constraint, LLMatcher] = OrderedDict()
 
-    def begin(self, form: Form, stops: Collection[int]) -> "FormRow":
-        """Return the form of one text, at its beginning; `stops` are the ids that end it."""
-        matcher = self.made.get(form) or compiled(self.vocabulary, form)
-        self.made[form] = matcher
-        while len(self.made) > KEPT:
-            self.made.popitem(last=False)
-        return FormRow(form, matcher.deep_copy(), self.size, stops)
+    def begin(self, constraint: Constraint, stops: Collection[int]) -> "GrammarState":
+        """Return the grammar of one text, at its beginning; `stops` are the ids that end it."""
+        matcher = self.compiled.get(constraint) or compiled(self.vocabulary, constraint)
+        self.compiled[constraint] = matcher
+        while len(self.compiled) > KEPT:
+            self.compiled.popitem(last=False)
+        return GrammarState(constraint, matcher.deep_copy(), self.size, stops)
 
 
-class FormRow:
-    """How far one text is in its form."""
+class GrammarState:
+    """How far one text is in its grammar."""
 
-    def __init__(self, form: Form, matcher: "LLMatcher", size: int, stops: Collection[int]) -> None:
-        self.form, self.matcher, self.size, self.stops = form, matcher, size, list(stops)
+    def __init__(
+        self, constraint: Constraint, matcher: "LLMatcher", size: int, stops: Collection[int]
+    ) -> None:
+        self.constraint, self.matcher, self.size, self.stops = constraint, matcher, size, list(stops)
         self.length = 0  # tokens that were followed
 
     def allowed(self, ids: Sequence[int]) -> "NDArray[np.bool_]":
@@ -233,7 +248,7 @@ class FormRow:
             self.matcher.consume_token(token)
         self.length = len(ids)
         bits = np.frombuffer(self.matcher.compute_bitmask(), dtype=np.uint8)
-        check_matcher(self.matcher, self.form)
+        check_matcher(self.matcher, self.constraint)
         found = np.unpackbits(bits, bitorder="little", count=self.size).astype(bool)
         found[self.stops] = self.matcher.is_accepting()
         return found
@@ -243,5 +258,64 @@ def _library() -> Any:
     try:
         import llguidance
     except ImportError:
-        raise MissingExtraError("forms need llguidance: pip install 'clearhead[serve]'") from None
+        raise MissingExtraError(
+            "structured output needs llguidance: pip install 'clearhead[serve]'"
+        ) from None
     return llguidance
+
+
+def check_constraint(constraint: Constraint) -> None:
+    """Refuse a constraint that is wrong, or that takes too much; one that was tried already costs nothing."""
+    refuse(
+        len(constraint[1]) > LONGEST,
+        f"{constraint[0]} has more than {LONGEST:,} characters: give a smaller one",
+    )
+    line = _tried(constraint)
+    refuse(line, line)
+
+
+@functools.lru_cache(maxsize=1024)
+def _tried(constraint: Constraint) -> str:
+    """Return what is wrong with a constraint, in one line; nothing if it can be followed."""
+    if not TRIALS.acquire(timeout=WAITING):
+        raise BusyError(f"{AT_ONCE} constraints are being tried now: try again later")
+    limits = f"{SECONDS} seconds or {BYTES >> 20} MiB"
+    large = f"{constraint[0]} takes more than {limits} to follow: give a simpler one"
+    try:
+        command = [sys.executable, "-P", "-m", __name__]
+        made = subprocess.run(
+            command, input=json.dumps(constraint).encode(), capture_output=True, timeout=PATIENCE
+        )
+    except subprocess.TimeoutExpired:
+        return large
+    finally:
+        TRIALS.release()
+    return made.stdout.decode() if made.returncode == 0 else large
+
+
+def _limit() -> None:
+    try:
+        import resource
+    except ImportError:  # on Windows the clock alone ends a trial
+        return
+    resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
+    resource.setrlimit(resource.RLIMIT_AS, (BYTES, BYTES))
+
+
+def main() -> None:
+    """Read a constraint, follow it for some tokens, and print what is wrong with it."""
+    _limit()
+    kind, text = json.load(sys.stdin)
+    tokens = [bytes([value]) for value in range(256)]
+    try:
+        matcher = compiled(vocabulary_of(tokens), (kind, text))
+        for _ in range(STEPS):
+            allowed = int.from_bytes(matcher.compute_bitmask(), "little")
+            check_matcher(matcher, (kind, text))
+            matcher.consume_token((allowed & -allowed).bit_length() - 1)  # the first one
+    except (ClearheadError, RecursionError) as error:
+        print(first_line(error), end="")
+
+
+if __name__ == "__main__":
+    main()

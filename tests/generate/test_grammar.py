@@ -1,4 +1,4 @@
-"""Texts held to a form: a schema, an expression, a grammar; whatever the tokenizer, alone and together."""
+"""Texts held to a schema, an expression, a grammar; whatever the tokenizer, alone and together."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from clearhead.errors import InputError
 from clearhead.hub.tokens import TokensPlan
 from clearhead.hub.tokens.text import token_bytes
 from clearhead.hub.tokens.training import GENERATOR, train_tokenizer
-from clearhead.run.generate.forms import KEPT
+from clearhead.run.generate.grammar import KEPT
 from tests.serve import mixes
 
 PERSON = {
@@ -50,7 +50,7 @@ def test_a_time_has_no_second_60(kind, day):
     """22:28:60Z is no time to readers of JSON; a value that looks like a schema stays as it is."""
     import llguidance
 
-    from clearhead.run.generate.forms import grammar_of, vocabulary_of
+    from clearhead.run.generate.grammar import grammar_of, vocabulary_of
 
     vocabulary = vocabulary_of([bytes([one]) for one in range(256)])
 
@@ -239,7 +239,7 @@ def test_a_request_with_a_form_changes_no_other(m):
 def test_compiled_forms_are_few(m):
     for number in range(KEPT + 3):
         m.generate("x", 1, regex=f"a{{{number + 1}}}")
-    assert len(m.engine.forms.made) == KEPT
+    assert len(m.engine.grammars.compiled) == KEPT
 
 
 @pytest.mark.parametrize(
@@ -252,12 +252,12 @@ def test_compiled_forms_are_few(m):
         ({"json_schema": {"not": {}}}, "not"),
         ({"json_schema": {"type": "string", "format": "colour"}}, "colour"),
         ({"json_schema": {"$ref": "http://elsewhere/x"}}, "elsewhere"),
-        ({"json_schema": {"$ref": "#"}}, "no text has this form"),
+        ({"json_schema": {"$ref": "#"}}, "no text fits"),
         ({"json_schema": {"const": -6.715996064569913e-75}}, "to its last digit"),
         ({"grammar": "start: nothing"}, "grammar is not one"),
         ({"grammar": '%llguidance {}\nstart: "a"'}, "directive"),
         ({"regex": "a" * 100_000}, "100,000 characters"),
-        ({"regex": "a", "grammar": 'start: "a"'}, "regex and grammar were given"),
+        ({"regex": "a", "grammar": 'start: "a"'}, "grammar with regex"),
         ({"regex": "a", "num_beams": 2}, "regex with num_beams 2"),
         ({"regex": "a", "forced_last": [3]}, "forced_last with regex"),
         ({"regex": "a", "min_new_tokens": 5}, "no token is left"),
