@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import numpy as np
 import torch
@@ -90,6 +90,11 @@ def _captioned(record: Record, folder: Path) -> Captioned:
     return Captioned(image, caption)
 
 
+def _sides(corpus: Corpus) -> tuple[list[Captioned], list[Captioned]]:
+    """Return the rows to train on and those to validate on."""
+    return cast(list[Captioned], corpus.train), cast(list[Captioned], corpus.validation)
+
+
 class CaptionBatches(Batches):
     """Pairs of a caption and the pixels of its image; the targets number the distinct captions.
 
@@ -151,7 +156,8 @@ class Align(Task):
     def model_for(self, recipe: Recipe, corpus: Corpus, base: Model | None) -> Model:
         """Return the base, which must have two towers, or a new model."""
         if base is None:
-            rows: list[Any] = [*corpus.train, *(() if recipe.data.validation else corpus.validation)]  # type: ignore[misc]
+            train, held = _sides(corpus)
+            rows = [*train, *(() if recipe.data.validation else held)]
             return new_towers(recipe, [row.caption for row in rows], rows[0].image)
         towers_of(base, "training on captions")
         return base
@@ -164,19 +170,18 @@ class Align(Task):
         self, loaded: Bundle, corpus: Corpus, side: Side, plan: DataPlan, seed: int
     ) -> Batches:
         """See `Task.direct_batches`."""
-        train, held, size = corpus.train, corpus.validation, plan.batch_size
-        rows: Any = getattr(corpus, side)
+        (train, held), size = _sides(corpus), plan.batch_size
         refuse(
             size < 2,
             "the other pairs of a batch are what a pair is told from: set batch_size to 2 or more",
             ConfigError,
         )
         refuse(
-            len(train) < size or not len(held),  # type: ignore[arg-type]
-            f"{plan.paths[0]} has {len(train)} pairs to train on and {len(held)} held out: "  # type: ignore[arg-type]
+            len(train) < size or not held,
+            f"{plan.paths[0]} has {len(train)} pairs to train on and {len(held)} held out: "
             f"batch_size {size} needs more",
         )
-        return CaptionBatches(loaded, rows, size, seed, side == "train")
+        return CaptionBatches(loaded, train if side == "train" else held, size, seed, side == "train")
 
     def settled(self, plan: TrainPlan, loaded: Bundle, corpus: Corpus) -> Self:
         """Take the loss of the model; refuse what two towers are not trained with."""
