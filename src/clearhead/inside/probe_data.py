@@ -32,7 +32,7 @@ from clearhead.learn.data import corpora, files, formats, plan, split, tables
 from clearhead.learn.data.examples import Images, Labelled, Tagged
 from clearhead.learn.data.pictures import content
 from clearhead.learn.data.treebank import Sentence, Span, TreeWord, locate, read_treebank
-from clearhead.learn.tasks.corpus import open_examples
+from clearhead.learn.tasks.table import open_examples
 from clearhead.run.api import Model
 
 COLUMNS = ("upos", "xpos", "deprel", "relation", "arc", "lemma", "feats.NAME")
