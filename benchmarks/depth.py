@@ -18,8 +18,8 @@ from benchmarks.common import device_name, processor_name, save
 from torch import Tensor
 
 import clearhead as ch
-from clearhead.app.plot import canvas
-from clearhead.app.plot.canvas import save as save_picture
+from clearhead.app import plot
+from clearhead.app.plot import save as save_picture
 from clearhead.labs.lab.extrapolation import LARGER, RUNGS, draw_budgets, draw_law, embedded
 from clearhead.labs.lab.scaling import ladder, predict, train_ladder
 from clearhead.learn.batches.batch import Batch
@@ -354,18 +354,18 @@ def run_tuning_curves() -> None:
     `embed.py`) and writes docs/images/tuning.png: what held-out data say, by step.
     """
     sft, dpo, sts = record("sft"), record("dpo"), record("embed")["results"]["sts"]
-    figure = canvas.new(11, 3.2)
+    figure = plot.new(11, 3.2)
     left, middle, right = figure.subplots(1, 3)
     steps, losses = points(sft["curve"], "loss")
-    left.plot([0, *steps], [sft["before"]["loss"], *losses], "o-", color=canvas.BLUE)
-    canvas.name(left, "Instruction tuning, Dolly", "steps", "loss of held-out answers")
-    middle.plot(*points(dpo["curve"], "accuracy"), "o-", color=canvas.BLUE, label="DPO")
-    middle.axhline(dpo["longer"]["pandalm"], color=canvas.RED, linestyle="--", label="the longer answer")
+    left.plot([0, *steps], [sft["before"]["loss"], *losses], "o-", color=plot.BLUE)
+    plot.name(left, "Instruction tuning, Dolly", "steps", "loss of held-out answers")
+    middle.plot(*points(dpo["curve"], "accuracy"), "o-", color=plot.BLUE, label="DPO")
+    middle.axhline(dpo["longer"]["pandalm"], color=plot.RED, linestyle="--", label="the longer answer")
     middle.axhline(0.5, color="gray", linestyle=":", label="chance")
     middle.legend(fontsize=8)
-    canvas.name(middle, "Preferences, PandaLM", "steps", "share of held-out pairs")
-    right.plot(*points(sts["curve"], "spearman"), "o-", color=canvas.BLUE)
-    canvas.name(right, "Embeddings, STS Benchmark", "steps", "Spearman on the dev part")
+    plot.name(middle, "Preferences, PandaLM", "steps", "share of held-out pairs")
+    right.plot(*points(sts["curve"], "spearman"), "o-", color=plot.BLUE)
+    plot.name(right, "Embeddings, STS Benchmark", "steps", "Spearman on the dev part")
     for axes in (left, middle, right):
         axes.grid(alpha=0.3)
-    canvas.save(figure, ROOT / "docs" / "images" / "tuning.png")
+    plot.save(figure, ROOT / "docs" / "images" / "tuning.png")

@@ -21,10 +21,9 @@ import torch
 from benchmarks.common import case_command, device_name, save
 
 import clearhead as ch
-from clearhead.app.plot.canvas import save as save_figure
-from clearhead.app.plot.canvas import save as save_picture
-from clearhead.app.plot.parts import draw_curves
-from clearhead.app.plot.states import probe_figure
+from clearhead.app.plot import save as save_figure
+from clearhead.app.plot import save as save_picture
+from clearhead.app.plot.models import draw_curves, probe_figure
 from clearhead.core.taps import SILENT, LiveTap, tap_for
 from clearhead.inside.ablation import Examples, examples_from, judge
 from clearhead.inside.alignments import syntax
@@ -38,7 +37,7 @@ from clearhead.inside.pruning import PruneCurve, least, prune, prune_curve, scor
 from clearhead.learn.data.corpora import CORPORA
 from clearhead.learn.data.plan import DataPlan
 from clearhead.learn.data.treebank import read_treebank
-from clearhead.learn.tasks.corpus import open_data
+from clearhead.learn.tasks.table import open_data
 from clearhead.run.api import load
 from clearhead.variants.presets import preset
 
@@ -142,8 +141,8 @@ def silence(model: ch.Transformer, ids: torch.Tensor, forward: float) -> dict[st
 
 def deep(to: str) -> None:
     """In a process of its own: 48 layers over 1,024 tokens, recorded and drawn."""
-    from clearhead.app.plot.attention import draw_model
-    from clearhead.app.plot.canvas import save as save_picture
+    from clearhead.app.plot import save as save_picture
+    from clearhead.app.plot.prompts import draw_model
 
     config = ch.ModelConfig(vocab_size=1000, d_model=256, n_layers=DEEP, n_heads=16, max_positions=LONG)
     model = ch.Transformer(config).eval()

@@ -92,7 +92,7 @@ kind, folder = sys.argv[1:]
 torch.set_num_threads(1)
 if kind.startswith("clearhead"):
     from clearhead import load as open_model
-    load = lambda: open_model(folder, mapped=kind.endswith("mapped")).model
+    load = lambda: open_model(folder, mapped="mapped=False" not in kind).model
 else:
     import transformers
     # Import the lazy modules now, so that imports are not timed.
@@ -168,7 +168,7 @@ def run_load() -> None:
             size = build(folder, kind, options.megabytes)
             runs: dict[str, list[dict[str, float]]] = {
                 "clearhead": [],
-                "clearhead mapped": [],
+                "clearhead mapped=False": [],
                 "transformers": [],
             }
             for _ in range(options.rounds + 1):  # the first warms the page cache
@@ -187,7 +187,7 @@ def run_load() -> None:
             row["ours_over_this"] = round(seconds[name] / seconds["clearhead"], 2)
             row["ours_over_this_load_alone"] = round(loads[name] / loads["clearhead"], 2)
             rows[name] = row
-            print(f"  {name:<18}{row['seconds']:>7.2f} s, of which load {row['of_which_load']:.2f} s", end="")
+            print(f"  {name:<24}{row['seconds']:>7.2f} s, of which load {row['of_which_load']:.2f} s", end="")
             print(
                 f"   peak {row['peak_over_weights']:.2f} x the weights   "
                 f"clearhead is {row['ours_over_this']:.2f} x as fast, "

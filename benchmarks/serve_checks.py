@@ -26,7 +26,7 @@ from tests.serve.served import serving
 from tests.serve.test_http import TEMPLATE, call
 
 import clearhead as ch
-from clearhead.run.serve import guard
+from clearhead.run.serve import server
 from clearhead.run.serve.engine import ServeEngine
 
 # serve_kills ----------------------------------------------------------------------------------------------
@@ -161,7 +161,7 @@ def run_serve_idle() -> None:
     count = int(sys.argv[1]) if len(sys.argv) > 1 else 3000
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(files, 4 * count), files))
-    guard.Connection.most = KEPT
+    server.Connection.most = KEPT
     with serving({"m": ServeEngine(mixes.model("learned", bytes_tokenizer()))}) as address:
         host, port = address.removeprefix("http://").split(":")
         body = {"connections": count, "kept at most": KEPT, "before": health(address), "MiB before": memory()}

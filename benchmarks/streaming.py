@@ -19,9 +19,9 @@ import torch.nn.functional as nnf
 from benchmarks.common import device_name, save
 
 import clearhead as ch
-from clearhead.app.plot.canvas import save as save_picture
-from clearhead.app.plot.canvas import single
-from clearhead.app.plot.long import draw_long
+from clearhead.app.plot import save as save_picture
+from clearhead.app.plot import single
+from clearhead.app.plot.models import draw_long
 from clearhead.run.generate.decode import Continuation, Ends, Prompts, decode, prefill
 from clearhead.run.generate.request import Request
 from clearhead.run.kernels.prepare import prepared

@@ -69,6 +69,7 @@ from clearhead.learn.training.run import Trained as Trained
 from clearhead.learn.training.run import train as train
 from clearhead.run.api import Model as Model
 from clearhead.run.api import load as load
+from clearhead.run.generate.request import Request as Request
 from clearhead.run.generate.request import Sampling as Sampling
 from clearhead.run.kernels.fixed_cache import FixedCache as FixedCache
 from clearhead.run.quant.apply import QuantPlan as QuantPlan

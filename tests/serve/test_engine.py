@@ -9,11 +9,11 @@ import clearhead as ch
 from clearhead.errors import BusyError, InputError
 from clearhead.learn.tasks import reading
 from clearhead.run.kernels import library
-from clearhead.run.serve.blocks import BlockPool, Named, chain
+from clearhead.run.serve.cuda_graph import GraphWriter
 from clearhead.run.serve.engine import ServeEngine
-from clearhead.run.serve.graphs import GraphWriter
-from clearhead.run.serve.jobs import Asked
+from clearhead.run.serve.kv_cache import BlockPool, Named, chain
 from clearhead.run.serve.limits import Limits
+from clearhead.run.serve.sequence import Asked
 from tests import harness
 from tests.serve import mixes
 
@@ -122,7 +122,7 @@ def test_a_cancelled_request_frees_its_blocks_at_the_next_step(byte_tokenizer):
 
 def test_a_deadline_ends_a_request_that_waits(byte_tokenizer):
     engine = ServeEngine(mixes.model("learned", byte_tokenizer))
-    job = engine.submit(PROMPT, {}, Asked(seconds=1e-9))
+    job = engine.submit(PROMPT, {"seconds": 1e-9})
     engine.step()
     assert job.wait(0).stop_reason == "time"
 

@@ -26,7 +26,7 @@ from clearhead.learn.tasks.generation import (
 from clearhead.learn.tasks.one_or_many import as_prompts, best_of_each, unwrapped
 from clearhead.learn.tasks.results import Answer, Candidate, Classification, Generation, Score, Tags
 from clearhead.run.bundle import Bundle, best_device, float_dtype
-from clearhead.run.generate.request import MAX_NEW_TOKENS
+from clearhead.run.generate.request import Request
 from clearhead.run.quant.apply import QuantPlan, plan_of, refuse_quantized, rounded
 
 One = str | Sequence[int]  # a prompt: text or ids
@@ -74,7 +74,7 @@ class Model(Bundle):
     def generate(
         self,
         prompt: One | Many,
-        max_new_tokens: int = MAX_NEW_TOKENS,
+        max_new_tokens: int = Request.max_new_tokens,
         *,
         num_return: int = 1,
         on_text: OnText | None = None,
@@ -162,14 +162,17 @@ class Model(Bundle):
         return best_of_each(made, num_return, single)
 
     def chat(
-        self, messages: Sequence[Mapping[str, Any]], max_new_tokens: int = MAX_NEW_TOKENS, **options: Any
+        self, messages: Sequence[Mapping[str, Any]], max_new_tokens: int | None = None, **options: Any
     ) -> Generation:
         """Answer a conversation, a list of {"role": ..., "content": ...}, by the model's chat template.
 
-        Options are those of `generate`, and `template`: what the template takes besides, such as tools.
+        An answer has `max_new_tokens` at most; by default 512, or as many as still fit. Options are those of
+        `generate`, and `template`: what the template takes besides, such as tools.
         """
         hooks = Hooks(options.pop("on_text", None), options.pop("cancel", None), options.pop("draft", None))
-        return chat.chat(self, messages, {"max_new_tokens": max_new_tokens, **options}, hooks)
+        if max_new_tokens is not None:
+            options["max_new_tokens"] = max_new_tokens
+        return chat.chat(self, messages, options, hooks)
 
     def score(self, text: One, source: One | None = None) -> Score:
         """Return the log-probability of each token of a text; with an encoder, given a `source`."""
@@ -312,7 +315,7 @@ def load(
     device: str | torch.device = "cpu",
     allow_download: bool = False,
     tokenizer: str | Path | None = None,
-    mapped: bool = False,
+    mapped: bool = True,
     parallel: Mapping[str, int] | None = None,
     quantize: str | QuantPlan | None = None,
     check_finite: bool = True,
@@ -323,11 +326,12 @@ def load(
     the weights are.
     `device` is "cpu", "cuda", "cuda:1", "mps", or "auto" for the best there is. `tokenizer` names one that
     lies elsewhere: a directory, a tokenizer.json, a SentencePiece .model, llama2.c's .bin. `mapped` weights
-    are the file's own pages: they are read when first used and shared between processes, and the file must
-    not be written to while the model is in use. `parallel`, such as {"tensor": 2}, splits the model by heads
+    are pages of the file, which processes share and which are copied when written to: the file may be
+    replaced or deleted, but not written over or cut short while the model is in use. False reads it into
+    memory. `parallel`, such as {"tensor": 2}, splits the model by heads
     over the processes that `torchrun` has started; each reads its part, and all call it with the same inputs.
     `quantize`, "int8", "int4" (groups of 32, no data) or a `QuantPlan`, rounds weights once they are read.
-    Weights that are NaN or infinite are refused unless `check_finite` is False; mapped ones are not checked.
+    Weights that are NaN or infinite are refused unless `check_finite` is False.
     """
     cast, place, rounding = float_dtype(dtype), best_device(device), plan_of(quantize, parallel is not None)
     path = here_or_fetched(folder, allow_download)

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import torch
 
-from clearhead.app.plot.canvas import Figure
+from clearhead.app.plot import Figure
 from clearhead.core.config import ModelConfig
 from clearhead.core.transformer import Transformer
 from clearhead.errors import InputError, refuse

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from clearhead.app.plot.canvas import Figure, single
+from clearhead.app.plot import Figure, single
 from clearhead.labs.lab.experiment import (
     FEWEST,
     Claim,

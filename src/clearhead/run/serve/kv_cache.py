@@ -1,0 +1,387 @@
+"""The paged KV cache: keys of many sequences in one pool of blocks, found through block tables.
+
+A block holds the keys of as many tokens in every layer of its group. A block that prompts share is full and
+is never written again, so that none is ever copied: what a sequence adds goes into blocks of its own.
+Layers whose windows reach equally far form a group, which has blocks and tables of its own: a group with a
+window frees the blocks behind it. Cross-attention is one more group, which holds the keys of sources.
+`PagedCache` describes one step of the engine to the model: chunks of several sequences, side by side.
+
+Shapes: K key/value heads, T new tokens, S slots of the pool, E head width.
+"""
+
+import hashlib
+import itertools
+import math
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from clearhead.core.cache import Cache, CrossKeys, LayerKeys, StateKeys
+from clearhead.core.config import StackSpec
+from clearhead.core.config.kinds import FULL, Kind
+from clearhead.core.masks import Tokens
+
+
+@dataclass(frozen=True)
+class Named:
+    """The tokens whose keys a block holds, and the digest of all that stands before them."""
+
+    parent: bytes
+    tokens: tuple[int, ...]
+
+    @property
+    def digest(self) -> bytes:
+        """The name of this beginning of a prompt: that of its parent, continued by its tokens."""
+        text = ",".join(map(str, self.tokens)).encode()
+        return hashlib.sha256(self.parent + text).digest()
+
+
+def chain(salt: str, prompt: Sequence[int], size: int) -> list[Named]:
+    """Return the names of the full blocks of a prompt; prompts with another `salt` have others."""
+    parent, names = hashlib.sha256(salt.encode()).digest(), []
+    for start in range(0, len(prompt) - size + 1, size):
+        names.append(Named(parent, tuple(prompt[start : start + size])))
+        parent = names[-1].digest
+    return names
+
+
+class BlockPool:
+    """The blocks of one pool. A block that nobody uses keeps its name until its room is needed."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.users = [0] * count
+        self.free = set(range(count))  # without a user and without a name
+        self.idle: OrderedDict[int, None] = OrderedDict()  # named, without a user, oldest first
+        self.named: dict[int, Named] = {}
+        self.found: dict[bytes, int] = {}
+
+    @property
+    def available(self) -> int:
+        """Number of blocks that can be taken."""
+        return len(self.free) + len(self.idle)
+
+    @property
+    def used(self) -> int:
+        """Number of blocks that requests use."""
+        return self.count - self.available
+
+    def take(self, after: int | None) -> int:
+        """Take a block, the one right behind block `after` where it is free: neighbours are read in place."""
+        if after is not None and after + 1 in self.free:
+            block = after + 1
+        elif self.free:
+            block = self._roomy()
+        else:
+            block, _ = self.idle.popitem(last=False)
+            self._forget(block)
+        self.free.discard(block)
+        self.users[block] = 1
+        return block
+
+    def _roomy(self) -> int:
+        """Return a block with room behind it: the middle of the longest run of free blocks."""
+        best, length, start = 0, 0, None
+        for block in range(self.count + 1):
+            if block in self.free:
+                start = block if start is None else start
+            elif start is not None:
+                if block - start > length:
+                    best, length = start, block - start
+                start = None
+        whole = best == 0 or best - 1 in self.named  # nobody is likely to grow into it
+        return best if whole else best + length // 2
+
+    def share(self, block: int) -> None:
+        """Count one more user of a named block."""
+        self.idle.pop(block, None)
+        self.users[block] += 1
+
+    def release(self, block: int) -> None:
+        """Count one user less."""
+        self.users[block] -= 1
+        if self.users[block]:
+            return
+        if block in self.named:
+            self.idle[block] = None
+        else:
+            self.free.add(block)
+
+    def name(self, block: int, name: Named) -> None:
+        """Let later prompts find this block, which is full."""
+        if block not in self.named and name.digest not in self.found:
+            self.named[block], self.found[name.digest] = name, block
+
+    def find(self, name: Named) -> int | None:
+        """Return the block with these tokens after the same beginning; equal digests alone do not count."""
+        block = self.found.get(name.digest)
+        return block if block is not None and self.named[block] == name else None
+
+    def _forget(self, block: int) -> None:
+        del self.found[self.named.pop(block).digest]
+
+
+Slots = slice | Tensor  # of a pool: neighbours are read in place, others are gathered
+Group = tuple[int | None, int] | None  # the reach of a window and its first tokens; None: cross-attention
+
+
+def group_of(kind: Kind) -> Group:
+    """Return the group of a layer of this kind."""
+    return (kind.reach, kind.kept_first)
+
+
+class Pool:
+    """The keys and values of every layer, in blocks of `size` tokens."""
+
+    def __init__(
+        self,
+        spec: StackSpec,
+        size: int,
+        counts: dict[Group, int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.size, self.device = size, device
+        self.spare = max(counts.values(), default=0)  # the number of a block more, which nobody reads
+        self.blocks = {group: BlockPool(count) for group, count in counts.items()}
+        self.layers: dict[int, tuple[Tensor, Tensor]] = {}  # of each layer K and V, 1 K S E
+        self.cross: dict[int, tuple[Tensor, Tensor]] = {}
+
+        def room(attention: str, group: Group) -> tuple[Tensor, Tensor]:
+            heads, slots = spec.kv_heads_of(attention), (counts[group] + 1) * size
+            k, v = (
+                torch.zeros(1, heads, slots, width, dtype=dtype, device=device)
+                for width in (spec.d_head, spec.d_value)
+            )
+            return k, v
+
+        for layer, kind in enumerate(spec.kinds):
+            name = f"{spec.prefix}blocks.{layer}"
+            if kind.chooses:
+                self.layers[layer] = room(f"{name}.attention", group_of(kind))
+            if spec.cross:
+                self.cross[layer] = room(f"{name}.cross", None)
+
+    @property
+    def used(self) -> int:
+        """Number of blocks in use, of all groups."""
+        return sum(blocks.used for blocks in self.blocks.values())
+
+    @property
+    def usage(self) -> float:
+        """The share of blocks in use, of the group that has the fewest left."""
+        return max((blocks.used / blocks.count for blocks in self.blocks.values()), default=0.0)
+
+
+def groups_of(spec: StackSpec) -> list[Group]:
+    """Return the groups that a stack needs."""
+    found: list[Group] = list(dict.fromkeys(group_of(kind) for kind in spec.kinds if kind.chooses))
+    return [*found, None] if spec.cross else found
+
+
+class Table:
+    """The blocks of one request in one group, by number; None where a window has passed."""
+
+    def __init__(self, pool: Pool, group: Group) -> None:
+        self.pool, self.blocks = pool, pool.blocks[group]
+        self.reach, self.first = (None, 0) if group is None else group
+        self.ids: list[int | None] = []
+
+    def missing(self, tokens: int) -> int:
+        """Return how many blocks `tokens` tokens need beyond those there are."""
+        return max(0, math.ceil(tokens / self.pool.size) - len(self.ids))
+
+    def extend(self, tokens: int) -> None:
+        """Take the blocks that are missing; there must be as many."""
+        for _ in range(self.missing(tokens)):
+            self.ids.append(self.blocks.take(self.ids[-1] if self.ids else None))
+
+    def start(self, position: int) -> int:
+        """Return the first position, at a block, that a query at `position` may see, but for sinks."""
+        size = self.pool.size
+        return 0 if self.reach is None else max(0, (position - self.reach + 1) // size * size)
+
+    def _passed(self, position: int) -> range:
+        """Return the numbers of the blocks that queries from `position` on do not see."""
+        return range(math.ceil(self.first / self.pool.size), self.start(position) // self.pool.size)
+
+    def trim(self, position: int) -> None:
+        """Free the blocks that queries from `position` on do not see."""
+        for number in self._passed(position):
+            block = self.ids[number]
+            if block is not None:
+                self.blocks.release(block)
+                self.ids[number] = None
+
+    def adopt(self, names: Sequence[Named]) -> None:
+        """Share the named blocks that a query right behind them sees; the table must be empty."""
+        passed = self._passed(len(names) * self.pool.size)
+        for number, name in enumerate(names):
+            block = None if number in passed else self.blocks.find(name)
+            if block is not None:
+                self.blocks.share(block)
+            self.ids.append(block)
+
+    def knows(self, names: Sequence[Named]) -> bool:
+        """Return whether `adopt` finds all that it needs."""
+        passed = self._passed(len(names) * self.pool.size)
+        return all(n in passed or self.blocks.find(name) is not None for n, name in enumerate(names))
+
+    def clear(self) -> None:
+        """Release every block."""
+        for block in self.ids:
+            if block is not None:
+                self.blocks.release(block)
+        self.ids = []
+
+    def slots(self, start: int, stop: int) -> Slots:
+        """Return the slots of positions `start` to `stop`; a slice where they are neighbours."""
+        size, first = self.pool.size, start // self.pool.size
+        ids = [block for block in self.ids[first : math.ceil(stop / size)] if block is not None]
+        within = slice(start - first * size, stop - first * size)
+        if all(b == a + 1 for a, b in itertools.pairwise(ids)):
+            return slice(ids[0] * size + within.start, ids[0] * size + within.stop)
+        blocks = torch.tensor(ids, device=self.pool.device)[:, None] * size
+        return (blocks + torch.arange(size, device=self.pool.device)).flatten()[within]
+
+    def visible(self, start: int, stop: int) -> tuple[Tokens, Slots]:
+        """Return the tokens that queries from `start` to `stop` read, and where their keys are."""
+        size, first = self.pool.size, self.start(start)
+        sinks = min(math.ceil(self.first / size) * size, first)
+        count = torch.arange(first, stop, device=self.pool.device)
+        slots = self.slots(first, stop)
+        if sinks:
+            count = torch.cat([torch.arange(sinks, device=self.pool.device), count])
+            slots = torch.cat([spelled(self.slots(0, sinks), self.pool), spelled(slots, self.pool)])
+        return Tokens(count[None], count[None], None, None, plain=not sinks or sinks == first), slots
+
+
+def spelled(slots: Slots, pool: Pool) -> Tensor:
+    """Return slots as numbers."""
+    if isinstance(slots, Tensor):
+        return slots
+    return torch.arange(slots.start, slots.stop, device=pool.device)
+
+
+class TextPiece(Cache):
+    """Tokens of one request that are read together, as the cache that these tokens alone would have."""
+
+    def __init__(self, span: slice, start: int, tables: dict[Group, Table], states: "States") -> None:
+        """Describe the tokens that stand at `span` of the step's row, and at `start` of their own text."""
+        super().__init__()
+        self.span, self.start, self.stop = span, start, start + span.stop - span.start
+        self.tables, self.states = tables, states
+        self._read: dict[Group, tuple[Tokens, Slots]] = {}
+
+    def read(self, group: Group) -> tuple[Tokens, Slots]:
+        """Return the tokens that layers of a group read, and where their keys are."""
+        if group not in self._read:
+            self._read[group] = self.tables[group].visible(self.start, self.stop)
+        return self._read[group]
+
+    def visible(self, kind: Kind) -> Tokens:
+        """Return the tokens whose keys layers of this kind read."""
+        return self.read(group_of(kind))[0]
+
+
+States = dict[int, StateKeys]  # by layer, of one request
+
+
+@dataclass(frozen=True)
+class SourceTokens(Tokens):
+    """The sources of a step's pieces: where the keys of each are, and how many tokens its piece has."""
+
+    slots: tuple[Slots, ...] = ()
+    lengths: tuple[int, ...] = ()
+
+
+class PagedCache(Cache):
+    """The cache of one step: pieces of several requests, side by side in one row."""
+
+    def __init__(self, pool: Pool, pieces: Sequence[TextPiece], sources: Sequence[int] = ()) -> None:
+        """Prepare a step; `sources` are the lengths of the pieces' sources, once their keys are there."""
+        super().__init__()
+        self.pool, self.pieces = pool, pieces
+        self._written: dict[Group, Tensor] = {}
+        if sources:
+            slots = tuple(p.tables[None].slots(0, length) for p, length in zip(pieces, sources))
+            nothing = torch.zeros(1, 1, dtype=torch.long, device=pool.device)
+            lengths = tuple(piece.stop - piece.start for piece in pieces)
+            self.source = SourceTokens(nothing, nothing, None, None, False, slots=slots, lengths=lengths)
+
+    def written(self, group: Group) -> Tensor:
+        """Return the slots that the new tokens are written to [T]."""
+        if group not in self._written:
+            parts = [spelled(p.tables[group].slots(p.start, p.stop), self.pool) for p in self.pieces]
+            self._written[group] = torch.cat(parts)
+        return self._written[group]
+
+    def layer(self, index: int, kind: Kind) -> LayerKeys:
+        """Return the keys of one layer, or the state of each piece."""
+        if not kind.chooses:
+            return PieceStates([piece.states.setdefault(index, StateKeys()) for piece in self.pieces])
+        return PagedKeys(self.pool.layers[index], self.written(group_of(kind)))
+
+    def cross_layer(self, index: int) -> CrossKeys:
+        """Return the keys of sources; those of a source that is being read are written into the pool."""
+        unread = self.pieces[0].tables[None] if not isinstance(self.source, SourceTokens) else None
+        return PagedCross(self.pool.cross[index], unread)
+
+    def begin(self, tokens: Tokens) -> None:
+        """Prepare nothing: the pieces describe the tokens."""
+
+    def advance(self) -> None:
+        """Count nothing: the engine counts for each request."""
+
+
+class PieceStates(LayerKeys):
+    """The states of one layer, one for each piece of a step."""
+
+    def __init__(self, states: list[StateKeys]) -> None:
+        self.states = states
+
+
+class PagedKeys(LayerKeys):
+    """The keys of one layer, of all requests."""
+
+    def __init__(self, room: tuple[Tensor, Tensor], slots: Tensor) -> None:
+        self.room, self.slots = room, slots
+
+    def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Write the new keys and values; return the whole pool."""
+        for buffer, new in zip(self.room, (k, v)):
+            buffer.index_copy_(2, self.slots, new)
+        return self.room
+
+
+class PagedCross(CrossKeys):
+    """The keys of sources: of one that is being read, or the whole pool."""
+
+    def __init__(self, room: tuple[Tensor, Tensor], unread: Table | None) -> None:
+        self.room, self.unread = room, unread
+        if unread is None:
+            self.k, self.v = room
+
+    def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Write the keys of the one source of this step, and return them."""
+        assert self.unread is not None
+        slots = spelled(self.unread.slots(0, k.shape[2]), self.unread.pool)
+        for buffer, new in zip(self.room, (k, v)):
+            buffer.index_copy_(2, slots, new)
+        return k, v
+
+
+def token_bytes(spec: StackSpec, group: Group, size: int) -> int:
+    """Return the bytes that a token takes in a group, in numbers of `size` bytes."""
+    total = 0
+    for layer, kind in enumerate(spec.kinds):
+        name = f"{spec.prefix}blocks.{layer}." + ("cross" if group is None else "attention")
+        if group is None or (kind.chooses and group_of(kind) == group):
+            total += spec.kv_heads_of(name) * (spec.d_head + spec.d_value) * size
+    return total
+
+
+ALL: Group = group_of(FULL)

@@ -1,0 +1,349 @@
+"""How the chunks of a step go through the model: rows of one token in one way, longer chunks in another.
+
+The ragged model runs chunks of several sequences side by side in one row, without padding. Linear layers,
+norms and heads work on all tokens of the row at once. Attention works on each chunk by itself, through the
+model's own formula, so that a chunk meets the same kernels with the same shapes whoever else is in the row.
+Where rows are to be exact, any number of them goes through packed weights as a few rows do: on a CPU these
+give each row the same bits whatever their number (`rows_agree` asks the machine). Which way a chunk goes
+depends on its own length and request, and in a step that need not be exact on how many such rows there are.
+
+Shapes: B batch, T tokens of all chunks, D model, H heads, K key/value heads, E head width, V vocabulary.
+"""
+
+import contextlib
+import functools
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from clearhead.core import masks
+from clearhead.core.attention import Attention
+from clearhead.core.cache import Cache, LayerKeys
+from clearhead.core.config.kinds import Kind
+from clearhead.core.feedforward import ACTIVATIONS
+from clearhead.core.positions import Rotary
+from clearhead.core.stack import Stack
+from clearhead.core.taps import SILENT, Tap
+from clearhead.core.transformer import Output, Transformer
+from clearhead.run.kernels.native import NativeLinear
+from clearhead.run.kernels.parts import PackedLinear, like
+from clearhead.run.kernels.prepare import prepared
+from clearhead.run.serve.adapters import AdaptedRows, Updates, adapt
+from clearhead.run.serve.cpu_decode import RowsWriter
+from clearhead.run.serve.cuda_graph import GraphWriter
+from clearhead.run.serve.kv_cache import (
+    PagedCache,
+    PieceStates,
+    Pool,
+    Slots,
+    SourceTokens,
+    TextPiece,
+    group_of,
+)
+from clearhead.run.serve.limits import Limits
+from clearhead.run.serve.sequence import Job
+from clearhead.variants.layers import DeltaLayer
+
+
+@dataclass(frozen=True)
+class PieceView:
+    """What the attention of one piece may see; `slots` of a pool hold its keys, else they are its own."""
+
+    span: slice
+    view: masks.View
+    slots: Slots | None = None
+
+    def keys(self, x: Tensor) -> Tensor:
+        """Return the keys or values that this piece reads: [1, K, S, E]."""
+        if self.slots is None:
+            return x[:, :, self.span]
+        return x[:, :, self.slots] if isinstance(self.slots, slice) else x.index_select(2, self.slots)
+
+
+@dataclass(frozen=True)
+class RaggedView(masks.View):
+    """The views of the pieces of a row; `rotary` is that of the whole row."""
+
+    pieces: tuple[PieceView, ...] = ()
+
+
+class RaggedStack(Stack):
+    """A stack that views each piece of a row by itself: those of a paged cache, or packed documents."""
+
+    def _views(
+        self, of: Iterable[Kind], tokens: masks.Tokens, cache: Cache | None, *more: Any, **named: Any
+    ) -> dict[Kind, masks.View]:
+        kinds = list(dict.fromkeys(of))
+        pieces: list[tuple[slice, masks.Tokens, Any]]
+        if isinstance(cache, PagedCache):
+            pieces = [(p.span, _counted(p.start, p.stop, tokens.order.device), p) for p in cache.pieces]
+        elif cache is None and tokens.documents is not None and tokens.order.shape[0] == 1:
+            spans = runs(tokens.documents[0].tolist())
+            device = tokens.order.device
+            pieces = [(span, _counted(0, span.stop - span.start, device), None) for span in spans]
+        else:
+            return super()._views(kinds, tokens, cache, *more, **named)
+        found: list[dict[Kind, masks.View]] = []
+        for span, own, alone in pieces:
+            cut = {name: None if named[name] is None else named[name][:, span] for name in CUT}
+            found.append(super()._views(kinds, own, alone, *more, **{**named, **cut}))
+
+        def ragged(kind: Kind) -> masks.View:
+            views = [one[kind] for one in found]
+            parts = tuple(
+                PieceView(span, view, p.read(group_of(kind))[1] if p is not None and kind.chooses else None)
+                for (span, _, p), view in zip(pieces, views)
+            )
+            turns = [view.rotary for view in views if view.rotary is not None]
+            return RaggedView(
+                rotary=Rotary(*(torch.cat(t, dim=2) for t in zip(*turns))) if turns else None, pieces=parts
+            )
+
+        return {kind: ragged(kind) for kind in kinds}
+
+    def cross_view(self, tokens: masks.Tokens, source: masks.Tokens, batch: int) -> masks.View:
+        """Return what each piece sees of its source: all."""
+        if not isinstance(source, SourceTokens):
+            return super().cross_view(tokens, source, batch)
+        at, parts = 0, []
+        for slots, length in zip(source.slots, source.lengths):
+            parts.append(PieceView(slice(at, at + length), masks.View(), slots))
+            at += length
+        return RaggedView(pieces=tuple(parts))
+
+
+CUT = ("ids", "global_mask")  # what is given for each token of a row
+
+
+def _counted(start: int, stop: int, device: torch.device) -> masks.Tokens:
+    count = torch.arange(start, stop, device=device)[None]
+    return masks.Tokens(count, count, None, None, plain=True)
+
+
+def runs(documents: list[int]) -> list[slice]:
+    """Return where each run of equal numbers begins and ends."""
+    starts = [at for at, one in enumerate(documents) if at == 0 or one != documents[at - 1]]
+    return [slice(a, b) for a, b in zip(starts, [*starts[1:], len(documents)])]
+
+
+class RaggedAttention(Attention):
+    """Attention that attends with each piece of a row by itself."""
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, view: masks.View, cache: LayerKeys | None, tap: Tap, x: Tensor
+    ) -> Tensor:
+        """Attend with queries [1, H, T, E] to keys and values [1, K, T, E], written to the cache first."""
+        if not isinstance(view, RaggedView):
+            return super().attend(q, k, v, view, cache, tap, x)
+        states = cache.states if isinstance(cache, PieceStates) else [None] * len(view.pieces)
+        if cache is not None and not isinstance(cache, PieceStates):
+            k, v = cache.update(k, v)
+        answers = [
+            super(RaggedAttention, self).attend(
+                q[:, :, one.span], one.keys(k), one.keys(v), one.view, state, tap, x[:, one.span]
+            )
+            for one, state in zip(view.pieces, states)
+        ]
+        return torch.cat(answers, dim=2)
+
+
+class RaggedDelta(DeltaLayer):
+    """A layer of the gated delta rule that reads each piece of a row by itself."""
+
+    def forward(  # type: ignore[override]
+        self,
+        x: Tensor,
+        view: masks.View,
+        memory: Tensor | None = None,
+        cache: LayerKeys | None = None,
+        tap: Tap = SILENT,
+    ) -> Tensor:
+        """Map [1, T, D] -> [1, T, D]."""
+        if not isinstance(view, RaggedView):
+            return super().forward(x, view, memory, cache, tap)
+        states = cache.states if isinstance(cache, PieceStates) else [None] * len(view.pieces)
+        answers = [
+            super(RaggedDelta, self).forward(x[:, one.span], one.view, memory, state, tap)
+            for one, state in zip(view.pieces, states)
+        ]
+        return torch.cat(answers, dim=1)
+
+
+class Unpadded(Transformer):
+    """A model of one stack that leaves the padding of its rows out of all work but the head's."""
+
+    def forward(
+        self,
+        ids: Tensor,
+        mask: Tensor | None = None,
+        *more: Any,
+        types: Tensor | None = None,
+        logits: Literal["all", "last", "none"] = "all",
+        **named: Any,
+    ) -> Output:
+        """Run as `Transformer.forward`, whose arguments these are."""
+        left = self.decoder is not None or mask is None or any(given is not None for given in more)
+        if left or named or self.main.spec.input != "tokens":
+            return super().forward(ids, mask, *more, types=types, logits=logits, **named)
+        assert mask is not None
+        rows = torch.arange(len(ids), device=ids.device)[:, None].expand_as(ids)
+        flat = super().forward(
+            ids[mask][None],
+            documents=rows[mask][None],
+            types=None if types is None else types[mask][None],
+            logits="none",
+        )
+        hidden = flat.hidden.new_zeros(*ids.shape, flat.hidden.shape[-1])  # B T D
+        hidden[mask] = flat.hidden[0]
+        return Output(None if logits == "none" else self.head(hidden, mask), hidden)
+
+
+@functools.cache
+def _joined(first: Any, kind: Any) -> Any:
+    return type(kind.__name__, (first, kind), {})
+
+
+def ragged(model: Transformer, exact: bool = False) -> Transformer:
+    """Return the fast copy of a model, which reads rows of pieces; `prepared` says how long it is valid.
+
+    `exact`: any number of rows takes packed weights.
+    """
+
+    def part_of(part: nn.Module) -> nn.Module:
+        for base, kind in KINDS.items():
+            if isinstance(part, base):
+                joined: nn.Module = like(part, _joined(kind, cast(Any, type(part))))
+                return joined
+        if exact and isinstance(part, PackedLinear):
+            part.packed_rows = range(1, sys.maxsize)
+        return part
+
+    return prepared(model, then=part_of, native=False)
+
+
+KINDS: dict[Any, Any] = {
+    Transformer: Unpadded,
+    Stack: RaggedStack,
+    Attention: RaggedAttention,
+    DeltaLayer: RaggedDelta,
+}
+
+
+@torch.inference_mode()
+def rows_agree(model: Transformer, most: int) -> bool:
+    """Return whether linear layers and activations give a row the same bits alone and among `most` rows."""
+    generator = torch.Generator().manual_seed(0)
+    tried: set[tuple[int, int]] = set()
+
+    def alike(part: Callable[[Tensor], Tensor], width: int, like: Tensor) -> bool:
+        x = torch.randn(most, width, generator=generator).to(like)
+        whole = part(x)
+        counts = {1, 2, 3, 5, 8, 9, 17, 33, 64, 65, most // 2}
+        return all(torch.equal(part(x[:count]), whole[:count]) for count in counts if 0 < count <= most)
+
+    for part in model.modules():
+        sizes = (getattr(part, "in_features", 0), getattr(part, "out_features", 0))
+        if isinstance(part, PackedLinear | NativeLinear | nn.Linear) and sizes not in tried:
+            tried.add(sizes)
+            if not alike(part, sizes[0], part.weight):
+                return False
+    # The last numbers of a tensor, too few for a vector, may be computed otherwise than those before them.
+    spec = model.main.spec
+    return alike(ACTIVATIONS[spec.activation], spec.d_ff, next(model.parameters()))
+
+
+Part = tuple[Job, int, int]  # a request, and where the tokens begin and end that it reads in a step
+Read = list[tuple[Job, TextPiece]]
+# cuDNN's is not among them: it makes a plan for each new length, which takes longer than the attention.
+KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+class Passes:
+    """The copies of a model that the steps of an engine run."""
+
+    def __init__(self, model: Transformer, limits: Limits, adapters: Mapping[str, Updates]) -> None:
+        spec = model.main.spec
+        self.writer: RowsWriter | GraphWriter | None = None
+        if spec.causal and model.config.head == "lm" and limits.rows:
+            self.writer = RowsWriter.make(model, limits.exact) or GraphWriter.make(
+                model, limits.running, limits.block
+            )
+        self.runner = ragged(model, limits.exact)
+        self.rows = AdaptedRows()
+        adapt(self.runner, model, adapters, self.rows)
+
+    def run(self, pool: Pool, plan: Sequence[Part]) -> Iterator[tuple[Read, Read, Tensor | None]]:
+        """Run a step: yield what was read, what of it a token is chosen behind, and its logits [B, V]."""
+        rows = [part for part in plan if self._is_row(part)]
+        if self.writer is not None and not self.writer.in_order:  # a row would not see those of its own text
+            counts = Counter(id(job) for job, _, _ in rows)
+            rows = [part for part in rows if counts[id(part[0])] == 1]
+        if self.writer is None or len(rows) > self.writer.most:
+            rows = []
+        longer = [part for part in plan if part not in rows] if rows else plan
+        if longer:  # first, since the rows of a text may follow in the same step
+            yield self._together(pool, longer)
+        if rows and self.writer is not None:
+            read = [
+                (job, TextPiece(slice(n, n + 1), a, job.tables, {})) for n, (job, a, _) in enumerate(rows)
+            ]
+            tokens = [token for part in rows for token in part[0].fed(*part[1:])]
+            sources = [job.sources for job, _, _ in rows] if rows[0][0].sources else []
+            hidden = self.writer(pool, [piece for _, piece in read], tokens, sources)  # B D
+            few = len(rows) <= self.writer.head_rows
+            logits = (self.writer.model if few else self.runner).head(hidden[:, None], None)[:, 0]
+            for (job, piece), row in zip(read, logits):
+                job.keep_prompt(row[None], piece.start)
+            last = _last(read)
+            yield read, last, logits[[piece.span.start for _, piece in last]]
+
+    def agree(self, most: int) -> bool:
+        """Return whether this machine gives a row the same bits whatever else is in a step of `most` rows."""
+        writes = self.writer is None or (self.writer.alike and rows_agree(self.writer.model, most))
+        return writes and rows_agree(self.runner, most)
+
+    def _is_row(self, part: Part) -> bool:
+        job, start, stop = part
+        return stop - start == 1 and job.encoded and not job.asked.adapter
+
+    def _together(self, pool: Pool, plan: Sequence[Part]) -> tuple[Read, Read, Tensor | None]:
+        """Run pieces of any length, side by side in one row."""
+        pieces, at = [], 0
+        for job, start, stop in plan:
+            pieces.append(TextPiece(slice(at, at + stop - start), start, job.tables, job.states))
+            at += stop - start
+        first, device = plan[0][0], next(self.runner.parameters()).device
+        encoded = first.encoded
+        sources = [job.sources for job, _, _ in plan] if first.sources and encoded else []
+        self.rows.spans = [
+            (piece.span if encoded else slice(None), job.asked.adapter)
+            for (job, _, _), piece in zip(plan, pieces)
+        ]
+        ids = torch.tensor([[t for job, start, stop in plan for t in job.fed(start, stop)]], device=device)
+        places = torch.tensor([[p for _, start, stop in plan for p in range(start, stop)]], device=device)
+        source = None if encoded else first.prompts.source
+        with sdpa_kernel(KERNELS) if device.type == "cuda" else contextlib.nullcontext():
+            hidden = self.runner(
+                ids, positions=places, source=source, cache=PagedCache(pool, pieces, sources), logits="none"
+            ).hidden[0]  # T D
+        self.rows.spans = ()
+        read = [(job, piece) for (job, _, _), piece in zip(plan, pieces)]
+        for job, piece in read:
+            if job.asked.prompt_logprobs is not None and piece.start < len(job.row.prompt):
+                job.keep_prompt(self.runner.head(hidden[None, piece.span], None)[0], piece.start)
+        last = _last(read)
+        if not last:
+            return read, [], None
+        logits = self.runner.head(hidden[[piece.span.stop - 1 for _, piece in last]][:, None], None)[:, 0]
+        return read, last, logits
+
+
+def _last(read: Read) -> Read:
+    """Return the pieces that end where their text does, or behind it with a guess."""
+    return [(job, piece) for job, piece in read if piece.stop >= len(job.tokens)]
