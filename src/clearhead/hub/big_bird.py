@@ -5,12 +5,13 @@ In evaluation, transformers draws block 0 as every random block, so its keys sta
 """
 
 from clearhead.core.config import ModelConfig
-from clearhead.core.config.kinds import Blocks, Full, read_kind
+from clearhead.core.config.kinds import Full, read_kind
 from clearhead.hub.architecture import Architecture
 from clearhead.hub.bert import MASKED, SHAPE, TAGGER, classes, embedding, layers
 from clearhead.hub.fields import ACTIVATIONS, ConfigPart, Json, field, scaled
 from clearhead.hub.files import refuse
 from clearhead.hub.rules import same
+from clearhead.variants.kinds import Blocks
 
 BLOCK_SIZE, RANDOM = 64, 3  # where config.json does not say
 TYPES = ("block_sparse", "original_full")

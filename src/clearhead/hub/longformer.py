@@ -1,12 +1,12 @@
 """Longformer: RoBERTa with a window in each layer, and global tokens with projections of their own."""
 
 from clearhead.core.config import MOST_LAYERS, ModelConfig
-from clearhead.core.config.kinds import GlobalKind, GlobalTokens
 from clearhead.hub.architecture import Architecture
 from clearhead.hub.bert import BLOCK, ROBERTA, SHAPE, classes, embedding, heads, layers, masked_head
 from clearhead.hub.fields import ConfigPart, Json, fixed, positions_after_padding
 from clearhead.hub.files import refuse
 from clearhead.hub.rules import same
+from clearhead.variants.kinds import GlobalKind, GlobalTokens
 
 WINDOW, SEPARATOR = 512, 2  # where config.json does not say
 OWN = "longformer.encoder.layer.{i}.attention.self"

@@ -7,7 +7,6 @@ decays, and head by head the queries and gates of a full layer.
 import dataclasses
 
 from clearhead.core.config import ModelConfig
-from clearhead.core.config.kinds import GatedDeltaKind
 from clearhead.hub.fields import ConfigPart, Json, field, fixed
 from clearhead.hub.files import refuse
 from clearhead.hub.layers import count_layers
@@ -27,6 +26,7 @@ from clearhead.hub.llama_relatives import QWEN_SIZES
 from clearhead.hub.qwen_moe import EXPERT_RULES, SHARED_EXPERT, mixture
 from clearhead.hub.rope import rope
 from clearhead.hub.rules import Rule, grouped, joined, same
+from clearhead.variants.kinds import GatedDeltaKind
 
 FULL, DELTA = "full_attention", "linear_attention"
 DELTA_SIZES = {  # their key: what it is of the kind, and its value where the key is absent
@@ -43,7 +43,7 @@ def delta_of(config: ModelConfig) -> GatedDeltaKind | None:
     for kind in config.main.kinds:
         if isinstance(kind, GatedDeltaKind):
             names = [entry.name for entry in dataclasses.fields(kind)]
-            return GatedDeltaKind(**dict(zip(names, (*config.main.delta_sizes(kind), kind.kernel))))
+            return GatedDeltaKind(**dict(zip(names, (*kind.sizes(config.main), kind.kernel))))
     return None
 
 

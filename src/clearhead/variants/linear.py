@@ -2,24 +2,34 @@
 
     out_i = Σ_j (φ(q_i) · φ(k_j)) v_j  /  Σ_j (φ(q_i) · φ(k_j))
 
-`FEATURES` has the maps φ, and `attend_linear` the formula. Both sums are over φ(k_j) [v_j, 1]ᵀ, a matrix of
-constant size. A causal pass adds up such matrices chunk by chunk, and the last of them is the state that
-decoding carries on.
+`FEATURES` has the maps φ, `attend_linear` the formula, and `LinearAttention` is the module. Both sums are
+over φ(k_j) [v_j, 1]ᵀ, a matrix of constant size. A causal pass adds up such matrices chunk by chunk, and the
+last of them is the state that decoding carries on.
 
 Shapes: B batch, H heads, K key/value heads (H a multiple of K, G = H / K), T query length, S key length,
-E head width, F features, V value width and one, N chunks of C tokens.
+E head width, F features, V value width and one, N chunks of C tokens, R mixtures of low-rank attention.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, NamedTuple, Self, cast
 
 import torch
 import torch.nn.functional as nnf
-from torch import Tensor
+from torch import Tensor, nn
 
+from clearhead.core.attention import Attention, attention_steps
+from clearhead.core.cache import LayerKeys, StateKeys
+from clearhead.core.config import StackSpec
+from clearhead.core.config.kinds import Kind
 from clearhead.core.dtypes import uncast, wide
-from clearhead.errors import refuse
+from clearhead.core.masks import View
+from clearhead.core.steps import Pass, Step
+from clearhead.core.taps import Tap
+from clearhead.errors import InputError, refuse
+from clearhead.variants.kinds import LinearKind, LowRank
 
 CHUNK = 64  # tokens that a causal pass takes at once
 GROUP = 32  # chunks whose states are computed at once
@@ -315,3 +325,146 @@ class _Product(torch.autograd.Function):
         """Return the gradients of both factors, None for one that has none."""
         (a, b), (for_a, for_b) = ctx.saved_tensors, ctx.needs_input_grad
         return product(upstream, b.mT) if for_a else None, product(a.mT, upstream) if for_b else None
+
+
+class LinearAttention(Attention):
+    """Attention whose softmax is a product of features: the keys add up to a state of constant size."""
+
+    def __init__(self, spec: StackSpec, name: str, kind: Kind) -> None:
+        assert isinstance(kind, LinearKind)
+        super().__init__(spec, name)
+        self.features, self.seed, self.causal = kind.features, kind.seed, spec.causal
+        self.count = kind.n_features(spec)
+        self._rows: Tensor | None = None  # F E: random features of the seed, drawn when first used
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, view: View, cache: LayerKeys | None, tap: Tap, x: Tensor
+    ) -> Tensor:
+        """Attend with queries [B, H, T, E] to keys and values [B, K, T, E], and to the state."""
+        tokens = view.described()
+        fq, fk = self.mapped(q), self.mapped(k)
+        keys = cache if isinstance(cache, StateKeys) else None
+        state = LinearState(*keys.state) if keys is not None and keys.state else None
+        documents = None if tokens.documents is None else (tokens.documents, tokens.documents)
+        if state is not None and state.document is None and documents is not None:
+            raise InputError("this cache was filled without documents: name them from its first call on")
+        attend = partial(
+            attend_linear, fq.values, fk.values,
+            causal=self.causal, log_scale=fk.log_scale, real=tokens.real, documents=documents,
+        )  # fmt: skip
+        z, after = attend(v, state=state)
+        if keys is not None and after is not None:
+            keys.keep(*(part for part in after if part is not None))
+        if not tap.wants("pattern"):
+            return z
+        # Values that tell the keys apart give the share of each; earlier tokens are in the state, unnamed.
+        B, K, S, _ = v.shape
+        if state is not None:
+            state = state._replace(sums=nnf.pad(state.sums[..., -1:], (S, 0)))
+        apart = torch.eye(S, dtype=v.dtype, device=v.device).expand(B, K, S, S)
+        pattern = attend(apart, state=state, chunk=S)[0]  # B H T S
+        shown = tap("pattern", pattern)
+        if shown is pattern:
+            return z
+        return z + ((shown - pattern).reshape(B, K, -1, S) @ v).reshape(z.shape)
+
+    def mapped(self, x: Tensor) -> Features:
+        """Return the features of queries or keys: [B, H, T, E] -> [B, H, T, F]."""
+        if self.features != "favor":
+            return FEATURES[self.features](x)
+        if self._rows is None or self._rows.device != x.device:
+            with torch.inference_mode(False):
+                self._rows = orthogonal_features(self.count, self.d_head, self.seed).to(x.device)
+        return FEATURES[self.features](x, self._rows, self.scale)
+
+    @staticmethod
+    def steps(spec: StackSpec, run: Pass, name: str, T: int, kind: Kind) -> Iterator[Step]:
+        """Yield the steps on rows of T tokens."""
+        assert isinstance(kind, LinearKind)
+        yield from _in_place_of_scores(spec, run, name, T, kind, linear_products(spec, run, name, T, kind))
+
+
+class LowRankAttention(Attention):
+    """Attention to R mixtures of the keys, with learned weights for each position (Linformer)."""
+
+    def __init__(self, spec: StackSpec, name: str, kind: Kind) -> None:
+        assert isinstance(kind, LowRank)
+        super().__init__(spec, name)
+        shape = (spec.max_positions, kind.rank)
+        self.k_mix = nn.Parameter(torch.randn(shape) / math.sqrt(kind.rank))
+        self.v_mix = nn.Parameter(torch.randn(shape) / math.sqrt(kind.rank))
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, view: View, cache: LayerKeys | None, tap: Tap, x: Tensor
+    ) -> Tensor:
+        """Attend with queries [B, H, T, E] to mixtures of keys and values [B, K, T, E]."""
+        tokens = view.described()
+        refuse(
+            tokens.documents is not None,
+            "low-rank attention mixes all tokens of a row, and packed documents must not meet: pad them",
+        )
+
+        def mixed(x: Tensor, weights: Tensor) -> Tensor:
+            """[B, K, T, E] -> [B, K, R, E]."""
+            shares = weights[tokens.positions]  # B|1 T R
+            if tokens.real is not None:
+                shares = shares.masked_fill(~tokens.real[..., None], 0.0)
+            return shares.transpose(1, 2)[:, None] @ x
+
+        k, v = tap.step("k_mix", mixed(k, self.k_mix)), tap.step("v_mix", mixed(v, self.v_mix))
+        return super().attend(q, k, v, View(), None, tap, x)
+
+    @staticmethod
+    def steps(spec: StackSpec, run: Pass, name: str, T: int, kind: Kind) -> Iterator[Step]:
+        """Yield the steps on rows of T tokens."""
+        assert isinstance(kind, LowRank)
+        yield from _in_place_of_scores(spec, run, name, T, kind, low_rank_products(spec, run, name, T, kind))
+
+
+def _in_place_of_scores(
+    spec: StackSpec, run: Pass, name: str, T: int, kind: Kind, products: Iterator[Step]
+) -> Iterator[Step]:
+    """Yield the steps of an attention of T tokens, with other products for scores and pattern."""
+    for step in attention_steps(spec, run, name, T, T, kind, "attention"):
+        if step.name == f"{name}.scores":
+            yield from products
+        elif step.name == f"{name}.z":
+            yield replace(step, m=0, n=0, k=0)
+        else:
+            yield step
+
+
+def linear_products(spec: StackSpec, run: Pass, name: str, T: int, kind: LinearKind) -> Iterator[Step]:
+    """Yield the products of linear attention: chunk by chunk in a decoder, two for all in an encoder."""
+    H, K, F, V = len(spec.heads_of(name)), spec.kv_heads_of(name), kind.n_features(spec), spec.d_value + 1
+    if kind.features == "favor":
+        each = run.batch * (H + K)  # their rows have no gradient
+        yield Step(f"{name}.features", "attention", m=T, n=F, k=spec.d_head, count=each, gradients=1)
+    C = min(CHUNK, T) if spec.causal else T
+    N = (T + C - 1) // C
+    features, values = run.batch * N * C * (H + K) * F, run.batch * N * C * (H + K) * V
+    states = run.batch * K * (N + spec.causal) * F * V
+    square = run.batch * N * H * C * C if spec.causal else 0
+    # Favor scales features and pairs, and keeps both factors.
+    maps, pairs = {"elu": (3, 1), "relu": (1, 1), "favor": (2, 3)}[kind.features]
+    kept = (maps * features + values + states + pairs * square) * run.wide
+    yield Step(f"{name}.state", "attention", m=F, n=V, k=C, count=run.batch * K * N, kept=kept)
+    yield Step(f"{name}.read", "attention", m=H // K * C, n=V, k=F, count=run.batch * K * N)
+    for group in (min(GROUP, N - first) for first in range(0, N if spec.causal and pairs > 1 else 0, GROUP)):
+        yield Step(
+            f"{name}.carried", "attention", m=group, n=F * V, k=group + 1, count=run.batch * K, gradients=1
+        )
+    if spec.causal:
+        yield Step(f"{name}.scores", "attention", m=H // K * C, n=C, k=F, count=run.batch * K * N)
+        yield Step(f"{name}.within", "attention", m=H // K * C, n=V, k=C, count=run.batch * K * N)
+
+
+def low_rank_products(spec: StackSpec, run: Pass, name: str, T: int, kind: LowRank) -> Iterator[Step]:
+    """Yield the mixing of keys and values, and the attention to the mixtures."""
+    B, H, K, E, Ev = run.batch, len(spec.heads_of(name)), spec.kv_heads_of(name), spec.d_head, spec.d_value
+    R, weights = kind.rank, spec.max_positions * kind.rank
+    for part, width in (("k_mix", E), ("v_mix", Ev)):
+        kept = (T * R + B * K * R * width) * run.size
+        yield Step(f"{name}.{part}", "attention", weights, m=R, n=width, k=T, count=B * K, kept=kept)
+    yield Step(f"{name}.scores", "attention", m=H // K * T, n=R, k=E, count=B * K, kept=B * H * T * 4)
+    yield Step(f"{name}.mixed", "attention", m=H // K * T, n=Ev, k=R, count=B * K)

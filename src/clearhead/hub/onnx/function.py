@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from clearhead.core.cache import Cache
 from clearhead.core.config import ModelConfig, StackSpec
 from clearhead.core.config.kinds import FULL
-from clearhead.core.feedforward import Experts
 from clearhead.core.taps import SILENT, Tap
 from clearhead.core.transformer import Output, Transformer
 from clearhead.hub.onnx.past import PastCache
 from clearhead.hub.sentences import Sentences
 from clearhead.run.kernels.parts import like
 from clearhead.run.quant.apply import shared_copy
+from clearhead.variants.routing import Experts
 
 IDS, MASK, TYPES = "input_ids", "attention_mask", "token_type_ids"
 INPUTS = {"tokens": IDS, "patches": "pixel_values", "vectors": "inputs_embeds", "frames": "input_features"}

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from clearhead.core.cache import Cache, WindowCache
+from clearhead.core.cache import Cache
 from clearhead.core.config import ModelConfig
 from clearhead.core.taps import record
 from clearhead.core.transformer import Transformer, attending
@@ -25,6 +25,7 @@ from clearhead.inside.parts.prune import prune, units
 from clearhead.run.api import Model, load
 from clearhead.run.kernels.fixed_cache import FixedCache
 from clearhead.run.kernels.prepare import prepared
+from clearhead.variants.caches import WindowCache
 
 DEVICE_TOLERANCE = 1e-4  # of float32: sums are taken in another order there
 CacheForm = Callable[[], Cache]

@@ -10,18 +10,9 @@ import torch
 from torch import Tensor
 
 from clearhead.core.config import ModelConfig
-from clearhead.core.config.kinds import (
-    Blocks,
-    Dilated,
-    Full,
-    GatedDeltaKind,
-    GlobalKind,
-    Kind,
-    LinearKind,
-    Strided,
-    Windowed,
-)
+from clearhead.core.config.kinds import Full, Kind, Windowed
 from clearhead.inside.checks.plain_inputs import PlainInputs, PlainRow
+from clearhead.variants.kinds import Blocks, Dilated, GatedDeltaKind, GlobalKind, LinearKind, Strided
 from clearhead.variants.linear import orthogonal_features
 
 MASK = 0x7FFFFFFF
@@ -118,7 +109,7 @@ def mixtures(inputs: PlainInputs, name: str, row: PlainRow, k: Tensor, v: Tensor
 
 def delta_rule(inputs: PlainInputs, name: str, row: PlainRow, kind: GatedDeltaKind, x: Tensor) -> Tensor:
     """Read a row from left to right into a memory that decays and corrects itself: [T, D] -> [T, D]."""
-    K, H, E, V = row.plan.delta_sizes(kind)
+    K, H, E, V = kind.sizes(row.plan)
     real = [t for t, is_real in enumerate(row.real) if is_real]
     mixed = torch.cat([inputs.linear(f"{name}.{part}", x[real]) for part in "qkv"], dim=1)
     kernel, before = inputs.weight(f"{name}.conv")[:, 0], torch.zeros(kind.kernel - 1, mixed.shape[1])

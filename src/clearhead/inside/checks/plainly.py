@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from clearhead.core.config import BIASES, ModelConfig
-from clearhead.core.config.kinds import FULL, Blocks, GatedDeltaKind, GlobalKind, Kind, LinearKind, LowRank
+from clearhead.core.config.kinds import FULL, Kind
 from clearhead.inside.checks.plain_inputs import ACTIVATIONS, PlainInputs, PlainRow, bucket, pairs, slope
 from clearhead.inside.checks.plain_kinds import (
     by_distance,
@@ -28,6 +28,7 @@ from clearhead.inside.checks.plain_kinds import (
     times,
     weighed,
 )
+from clearhead.variants.kinds import Blocks, GatedDeltaKind, GlobalKind, LinearKind, LowRank
 
 AT_ONCE = 8192  # rows of the output table that are widened to float64 at a time
 
@@ -174,7 +175,7 @@ class Plain(PlainInputs):
                 one_q, one_k = self.rotated(one_q, row, window), self.rotated(one_k, keys, window)
             one_v = _cut(v, shared, plan.d_value)
             if isinstance(kind, LinearKind):
-                phi = partial(features, kind, scale=plan.attention_scale, count=plan.n_features(kind))
+                phi = partial(features, kind, scale=plan.attention_scale, count=kind.n_features(plan))
                 z.append(weighed(phi(one_q), phi(one_k), one_v, seen))
                 continue
             if isinstance(kind, LowRank):

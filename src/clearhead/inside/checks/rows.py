@@ -13,10 +13,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from clearhead.core.config.kinds import GlobalKind
 from clearhead.core.dtypes import precise
 from clearhead.core.transformer import Output, Transformer
 from clearhead.inside.results import Result
+from clearhead.variants.kinds import GlobalKind
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 LARGE = 500_000_000  # parameters above which rows that copy the whole model are left out, unless asked for

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single
 from torch.distributed.device_mesh import DeviceMesh
 
-from clearhead.core.feedforward import Experts
 from clearhead.core.taps import Tap
 from clearhead.core.transformer import Transformer
 from clearhead.errors import ConfigError, refuse
 from clearhead.run.kernels.parts import like
+from clearhead.variants.routing import Experts
 
 
 class SplitExperts(Experts):

@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from clearhead.core.cache import Cache, WindowCache
+from clearhead.core.cache import Cache
 from clearhead.core.config import TABLES
 from clearhead.core.transformer import Transformer
 from clearhead.errors import refuse
@@ -49,7 +49,7 @@ from clearhead.run.generate.sampling import (
 )
 from clearhead.run.kernels.kernels import without_plans
 from clearhead.run.quant.cache import int8_cache
-from clearhead.variants.stream_cache import StreamCache, check_stream
+from clearhead.variants.caches import StreamCache, WindowCache, check_stream
 
 RESERVE = 8192  # tokens that a cache makes room for beforehand at most; beyond, it grows as they come
 PREFILL_CHUNK = 1024  # longer prompts are read in pieces, so that scores of a long prompt never exist at once

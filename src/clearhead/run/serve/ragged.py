@@ -30,7 +30,7 @@ from clearhead.run.kernels.native import NativeLinear
 from clearhead.run.kernels.parts import PackedLinear, like
 from clearhead.run.kernels.prepare import prepared
 from clearhead.run.serve.paged import PagedCache, PieceStates, Slots, SourceTokens, group_of
-from clearhead.variants.layers import DeltaLayer
+from clearhead.variants.gated_delta import DeltaLayer
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,10 @@
-"""The streaming form of the cache: the first tokens and the last ones, for texts without end.
+"""Caches that forget: `WindowCache`, and `StreamCache` for sequences without end.
 
-Each row keeps its first tokens, the sinks, and its last ones, and attends to them as if they were a text of
-their own: positions are those within the cache (StreamingLLM). Keys in the ring stay rotated by the place of
-their token in the whole text, as the query is, so distances among them are right already. The sinks alone
-move: for every query they stand just before the ring.
+A `WindowCache` keeps the keys of the window of each layer. A `StreamCache` keeps the first tokens of each
+row, the sinks, and its last ones, and attends to them as if they were a sequence of their own: positions are
+those within the cache (StreamingLLM). Keys in the ring stay rotated by the position of their token in the
+whole sequence, as the query is, so distances among them are right already. The sinks alone move: for every
+query they stand just before the ring.
 
 Shapes: B batch, K key/value heads, T new tokens, S all tokens, N sinks, E head width.
 """
@@ -13,12 +14,118 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from clearhead.core.cache import LayerKeys, RingKeys, WindowCache
+from clearhead.core.cache import Cache, LayerKeys
 from clearhead.core.config import TABLES, ModelConfig
 from clearhead.core.config.kinds import Full, Kind, Windowed
-from clearhead.core.masks import Tokens, join
+from clearhead.core.masks import Slots, Tokens, empty_slots, join, next_order
 from clearhead.core.positions import RopePositions, Rotary, rotate
 from clearhead.errors import InputError, refuse
+
+
+class WindowCache(Cache):
+    """Layers with a window keep its keys, those of the last real tokens of each row; other layers grow.
+
+    A token is written to slot `order % window` of its row, so each row forgets by its own count of real
+    tokens. Sinks have slots of their own before these, by position. One more slot at the end takes what is
+    not kept: padding, and tokens that leave the window within one call.
+    """
+
+    _new: Tokens  # those of the call in progress
+
+    def __init__(self, reserve: int = 0) -> None:
+        super().__init__(reserve)
+        self.slots: dict[Kind, Tensor] = {}  # the slot of each new token, B T
+        self._before: dict[Kind, Slots] = {}  # the ring before the call in progress
+
+    def layer(self, index: int, kind: Kind) -> LayerKeys:
+        """Return the self-attention keys of one layer."""
+        if kind.reach is None:
+            return super().layer(index, kind)
+        return self.layers.setdefault(index, RingKeys(self, kind))
+
+    def begin(self, tokens: Tokens) -> None:
+        """Prepare for new tokens; each ring is written when the first layer with its window asks."""
+        super().begin(tokens)
+        self._new = tokens
+        self.slots.clear()
+
+    def visible(self, kind: Kind) -> Tokens:
+        """Return the ring with one new token in it, or the ring before the call and several new tokens."""
+        if kind.reach is None:
+            return super().visible(kind)
+        if kind not in self.slots:
+            self._write(kind, kind.reach, self._new)
+        return self.rings[kind] if self._new.length == 1 else join(self._before[kind], self._new)
+
+    def aligned(self, bias: Tensor, kind: Kind) -> Tensor:
+        """Return the bias in layers without a window; refuse it where a ring lacks some of its keys."""
+        refuse(
+            kind.reach is not None,
+            f"bias speaks of keys that a window cache of {kind.reach} forgets: use Cache()",
+        )
+        return bias
+
+    def _write(self, kind: Kind, window: int, tokens: Tokens) -> None:
+        """Write the new tokens into the ring of this kind."""
+        order, real, sinks, trash = tokens.order, tokens.real_mask(), kind.kept_first, kind.slots - 1
+        old = self.rings.get(kind) or empty_slots(order.shape[0], kind.slots, order.device)
+        batch = max(order.shape[0], old.order.shape[0])  # 1 on either side where all rows are alike
+        last = torch.where(real, order, -1).amax(1, keepdim=True)
+        slot = torch.where(real & (order > last - window), sinks + order % window, trash)
+        if sinks:
+            slot = torch.where(real & (tokens.positions < sinks), tokens.positions, slot)
+        slot = slot.expand(batch, -1)
+
+        def written(ring: Tensor, new: Tensor) -> Tensor:
+            return ring.expand(batch, -1).scatter(1, slot, new.expand(batch, -1))
+
+        order, positions, real, documents = map(written, old.tensors(), tokens.tensors())
+        real[:, trash] = False
+        self.rings[kind] = Slots(order, positions, real, documents)
+        self._before[kind], self.slots[kind] = old, slot
+
+    def reorder(self, rows: Tensor, cross: bool = True) -> None:
+        """Replace row i by row `rows[i]` in every layer and ring."""
+        super().reorder(rows, cross)
+        self.rings = {kind: ring.of_rows(rows) for kind, ring in self.rings.items()}
+
+    def crop(self, length: int) -> None:
+        """Forget all, or all but the first `length` slots as long as no window has begun to forget."""
+        for kind, ring in self.rings.items():
+            refuse(
+                0 < length < self.length and int(ring.order.max()) >= (kind.reach or 0),
+                f"a window cache of {kind.reach} has forgotten what a crop to {length} needs: "
+                "use Cache() to step back",
+            )
+        if length == self.length:
+            return
+        super().crop(length)
+        real = self.tokens.real if self.tokens is not None else None
+        count = length if real is None else next_order(self.tokens, real.shape[0], real.device)
+        for kind, ring in self.rings.items():
+            self.rings[kind] = replace(ring, real=ring.real & (ring.order < count))
+
+
+class RingKeys(LayerKeys):
+    """Keys of the sinks and of the last real tokens of each row, and one slot for what is not kept."""
+
+    bounded = True
+
+    def __init__(self, cache: WindowCache, kind: Kind) -> None:
+        self.cache, self.kind = cache, kind
+
+    def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Write into the ring; return it, or for several tokens the ring as it was and then the new keys."""
+        B, K, T, _ = k.shape
+        if self.k is None or self.v is None:
+            self.k = k.new_zeros(B, K, self.kind.slots, k.shape[3])
+            self.v = v.new_zeros(B, K, self.kind.slots, v.shape[3])
+        slot = self.cache.slots[self.kind].expand(B, T)[:, None, :, None]
+        k, v = k.detach(), v.detach()
+        whole = None if T == 1 else (torch.cat([self.k, k], dim=2), torch.cat([self.v, v], dim=2))
+        self.k.scatter_(2, slot.expand(-1, K, -1, k.shape[3]), k)
+        self.v.scatter_(2, slot.expand(-1, K, -1, v.shape[3]), v)
+        return whole or (self.k, self.v)
 
 
 def check_stream(config: ModelConfig, window: int, sinks: int) -> None:
