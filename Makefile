@@ -30,6 +30,7 @@ lint: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python -m pytest --collect-only -qq > .venv/collected || { tail -40 .venv/collected; exit 1; }
 
 ledger: $(DEV)
 	$(BIN)/python tools/ledger.py

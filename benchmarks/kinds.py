@@ -29,7 +29,7 @@ import numpy as np
 import torch
 
 import clearhead as ch
-from clearhead.inside.long.growth import peak_bytes
+from clearhead.inside.long_text import peak_bytes
 from common import device_name, processor_name, save
 
 KINDS = {

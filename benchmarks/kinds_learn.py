@@ -45,7 +45,7 @@ from clearhead.app.plot.canvas import name as entitle
 from clearhead.app.plot.canvas import new, single
 from clearhead.app.plot.canvas import save as save_picture
 from clearhead.core.config.kinds import KINDS
-from clearhead.inside.long.growth import peak_bytes
+from clearhead.inside.long_text import peak_bytes
 from clearhead.variants.linear import attend_linear, favor, orthogonal_features
 from common import alternate, device_name, save
 

@@ -15,7 +15,7 @@ import torch
 
 import clearhead as ch
 from clearhead.inside.memories import Memories, memories, token_id
-from clearhead.inside.memories.neurons import WINDOW
+from clearhead.inside.neurons import WINDOW
 from clearhead.learn.data.corpora import CORPORA
 from common import device_name, save
 

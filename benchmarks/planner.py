@@ -20,10 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import clearhead as ch
-from clearhead.learn.parallel.division import MeshSizes, read_mesh
-from clearhead.learn.parallel.estimate import MeshCost, estimate
-from clearhead.learn.parallel.hardware import DEVICES, Cluster, Device
-from clearhead.learn.parallel.stages import Checkpointing, Work
+from clearhead.learn.parallel.division import Checkpointing, MeshSizes, Work, read_mesh
+from clearhead.learn.parallel.estimate import DEVICES, Cluster, Device, MeshCost, estimate
 from common import save
 
 GIB = 2**30

@@ -22,9 +22,9 @@ import torch
 import clearhead as ch
 from clearhead.app.plot.canvas import save as save_picture
 from clearhead.app.plot.parts import draw_curves
+from clearhead.inside.ablation import Examples, examples_from, judge
 from clearhead.inside.names import all_heads
-from clearhead.inside.parts.examples import Examples, examples_from, judge
-from clearhead.inside.parts.prune import PruneCurve, least, prune, prune_curve, scores
+from clearhead.inside.pruning import PruneCurve, least, prune, prune_curve, scores
 from clearhead.learn.data.plan import DataPlan
 from clearhead.learn.tasks.corpus import open_data
 from common import device_name, save

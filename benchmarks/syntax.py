@@ -9,8 +9,8 @@ import argparse
 import sys
 from pathlib import Path
 
+from clearhead.inside.alignments import syntax
 from clearhead.inside.heads import head_roles
-from clearhead.inside.heads.syntax import syntax
 from clearhead.learn.data.treebank import read_treebank
 from clearhead.run.api import load
 from common import save

@@ -30,8 +30,8 @@ BLOCK = 200_000  # words written at once
 MEASURE = """
 import json, resource, sys, time
 from pathlib import Path
-from clearhead.hub.tokens.plan import TokensPlan
-from clearhead.hub.tokens.streams import TextFiles
+from clearhead.hub.tokens import TokensPlan
+from clearhead.hub.tokens.training import TextFiles
 from clearhead.hub.tokens.training import GENERATOR, train_tokenizer
 kind, path = sys.argv[1], Path(sys.argv[2])
 def peak():

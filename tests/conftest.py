@@ -155,12 +155,8 @@ def pytest_terminal_summary(terminalreporter):
     if files:
         terminalreporter.section("largest differences")
     for file, rows in sorted(files.items()):
-        checks = list(dict.fromkeys(check for row in rows.values() for check in row))
-        width = max(map(len, (file, *rows)))
+        checks = dict.fromkeys(check for row in rows.values() for check in row)
         worst = {check: max(row.get(check, 0.0) for row in rows.values()) for check in checks}
-        terminalreporter.write_line(f"{file:{width}}" + "".join(f"  {check:>8}" for check in checks))
-        for test, row in [*sorted(rows.items()), ("worst of all", worst)]:
-            cells = [
-                (f"{row[check]:.1e}" if check in row else "").rjust(max(8, len(check))) for check in checks
-            ]
-            terminalreporter.write_line("  ".join([f"{test:{width}}", *cells]))
+        shown = rows if terminalreporter.config.option.verbose > 0 else {}
+        for test, row in [*sorted(shown.items()), (file, worst)]:
+            terminalreporter.write_line(f"{test}: " + ", ".join(f"{check} {row[check]:.1e}" for check in row))

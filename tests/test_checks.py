@@ -16,7 +16,7 @@ from clearhead.core import positions
 from clearhead.inside import checks
 from clearhead.inside.checks.independent import formula_rows
 from clearhead.inside.checks.long import reach, thresholds
-from clearhead.inside.checks.plainly import plainly
+from clearhead.inside.checks.reference_float64 import reference_logits
 from clearhead.inside.checks.rows import Comparison, Inputs, gap
 from tests.harness import build, config, pad, some_ids, worst
 
@@ -224,7 +224,9 @@ def test_the_formula_and_the_model_agree_in_float64():
         with torch.no_grad():
             ours = model(ids, mask=mask, **given).logits
         assert (
-            worst(ours[mask], plainly(model.config, model.state_dict(), ids, mask=mask, **given)[mask])
+            worst(
+                ours[mask], reference_logits(model.config, model.state_dict(), ids, mask=mask, **given)[mask]
+            )
             <= allowed
         )
 

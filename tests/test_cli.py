@@ -21,7 +21,7 @@ from clearhead.app.commands.common import show_result
 from clearhead.app.commands.parts import _grid_tables
 from clearhead.app.report import table
 from clearhead.core.cache import GrowingKeys
-from clearhead.inside.parts.importance import HeadTable
+from clearhead.inside.pruning import HeadTable
 from clearhead.learn.recipe import Recipe, recipe_names
 from clearhead.learn.tasks.spec import sampled
 from clearhead.learn.training import events, loop

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import clearhead as ch
-from clearhead.inside.checks.plain_inputs import PlainInputs
-from clearhead.inside.checks.plainly import plainly
+from clearhead.inside.checks.reference_float64 import reference_logits
+from clearhead.inside.checks.reference_inputs import ReferenceInputs
 from clearhead.inside.lens import contributions
 from clearhead.inside.memories import memories
 from clearhead.learn.batches.batch import Batch
@@ -44,7 +44,7 @@ def test_routed_layers_are_the_same_however_they_are_run(name):
     model, ids = routed(**CASES[name]), some_ids(3, 11)
     with torch.no_grad():
         whole = model(ids).logits
-        assert worst(whole.double(), plainly(model.config, model.state_dict(), ids)) < 1e-5
+        assert worst(whole.double(), reference_logits(model.config, model.state_dict(), ids)) < 1e-5
         assert worst(model(ids[1:2]).logits, whole[1:2]) < 1e-5
         for where in ("left", "right", "gaps"):
             padded, mask = pad(ids, where)
@@ -111,11 +111,11 @@ def test_a_cache_holds_the_tokens_that_went_through():
 def test_gradients_by_rank_are_those_of_the_plain_definition(name, monkeypatch):
     """In training the best tokens go through: float64 against a loop over tokens that shares no code."""
     model = routed(**CASES[name]).double().train()
-    monkeypatch.setattr(PlainInputs, "weight", lambda self, name: self.weights[name])
+    monkeypatch.setattr(ReferenceInputs, "weight", lambda self, name: self.weights[name])
     ids, mask = pad(some_ids(2, 9), "gaps")
     weights = torch.randn(2, 12, V, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     named = dict(model.named_parameters(remove_duplicate=False))
-    expected = plainly(model.config, {**model.state_dict(), **named}, ids, mask, learns=True)
+    expected = reference_logits(model.config, {**model.state_dict(), **named}, ids, mask, learns=True)
     found = model(ids, mask=mask).logits
     assert worst(found[mask], expected[mask]) < 1e-6  # angles are float32 in the model
     head = [name for name in named if name.startswith("head.") or name.endswith("tokens.weight")]

@@ -25,9 +25,8 @@ from transformers.models.whisper.generation_whisper import WhisperGenerationMixi
 import clearhead as ch
 from clearhead.app.commands.common import writing
 from clearhead.app.commands.speech import as_format
-from clearhead.hub.languages import CODES, LANGUAGES
-from clearhead.hub.openai_whisper import read_vocabulary, rules_of, unpack
-from clearhead.hub.spectrogram import Spectrogram
+from clearhead.hub.openai_whisper import CODES, LANGUAGES, read_vocabulary, rules_of, unpack
+from clearhead.hub.preprocessor import Spectrogram
 from clearhead.learn.data.sounds import read_sound, resampled
 from clearhead.learn.tasks.fallback import Fallback, WindowBatch, make_fallback
 from clearhead.learn.tasks.results import Segment

@@ -17,7 +17,7 @@ from clearhead.app.commands.common import show_result
 from clearhead.app.report import confusion_tables
 from clearhead.core.checks import ARGUMENTS
 from clearhead.core.config.typed import OTHER_NAMES
-from clearhead.inside.parts.examples import examples_from
+from clearhead.inside.ablation import examples_from
 from clearhead.learn.batches.padding import padded, real_tokens
 from clearhead.learn.evaluation.judgement import ClassCounts
 from tests.harness import build, some_ids, worst

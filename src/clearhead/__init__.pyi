@@ -22,8 +22,9 @@ from clearhead.errors import ConfigError as ConfigError
 from clearhead.errors import InputError as InputError
 from clearhead.errors import MissingExtraError as MissingExtraError
 from clearhead.errors import TrainingError as TrainingError
-from clearhead.hub.onnx.export import Exported as Exported
-from clearhead.hub.onnx.export import export as export
+from clearhead.hub.onnx import Exported as Exported
+from clearhead.hub.onnx import export as export
+from clearhead.inside.ablation import ablate as ablate
 from clearhead.inside.attention import attention as attention
 from clearhead.inside.checks import Check as Check
 from clearhead.inside.checks import check as check
@@ -33,10 +34,9 @@ from clearhead.inside.inputs import run_with_cache as run_with_cache
 from clearhead.inside.lens import lens as lens
 from clearhead.inside.long import LongReport as LongReport
 from clearhead.inside.long import long as long
-from clearhead.inside.parts.ablate import ablate as ablate
-from clearhead.inside.parts.prune import prune as prune
 from clearhead.inside.patch import patch as patch
 from clearhead.inside.probe import probe as probe
+from clearhead.inside.pruning import prune as prune
 from clearhead.inside.quantize import QuantReport as QuantReport
 from clearhead.inside.quantize import quantize as quantize
 from clearhead.inside.trace import Trace as Trace

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 import clearhead as ch
-from clearhead.hub.tokens.plan import TokensPlan
+from clearhead.hub.tokens import TokensPlan
 from clearhead.hub.tokens.training import train_tokenizer
 from clearhead.learn.batches.batch import IGNORE, Batch
 from clearhead.learn.batches.batching import make_batches

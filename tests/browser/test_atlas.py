@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 
 from clearhead.app.explorer.record import export, record
+from clearhead.inside.ablation import effect, effect_of_each
 from clearhead.inside.attention import attention
 from clearhead.inside.lens import contributions, followed
-from clearhead.inside.parts.ablate import effect
-from clearhead.inside.parts.each import effect_of_each
 from clearhead.inside.patch import patch
 from tests.browser.test_export import offline
 from tests.browser.test_numbers import INPUTS

@@ -11,11 +11,11 @@ import clearhead as ch
 from clearhead.app.explorer.findings import findings, shapes
 from clearhead.app.explorer.record import export, record
 from clearhead.app.explorer.session import Opened
+from clearhead.inside.ablation import effect
+from clearhead.inside.attribution import paths
+from clearhead.inside.geometry import similarity
 from clearhead.inside.inputs import prepare
-from clearhead.inside.parts.ablate import effect
 from clearhead.inside.patch import patch
-from clearhead.inside.paths import paths
-from clearhead.inside.similarity import similarity
 from tests.browser.test_export import offline
 from tests.browser.test_kinds import NEAR, saved
 from tests.browser.test_numbers import INPUTS, column_of

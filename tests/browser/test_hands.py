@@ -8,8 +8,8 @@ from PIL import Image
 
 from clearhead.app.explorer.session import Opened
 from clearhead.errors import InputError
+from clearhead.inside.ablation import effect
 from clearhead.inside.inputs import prepare
-from clearhead.inside.parts.ablate import effect
 from tests.explorer.toys import TEXTS, picture, serving, toy
 
 

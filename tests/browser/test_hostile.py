@@ -4,7 +4,7 @@ import pytest
 
 from clearhead.app.explorer.record import export, record, show
 from clearhead.app.explorer.session import Opened
-from clearhead.hub.tokens.labels import visible
+from clearhead.hub.tokens.text import visible
 from tests.browser.test_export import offline
 from tests.explorer.toys import HOSTILE, hostile, serving
 

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from clearhead.app.explorer.session import Opened
-from clearhead.inside.paths import looks, paths
+from clearhead.inside.attribution import looks, paths
 from clearhead.run.api import load
 from tests.browser.test_kinds import saved
 from tests.explorer.toys import serving

@@ -9,13 +9,11 @@ import clearhead as ch
 from clearhead.app.explorer.findings import findings
 from clearhead.app.explorer.session import Opened
 from clearhead.inside.attention import attention
-from clearhead.inside.firing import firing
-from clearhead.inside.geometry import neighbours
+from clearhead.inside.attribution import occlusion, paths
+from clearhead.inside.geometry import neighbours, similarity
 from clearhead.inside.inputs import prepare
-from clearhead.inside.occlusion import occlusion
-from clearhead.inside.paths import paths
-from clearhead.inside.similarity import similarity
-from clearhead.inside.steer import steering, steering_vector
+from clearhead.inside.logit_attribution import firing
+from clearhead.inside.patch import steering, steering_vector
 from tests.browser.test_export import offline
 from tests.browser.test_numbers import column_of, shown
 from tests.explorer.toys import serving, toy

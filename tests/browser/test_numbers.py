@@ -10,11 +10,10 @@ import torch
 from PIL import Image
 
 import clearhead as ch
+from clearhead.inside.ablation import effect
 from clearhead.inside.attention import attention
-from clearhead.inside.choices import choices_of
-from clearhead.inside.inputs import prepare
+from clearhead.inside.inputs import choices_of, prepare
 from clearhead.inside.lens import contributions, lens
-from clearhead.inside.parts.ablate import effect
 from clearhead.inside.trace import trace
 from clearhead.run.generate.sampling import Sampling, distribution
 from tests.explorer.toys import picture, toy

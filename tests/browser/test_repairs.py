@@ -8,8 +8,8 @@ import clearhead as ch
 from clearhead.app.explorer.record import export, record
 from clearhead.app.explorer.session import Opened
 from clearhead.inside.attention import attention
+from clearhead.inside.attribution import looks, paths
 from clearhead.inside.inputs import prepare
-from clearhead.inside.paths import looks, paths
 from clearhead.inside.trace import trace
 from tests.browser.test_export import offline
 from tests.browser.test_numbers import INPUTS, column_of, shown

@@ -11,7 +11,7 @@ import pytest
 
 import clearhead as ch
 from clearhead.errors import InputError
-from clearhead.hub.pixels import to_pixels
+from clearhead.hub.preprocessor import to_pixels
 from clearhead.learn.data.examples import Chunk, Corpus, Labelled, Pair, Tagged
 from clearhead.learn.data.files import expand
 from clearhead.learn.data.plan import DataPlan

@@ -10,7 +10,7 @@ from transformers import AutoImageProcessor
 
 import clearhead as ch
 from clearhead.errors import ClearheadError
-from clearhead.hub.pixels import to_pixels
+from clearhead.hub.preprocessor import to_pixels
 from clearhead.learn.data.corpus import open_corpus
 from clearhead.learn.data.pictures import common_side, crop
 from clearhead.learn.data.plan import DataPlan

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import clearhead as ch
-from clearhead.inside.checks.plainly import plainly
+from clearhead.inside.checks.reference_float64 import reference_logits
 from clearhead.variants import blocks
 from clearhead.variants.global_attention import GlobalAttention
 from tests.harness import build, gradients, some_ids
@@ -55,7 +55,7 @@ def test_global_tokens_are_the_formula(choices):
         model = encoder(attention, **choices)
         rows = with_questions(ids, 4, 7, 0)
         with torch.no_grad():
-            formula = plainly(model.config, model.state_dict(), rows, **more).float()
+            formula = reference_logits(model.config, model.state_dict(), rows, **more).float()
             for kernel in ("eager", "fused"):
                 with ch.attending(model, kernel):
                     assert (model(rows, **more).logits - formula)[mask].abs().max() < 1e-5

@@ -7,7 +7,7 @@ import torch
 
 import clearhead as ch
 from clearhead.core.config.kinds import KINDS, read_kind
-from clearhead.inside.checks.plainly import plainly
+from clearhead.inside.checks.reference_float64 import reference_logits
 from clearhead.variants import blocks
 from tests.equality.test_matrix import Case
 from tests.harness import build, gradients, in_pieces, some_ids
@@ -83,7 +83,7 @@ def test_every_kind_is_the_same_however_it_is_run(family, attention, differences
             alone = case.model(case.ids[:1], **{name: x[:1] for name, x in case.source.items()}).logits
             case.equal("alone", alone, case.logits[:1])
             weights = case.model.state_dict()
-            formula = plainly(case.model.config, weights, case.ids, **case.source)
+            formula = reference_logits(case.model.config, weights, case.ids, **case.source)
             case.equal("formula", case.logits.double().cpu().float(), formula.float())
 
 
@@ -107,7 +107,7 @@ def test_gated_heads_and_a_shared_expert_are_the_same_however_they_are_run(famil
             if case.causal:
                 case.cached()
                 case.future()
-            formula = plainly(case.model.config, case.model.state_dict(), case.ids, **case.source)
+            formula = reference_logits(case.model.config, case.model.state_dict(), case.ids, **case.source)
             case.equal("formula", case.logits.double().cpu().float(), formula.float())
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import clearhead as ch
-from clearhead.inside.checks.plainly import plainly
+from clearhead.inside.checks.reference_float64 import reference_logits
 from clearhead.variants import blocks
 from tests.harness import V, build, in_pieces, some_ids, worst
 
@@ -97,7 +97,7 @@ def by_formula(model: ch.Transformer, ids: torch.Tensor, given: dict[str, torch.
         for document in documents[real[row]].unique():
             at = ((documents == document) & real[row]).nonzero().flatten()
             more = {name: x[row : row + 1, at] for name, x in given.items() if name == "global_mask"}
-            alone = plainly(model.config, model.state_dict(), ids[row : row + 1, at], **more)
+            alone = reference_logits(model.config, model.state_dict(), ids[row : row + 1, at], **more)
             logits[row, at] = alone[0]
     return logits
 

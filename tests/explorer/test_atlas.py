@@ -10,9 +10,8 @@ from clearhead.app.explorer.session import Opened, Session
 from clearhead.app.explorer.table import view
 from clearhead.app.explorer.views import begin
 from clearhead.errors import InputError
+from clearhead.inside.ablation import effect, single_parts
 from clearhead.inside.lens import followed, lens
-from clearhead.inside.parts.ablate import effect
-from clearhead.inside.parts.each import single_parts
 from clearhead.inside.patch import patch
 from tests.explorer.toys import serving, toy
 

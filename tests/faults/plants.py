@@ -27,10 +27,10 @@ from clearhead.core import (
 )
 from clearhead.core.attention import KERNELS
 from clearhead.core.config.kinds import FULL, Windowed
-from clearhead.inside.checks import forward as check_forward
-from clearhead.inside.checks import training as check_training
+from clearhead.inside.checks import rows as check_rows
 from clearhead.variants import caches
 from clearhead.variants import positions as relative
+from clearhead.variants.routing import Experts
 
 PLANTS: dict[str, tuple[Callable, bool]] = {}  # by name: the plant, and whether it wants the model
 
@@ -284,7 +284,7 @@ def router_order(monkeypatch):
     def change(part):
         part.order, part.renormalise = "softmax_topk", False
 
-    built_with(monkeypatch, feedforward.Experts, change)
+    built_with(monkeypatch, Experts, change)
 
 
 @code
@@ -326,25 +326,25 @@ def sinks_stand_still(monkeypatch):
 @code
 def forgotten_optimizer(monkeypatch):
     """A run is resumed without what its optimizer remembers."""
-    monkeypatch.setattr(check_training, "restore_optimizer", lambda optimizer, model, tensors: None)
+    monkeypatch.setattr(check_rows, "restore_optimizer", lambda optimizer, model, tensors: None)
 
 
 @code
 def mean_of_means(monkeypatch):
     """Each part of a batch weighs the same, whatever the number of its targets."""
-    right = check_training.batch_loss
+    right = check_rows.batch_loss
 
     def batch_loss(model, batch, **options):
         loss, count = right(model, batch, **options)
         return loss * 10 / count, count
 
-    monkeypatch.setattr(check_training, "batch_loss", batch_loss)
+    monkeypatch.setattr(check_rows, "batch_loss", batch_loss)
 
 
 @code
 def lens_without_norm(monkeypatch):
     """The lens leaves the last norm out."""
-    right = check_forward.stopped_at
+    right = check_rows.stopped_at
 
     def stopped_at(model, state):
         bare = copy.copy(model)
@@ -352,15 +352,15 @@ def lens_without_norm(monkeypatch):
         bare.decoder._modules = {**model.decoder._modules, "norm": None}
         return right(bare, state)
 
-    monkeypatch.setattr(check_forward, "stopped_at", stopped_at)
+    monkeypatch.setattr(check_rows, "stopped_at", stopped_at)
 
 
 @code
 def another_head_pruned(monkeypatch):
     """Pruning takes the neighbour of the head away."""
-    right = check_forward.prune
+    right = check_rows.prune
 
     def prune(model, chosen):
         return right(model, [type(head)(head.kind, head.layer, head.number + 1) for head in chosen])
 
-    monkeypatch.setattr(check_forward, "prune", prune)
+    monkeypatch.setattr(check_rows, "prune", prune)

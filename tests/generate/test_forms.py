@@ -12,8 +12,8 @@ import pytest
 
 import clearhead as ch
 from clearhead.errors import InputError
-from clearhead.hub.tokens.plan import TokensPlan
-from clearhead.hub.tokens.spelling import token_bytes
+from clearhead.hub.tokens import TokensPlan
+from clearhead.hub.tokens.text import token_bytes
 from clearhead.hub.tokens.training import GENERATOR, train_tokenizer
 from clearhead.run.generate.forms import KEPT
 from tests.serve import mixes

@@ -13,8 +13,7 @@ from safetensors.torch import load_file, save_file
 import clearhead as ch
 from clearhead.app.cli import main
 from clearhead.errors import CheckpointError
-from clearhead.hub.adapters import trained_updates
-from clearhead.hub.peft import write_adapter
+from clearhead.hub.peft import trained_updates, write_adapter
 from clearhead.learn.training.weights import add_lora
 from clearhead.run.serve.engine import ServeEngine
 from clearhead.run.serve.jobs import Asked

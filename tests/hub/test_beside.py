@@ -16,7 +16,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoImageProcessor, AutoModel, AutoTokenizer
 
 import clearhead as ch
-from clearhead.hub.pixels import to_pixels
+from clearhead.hub.preprocessor import to_pixels
 from clearhead.hub.tokenizer import encode, load_tokenizer
 from tests.hub.corpus import BLOCKS, HARD, WORDS
 

@@ -11,7 +11,7 @@ import torch
 import clearhead as ch
 from clearhead.app.cli import main
 from clearhead.errors import CheckpointError
-from clearhead.hub.gguf_file import open_gguf, read_header
+from clearhead.hub.gguf import open_gguf, read_header
 from tests.harness import build
 from tests.test_use_commands import byte_tokenizer
 

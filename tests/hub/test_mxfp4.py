@@ -15,7 +15,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 import clearhead as ch
 from clearhead.app.cli import main
 from clearhead.errors import CheckpointError
-from clearhead.hub.mxfp4 import dequantise
+from clearhead.hub.quantized import dequantise
 from tests.parity.harness import reference
 
 PACKED = ("gate_up_proj", "down_proj")

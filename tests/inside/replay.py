@@ -11,7 +11,7 @@ import torch
 
 import clearhead as ch
 from clearhead.core.config.kinds import read_kind
-from clearhead.inside.checks.plain_kinds import sees, times
+from clearhead.inside.checks.reference_float64 import sees, times
 from clearhead.variants.kinds import Blocks
 
 BENT = ("gate_clamped", "activated", "up_clamped", "up_shifted", "gated")

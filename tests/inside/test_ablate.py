@@ -11,10 +11,17 @@ import torch.nn.functional as nnf
 import clearhead as ch
 from clearhead.app.cli import main
 from clearhead.errors import InputError
+from clearhead.inside.ablation import (
+    Examples,
+    ablate,
+    ablating,
+    effect,
+    examples_from,
+    judge,
+    mean_activations,
+)
 from clearhead.inside.names import all_heads
-from clearhead.inside.parts.ablate import ablate, ablating, effect, mean_activations
-from clearhead.inside.parts.examples import Examples, examples_from, judge
-from clearhead.inside.parts.importance import ablate_each, importance
+from clearhead.inside.pruning import ablate_each, importance
 from clearhead.learn.batches.batch import IGNORE, Batch
 from tests.harness import V, build, scramble, some_ids, worst
 from tests.inside.test_prune import judged

@@ -19,8 +19,7 @@ from clearhead.app.plot.canvas import save
 from clearhead.core import attention as attention_module
 from clearhead.core.attention import KERNELS
 from clearhead.errors import InputError
-from clearhead.inside.attention import attention, in_cells, read_maps
-from clearhead.inside.attention_maps import query_entropy
+from clearhead.inside.attention import attention, in_cells, query_entropy, read_maps
 from tests.harness import build, pad, some_ids, worst
 
 pytestmark = pytest.mark.ledger("K2")

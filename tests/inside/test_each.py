@@ -3,8 +3,7 @@
 import pytest
 
 from clearhead.errors import ClearheadError
-from clearhead.inside.parts.ablate import effect
-from clearhead.inside.parts.each import effect_of_each, single_parts
+from clearhead.inside.ablation import effect, effect_of_each, single_parts
 from tests.explorer.toys import picture, toy
 
 GIVEN = {

@@ -17,11 +17,18 @@ import clearhead as ch
 from clearhead.app.cli import main
 from clearhead.core.attention import Attention
 from clearhead.errors import InputError
+from clearhead.inside.alignments import (
+    DIRECTIONS,
+    Aligned,
+    _fixed_distance,
+    agreement,
+    align,
+    read_alignments,
+    syntax,
+)
+from clearhead.inside.attribution import looks, paths
 from clearhead.inside.heads import CLEAR, HeadRoles, head_roles
-from clearhead.inside.heads.alignments import Aligned, agreement, align, read_alignments
-from clearhead.inside.heads.syntax import DIRECTIONS, _fixed_distance, syntax
 from clearhead.inside.names import AttentionHead
-from clearhead.inside.paths import looks, paths
 from clearhead.learn.data.treebank import Sentence, TreeWord, read_treebank
 from clearhead.run.api import Model, load
 from tests.harness import V, build, config

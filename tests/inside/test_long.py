@@ -11,9 +11,9 @@ import torch
 import clearhead as ch
 from clearhead.core.config import RopeScaling
 from clearhead.errors import InputError
-from clearhead.inside.long import positions, retrieval
-from clearhead.inside.long.growth import _Living, slope
-from clearhead.inside.long.text import LongText, read_text
+from clearhead.inside import long as retrieval
+from clearhead.inside import long_text as positions
+from clearhead.inside.long_text import LongText, _Living, read_text, slope
 from tests.harness import V, build
 from tests.test_use_commands import run
 from tests.tokens.toys import LINES, trained

@@ -15,7 +15,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 import clearhead as ch
 from clearhead.app import cli
 from clearhead.errors import InputError
-from clearhead.inside.memories import memories, neurons
+from clearhead.inside import neurons
+from clearhead.inside.memories import memories
 from tests.harness import V, build, config, scramble, some_ids
 
 pytestmark = pytest.mark.ledger("K5")

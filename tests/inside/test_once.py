@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from clearhead.inside import names, once
-from clearhead.inside.inputs import prepare
+from clearhead.inside import inputs, names
+from clearhead.inside.attribution import looks
+from clearhead.inside.inputs import cached_pass, prepare
 from clearhead.inside.lens import followed, stopped_at
 from clearhead.inside.memories import memories, read_corpus
-from clearhead.inside.paths import looks
-from clearhead.inside.trace.steps import _peek
+from clearhead.inside.trace import _peek
 from tests.explorer.toys import toy
 
 TEXT = "they shall speak of England"
@@ -18,9 +18,9 @@ TEXT = "they shall speak of England"
 @pytest.mark.parametrize("family", ["decoder", "encoder", "encoder-decoder"])
 @pytest.mark.parametrize("largest", [2**24, 0])
 def test_gradients_of_a_kept_pass(family, largest, monkeypatch):
-    monkeypatch.setattr(once, "LARGEST_GRAPH", largest)
+    monkeypatch.setattr(inputs, "LARGEST_GRAPH", largest)
     m = toy(family)
-    kept = once.recorded_once(prepare(m, TEXT, *(["it"] if family == "encoder-decoder" else [])))
+    kept = cached_pass(prepare(m, TEXT, *(["it"] if family == "encoder-decoder" else [])))
     for head, reader, source in (("1.2", 1, 0), ("1.0", 1, 1)):
         fresh = looks(
             m,
@@ -53,7 +53,7 @@ def test_a_corpus_is_read_once_for_any_neurons():
     all_of_them = whole.judged().neuron("0.3")
     assert all_of_them.contexts == some.neuron("0.3").contexts
     assert [name for name, _ in all_of_them.promoted] == [name for name, _ in some.neuron("0.3").promoted]
-    kept = read_corpus(m, [once.recorded_once(prepare(m, TEXT))], top=3).judged(names)
+    kept = read_corpus(m, [cached_pass(prepare(m, TEXT))], top=3).judged(names)
     assert kept.neuron("1.7").contexts == memories(m, [TEXT], top=3, neurons=names).neuron("1.7").contexts
 
 
@@ -62,7 +62,7 @@ def test_a_corpus_is_read_once_for_any_neurons():
 def test_a_second_choice_is_followed_without_reading_the_vocabulary_again(family, monkeypatch):
     """The shares are those of a softmax over every choice; a kept pass multiplies by one row for the next."""
     m = toy(family)
-    kept = once.recorded_once(prepare(m, TEXT, *(["it"] if family == "encoder-decoder" else [])))
+    kept = cached_pass(prepare(m, TEXT, *(["it"] if family == "encoder-decoder" else [])))
     states = names.states(m.model.main.spec)
     whole = torch.stack([stopped_at(m.model, kept.record(tap)[1][tap])[0].softmax(-1) for tap in states])
     widths = []

@@ -7,8 +7,8 @@ import torch
 
 import clearhead as ch
 from clearhead.errors import InputError
+from clearhead.inside.attribution import Edge, looks, paths
 from clearhead.inside.lens import contributions
-from clearhead.inside.paths import Edge, looks, paths
 from tests.harness import build
 from tests.inside.test_lens import HEADS, IDS, PLACES, inputs
 

@@ -17,6 +17,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 import clearhead as ch
 from clearhead.app.cli import main
 from clearhead.app.plot.states import probe_figure
+from clearhead.inside import probe_data
 from clearhead.inside.probe import (
     Probes,
     baselines,
@@ -27,9 +28,18 @@ from clearhead.inside.probe import (
     probe,
     standardised,
 )
-from clearhead.inside.probe import states as probe_states
-from clearhead.inside.probe.data import ProbeItem, apart, choose_items, governor, read_items, split_items
-from clearhead.inside.probe.states import Vectors, depths, stack_of, vectors_of
+from clearhead.inside.probe_data import (
+    ProbeItem,
+    Vectors,
+    apart,
+    choose_items,
+    depths,
+    governor,
+    read_items,
+    split_items,
+    stack_of,
+    vectors_of,
+)
 from clearhead.learn.data.examples import Images, Labelled, Tagged
 from clearhead.learn.data.treebank import Sentence, TreeWord
 from tests.harness import build
@@ -149,7 +159,7 @@ def one_by_one(m: ch.Model, row: Tagged, pool: str, prefix: str, **given) -> tor
 def test_batched_vectors_equal_one_sentence_at_a_time(
     changes: dict[str, str], pool: str, monkeypatch, differences
 ) -> None:
-    monkeypatch.setattr(probe_states, "BATCH_TOKENS", 60)
+    monkeypatch.setattr(probe_data, "BATCH_TOKENS", 60)
     m, rows = loaded(**changes), [row for length in (2, 5, 3, 7) for row in sentences(2, length, length)]
     items, _ = read_items(rows)
     found = vectors_of(m, items, *stack_of(m, None), pool)
@@ -188,7 +198,7 @@ def test_a_text_is_pooled_as_the_model_embeds_it(differences) -> None:
 def test_many_vectors_lie_in_a_file_and_are_the_same(monkeypatch) -> None:
     m, items = loaded(), read_items(sentences(4))[0]
     plain: Vectors = vectors_of(m, items, "decoder", "", "mean")
-    monkeypatch.setattr(probe_states, "IN_MEMORY", 0)
+    monkeypatch.setattr(probe_data, "IN_MEMORY", 0)
     mapped = vectors_of(m, items, "decoder", "", "mean")
     assert isinstance(mapped.layers, np.memmap)
     assert np.array_equal(mapped.layers, plain.layers)

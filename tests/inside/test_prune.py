@@ -10,10 +10,9 @@ import torch
 import clearhead as ch
 from clearhead.app.cli import main
 from clearhead.errors import InputError
+from clearhead.inside.ablation import Examples, ablate, ablating, judge
 from clearhead.inside.names import AttentionHead, all_heads, find_heads
-from clearhead.inside.parts.ablate import ablate, ablating
-from clearhead.inside.parts.examples import Examples, judge
-from clearhead.inside.parts.prune import least, prune, prune_curve, scores, units
+from clearhead.inside.pruning import least, prune, prune_curve, scores, units
 from clearhead.learn.batches.batch import Batch
 from clearhead.run.generate.decode import greedy
 from tests.harness import build, config, some_ids, worst

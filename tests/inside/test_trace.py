@@ -17,7 +17,7 @@ import clearhead as ch
 from clearhead import InputError
 from clearhead.app.cli import main
 from clearhead.app.commands.steps import steps_table
-from clearhead.inside.trace.legend import LEGEND
+from clearhead.inside.trace_words import LEGEND
 from tests.harness import build, scramble, some_ids, worst
 from tests.inside.replay import Replay
 from tests.test_cost import ODD

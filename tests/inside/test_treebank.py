@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from clearhead.errors import InputError
-from clearhead.inside.heads.alignments import align, positions, word_attention, word_matrices
+from clearhead.inside.alignments import align, positions, word_attention, word_matrices
 from clearhead.learn.data.treebank import Sentence, locate, read_treebank
 from clearhead.run.api import load
 from tests.hub.packages import packaged

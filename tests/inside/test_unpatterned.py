@@ -13,7 +13,7 @@ from clearhead.app.explorer.record import record as record_page
 from clearhead.core.config.kinds import read_kind
 from clearhead.errors import InputError
 from clearhead.inside.attention import attention, read_maps
-from clearhead.inside.checks.plain_kinds import features
+from clearhead.inside.checks.reference_float64 import features
 from clearhead.inside.heads import head_roles
 from clearhead.inside.names import find_heads
 from clearhead.inside.patch import patch

@@ -6,16 +6,12 @@ import torch
 import clearhead as ch
 from clearhead.errors import InputError
 from clearhead.inside.attention import attention, maps_of
-from clearhead.inside.choices import choices_of
-from clearhead.inside.direct import AskedLogit, parts_of
-from clearhead.inside.firing import firing
-from clearhead.inside.inputs import prepare
+from clearhead.inside.attribution import occlusion, paths
+from clearhead.inside.geometry import similarity
+from clearhead.inside.inputs import cached_pass, choices_of, prepare
 from clearhead.inside.lens import best_choices, contributions, lens
-from clearhead.inside.occlusion import occlusion
-from clearhead.inside.once import recorded_once
-from clearhead.inside.paths import paths
-from clearhead.inside.similarity import similarity
-from clearhead.inside.steer import steering, steering_vector
+from clearhead.inside.logit_attribution import AskedLogit, firing, parts_of
+from clearhead.inside.patch import steering, steering_vector
 from tests.explorer.toys import TEXTS, picture, toy
 
 FAMILIES = ("decoder", "encoder", "encoder-decoder", "classifier", "tagger", "vit")
@@ -136,7 +132,7 @@ def test_steering_adds_the_difference_of_two_texts():
 @pytest.mark.parametrize("family", FAMILIES)
 def test_one_recorded_pass_answers_as_passes_of_their_own(family, monkeypatch):
     m = toy(family)
-    plain, once = prepare(m, given(family)), recorded_once(prepare(m, given(family)))
+    plain, once = prepare(m, given(family)), cached_pass(prepare(m, given(family)))
     once.record()
     monkeypatch.setattr(type(m.model), "forward", None)  # from here on nothing is run
     answers = (

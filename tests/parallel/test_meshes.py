@@ -9,8 +9,8 @@ import pytest
 from torch.distributed.tensor import Replicate, Shard
 
 import clearhead as ch
-from clearhead.learn.parallel.experts import split_experts
 from clearhead.learn.parallel.shards import copies_of
+from clearhead.learn.parallel.split import split_experts
 from clearhead.learn.training.events import read_log
 from tests.once import once
 from tests.parallel import forking, meshes

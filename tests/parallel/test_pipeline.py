@@ -13,9 +13,8 @@ from clearhead.core.config import RopeScaling
 from clearhead.core.transformer import Transformer
 from clearhead.errors import ConfigError
 from clearhead.learn.losses import arguments_for, batch_loss
-from clearhead.learn.parallel.pipeline import StageTransformer, check, layers_of, stage_of
+from clearhead.learn.parallel.pipeline import StageTransformer, check, cut, layers_of, schedule_1f1b, stage_of
 from clearhead.learn.parallel.plan import ParallelPlan
-from clearhead.learn.parallel.turns import pieces, turns
 from clearhead.learn.parallel.world import World
 from clearhead.variants.routing import BALANCE
 from tests.harness import build, config
@@ -38,22 +37,22 @@ def world_of(stages: int, stage: int, **sizes: int) -> World:
 
 
 class Wire:
-    """What a `Line` does, between stages in one process."""
+    """What a `StageLinks` does, between stages in one process."""
 
     def __init__(self, stage: int, letters: dict[tuple[str, int], deque[Any]]) -> None:
         self.stage, self.letters, self.device = stage, letters, torch.device("cpu")
 
-    def depart(self, key: object, tensors: Any) -> int:
+    def send_forward(self, key: object, tensors: Any) -> int:
         self.letters["on", self.stage + 1].append([one.detach().clone() for one in tensors])
         return len(tensors)
 
-    def arrive(self, key: object) -> Any:
+    def receive_forward(self, key: object) -> Any:
         return self.letters["on", self.stage].popleft()
 
-    def post(self, tensors: Any, stage: int) -> None:
+    def send(self, tensors: Any, stage: int) -> None:
         self.letters["back", stage].append([one.clone() for one in tensors])
 
-    def receive(self, forms: Any, stage: int) -> Any:
+    def receive(self, shapes: Any, stage: int) -> Any:
         return self.letters["back", self.stage].popleft()
 
 
@@ -61,7 +60,7 @@ def chained(model: Transformer, stages: int) -> list[StageTransformer]:
     letters: dict[tuple[str, int], deque[Any]] = defaultdict(deque)
     made = [stage_of(model, stage, stages) for stage in range(stages)]
     for stage, one in enumerate(made):
-        one.line = Wire(stage, letters)  # type: ignore[assignment]
+        one.links = Wire(stage, letters)  # type: ignore[assignment]
     return made
 
 
@@ -97,21 +96,21 @@ def test_the_balance_of_experts_is_that_of_the_whole_batch(family: str) -> None:
     loss, _ = batch_loss(model, batch, balance=BALANCE)
     wanted = torch.autograd.grad(loss, list(every.values()))
     own, world = chained(model, 3), world_of(3, 2)
-    cut = pieces(batch, world_of(3, 2), batches=4)
+    micro = cut(batch, world_of(3, 2), batches=4)
     passed = [
-        [stage(**arguments_for(model, piece), logits="none").logits for stage in own[:-1]] for piece in cut
+        [stage(**arguments_for(model, piece), logits="none").logits for stage in own[:-1]] for piece in micro
     ]
     last = cast(Any, own[-1])
     last.set_is_last_backward = last.set_requires_gradient_sync = lambda final: None  # not sharded
     last.set_reshard_after_backward = lambda final, recurse: None
-    losses = [batch_loss(last, piece, balance=0.0)[0] for piece in cut]
+    losses = [batch_loss(last, piece, balance=0.0)[0] for piece in micro]
     total = 0.0
     for number, piece_loss in enumerate(losses):
-        balanced = last.ready(piece_loss, number, cut, [len(cut)], world)
+        balanced = last.ready(piece_loss, number, micro, [len(micro)], world)
         total += balanced.item()
         for one in (balanced, *reversed(passed[number])):
             one.backward()
-    assert len(cut) == 3 and total == pytest.approx(loss.item(), rel=1e-6)
+    assert len(micro) == 3 and total == pytest.approx(loss.item(), rel=1e-6)
     for name, gradient in zip(every, wanted):
         torch.testing.assert_close(every[name].grad, gradient, rtol=1e-5, atol=1e-5)
 
@@ -121,7 +120,7 @@ def test_the_balance_of_experts_is_that_of_the_whole_batch(family: str) -> None:
 @pytest.mark.parametrize("cuts", [[1], [3], [1, 1, 1], [4, 2, 5], [2] * 8])
 def test_turns_meet(stages: int, cuts: list[int], grouped: bool) -> None:
     """Every piece goes forward and back once, and no stage waits for a turn that waits for it."""
-    plans = [list(turns(world_of(stages, stage), cuts, grouped)) for stage in range(stages)]
+    plans = [list(schedule_1f1b(world_of(stages, stage), cuts, grouped)) for stage in range(stages)]
     count, ends = sum(cuts), list(itertools.accumulate(cuts))
     for stage, plan in enumerate(plans):
         for way in (True, False):
@@ -151,12 +150,12 @@ def test_turns_meet(stages: int, cuts: list[int], grouped: bool) -> None:
 @pytest.mark.parametrize("shares", [1, 2, 3])
 def test_pieces_have_every_row_once(rows: int, shares: int) -> None:
     batch = language_batch(build(), rows)
-    cut = []
+    parts = []
     for share in range(shares):
         world = World(ParallelPlan(pipeline=2, data=shares, shard=1), rank=share, size=2 * shares)
-        cut.append(pieces(batch, world, batches=2))
-    assert len({len(some) for some in cut}) == 1, "shares take as many turns"
-    flat = [one for some in cut for one in some if one.n_rows]
+        parts.append(cut(batch, world, batches=2))
+    assert len({len(some) for some in parts}) == 1, "shares take as many turns"
+    flat = [one for some in parts for one in some if one.n_rows]
     assert torch.equal(torch.cat([one.ids for one in flat]), batch.ids)
     assert sum(one.n_targets for one in flat) == batch.n_targets
     assert {one.n_shared for one in flat} == {batch.n_targets}

@@ -11,19 +11,18 @@ import pytest
 import clearhead as ch
 from clearhead.app.cli import main
 from clearhead.errors import ClearheadError
-from clearhead.learn.parallel.division import MeshSizes, read_mesh, weights_of
-from clearhead.learn.parallel.estimate import estimate
-from clearhead.learn.parallel.hardware import (
+from clearhead.learn.parallel.division import MeshSizes, Work, read_mesh, stages_of, weights_of
+from clearhead.learn.parallel.estimate import (
     DEVICES,
     Cluster,
     device_named,
+    estimate,
     read_bytes,
     read_flops,
     read_link,
 )
 from clearhead.learn.parallel.plan import ParallelPlan
 from clearhead.learn.parallel.planner import fits
-from clearhead.learn.parallel.stages import Work, stages_of
 from clearhead.learn.parallel.world import World
 from clearhead.variants.costs import LEARNING
 from tests.parallel import forking, sharded_bytes

@@ -21,10 +21,9 @@ from clearhead.core.config.kinds import read_kind
 from clearhead.errors import ConfigError
 from clearhead.learn.batches.batch import IGNORE, Batch
 from clearhead.learn.losses import batch_loss
-from clearhead.learn.parallel import rounds as rings
-from clearhead.learn.parallel.context import share_tokens
-from clearhead.learn.parallel.ring import attend_ring
-from clearhead.learn.parallel.tokens import RowShares
+from clearhead.learn.parallel import ring_schedule as rings
+from clearhead.learn.parallel.context import attend_ring, share_tokens
+from clearhead.learn.parallel.ring_schedule import TokenShards
 
 pytestmark = pytest.mark.ledger("I3")
 Boxes = list[list["queue.Queue[Tensor]"]]
@@ -33,24 +32,24 @@ Boxes = list[list["queue.Queue[Tensor]"]]
 class ThreadRing(rings.Ring):
     """A ring of threads of one process, which counts the keys that it sends."""
 
-    def __init__(self, place: int, boxes: Boxes) -> None:
-        self.place, self.size, self.boxes, self.sent = place, len(boxes), boxes, 0
+    def __init__(self, rank: int, boxes: Boxes) -> None:
+        self.rank, self.size, self.boxes, self.sent = rank, len(boxes), boxes, 0
 
     def swap(self, sent: Tensor | None, to: int, received: Tensor | None, source: int) -> Callable[[], None]:
         if sent is not None:
             self.sent += sent.shape[2]
-            self.boxes[to % self.size][self.place].put(sent.clone())
+            self.boxes[to % self.size][self.rank].put(sent.clone())
 
         def wait() -> None:
             if received is not None:
-                received.copy_(self.boxes[self.place][source % self.size].get(timeout=20))
+                received.copy_(self.boxes[self.rank][source % self.size].get(timeout=20))
 
         return wait
 
     def all(self, x: Tensor) -> list[Tensor]:
         for box in self.boxes:
-            box[self.place].put(x.detach().clone())
-        return [self.boxes[self.place][source].get(timeout=20) for source in range(self.size)]
+            box[self.rank].put(x.detach().clone())
+        return [self.boxes[self.rank][source].get(timeout=20) for source in range(self.size)]
 
     def gathered(self, x: Tensor) -> Tensor:
         return Gathered.apply(x, self)  # type: ignore[no-untyped-call, no-any-return]
@@ -69,7 +68,7 @@ class Gathered(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
-        return ctx.ring.summed(upstream)[ctx.ring.place], None
+        return ctx.ring.summed(upstream)[ctx.ring.rank], None
 
 
 def on_ring(count: int, work: Callable[[ThreadRing], Any]) -> list[Any]:
@@ -78,13 +77,13 @@ def on_ring(count: int, work: Callable[[ThreadRing], Any]) -> list[Any]:
     made: list[Any] = [None] * count
     failed: list[Exception] = []
 
-    def run(place: int) -> None:
+    def run(rank: int) -> None:
         try:
-            made[place] = work(ThreadRing(place, boxes))
+            made[rank] = work(ThreadRing(rank, boxes))
         except Exception as error:
             failed.append(error)
 
-    threads = [threading.Thread(target=run, args=(place,)) for place in range(count)]
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(count)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -116,13 +115,13 @@ def test_a_ring_gives_dense_attention(
     count: int, kind: str, causal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Answers and gradients, with grouped heads, a cap, sinks, a learned bias, padding and documents."""
-    monkeypatch.setattr(rings, "AT_ONCE", 400)  # several meetings
+    monkeypatch.setattr(rings, "MAX_SCORES", 400)  # several blocks
     for length, uneven, cap in ((12, False, None), (21, True, 2.0)):
         torch.manual_seed(count)
         shapes = [(3, 4, length, 5), (3, 2, length, 5), (3, 2, length, 6), (4,), (length, 4)]
         given = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
         upstream = torch.randn(3, 4, length, 6, dtype=torch.float64)
-        tokens, layout = tokens_of(kind, length, causal, uneven), RowShares(length, count, causal)
+        tokens, layout = tokens_of(kind, length, causal, uneven), TokenShards(length, count, causal)
         real = tokens.real_mask().expand(3, -1)[:, None, :, None]
         upstream = upstream * real  # nobody asks what padding says
 
@@ -140,13 +139,13 @@ def test_a_ring_gives_dense_attention(
             ring: ThreadRing,
             given: list[Tensor] = given,
             tokens: masks.Tokens = tokens,
-            layout: RowShares = layout,
+            layout: TokenShards = layout,
             upstream: Tensor = upstream,
             cap: float | None = cap,
             bias: Callable[..., Tensor] = bias,
         ) -> list[Tensor]:
             def mine(x: Tensor) -> Tensor:
-                return heads_first(layout.pick(heads_first(x), ring.place)).detach().clone().requires_grad_()
+                return heads_first(layout.pick(heads_first(x), ring.rank)).detach().clone().requires_grad_()
 
             q, k, v = map(mine, given[:3])
             sink, table = (x.detach().clone().requires_grad_() for x in given[3:])
@@ -161,7 +160,7 @@ def test_a_ring_gives_dense_attention(
                 weights=lambda: [table],
             )
             found = attend_ring(q, k, v, view, 0.3, cap, sink)
-            there = (layout.slots(ring.place) < layout.length)[:, None]
+            there = (layout.slots(ring.rank) < layout.length)[:, None]
             (found * mine(upstream).detach() * there).sum().backward()
             return [found.detach(), *(x.grad for x in (q, k, v, sink, table) if x.grad is not None)]
 
@@ -180,11 +179,11 @@ def test_keys_in_reach_are_sent_and_work_is_even() -> None:
 
     def view_of(kind: str, causal: bool) -> Callable[[ThreadRing], tuple[int, int]]:
         def work(ring: ThreadRing) -> tuple[int, int]:
-            layout = RowShares(64, ring.size, causal)
+            layout = TokenShards(64, ring.size, causal)
             tokens = masks.tokens_from(1, 64, torch.device("cpu"))
             view = rings.ring_view(ring, (tokens, layout), (tokens, layout), read_kind(kind), causal, width=1)
-            seen = [masks_of for step in view.rounds for masks_of in map(view.seen, step.meetings)]
-            return sum(len(step.given) for step in view.rounds[1:]), sum(int(one.sum()) for one in seen)  # type: ignore[union-attr]
+            seen = [masks_of for step in view.steps for masks_of in map(view.seen, step.blocks)]
+            return sum(len(step.sent) for step in view.steps[1:]), sum(int(one.sum()) for one in seen)  # type: ignore[union-attr]
 
         return work
 
@@ -196,7 +195,7 @@ def test_keys_in_reach_are_sent_and_work_is_even() -> None:
 
 
 def test_dropout_is_the_same_in_both_passes() -> None:
-    layout, tokens = RowShares(4, 1, zigzag=True), masks.tokens_from(1, 4, torch.device("cpu"))
+    layout, tokens = TokenShards(4, 1, zigzag=True), masks.tokens_from(1, 4, torch.device("cpu"))
     given = [torch.randn(1, 1, 4, 2, dtype=torch.float64, requires_grad=True) for _ in range(3)]
 
     def work(ring: ThreadRing) -> bool:
@@ -216,7 +215,7 @@ def test_half_precision_is_as_that_of_one_process() -> None:
     """Norms of heads leave queries and keys in float32 under autocast, and values in bfloat16."""
     torch.manual_seed(0)
     q, k, v, upstream = (torch.randn(2, 2, 8, 4) for _ in range(4))
-    tokens, layout = masks.tokens_from(1, 8, torch.device("cpu")), RowShares(8, 1, zigzag=True)
+    tokens, layout = masks.tokens_from(1, 8, torch.device("cpu")), TokenShards(8, 1, zigzag=True)
     given = [q.requires_grad_(), k.requires_grad_(), v.bfloat16().requires_grad_()]
 
     def answers(attend: Callable[..., Tensor]) -> list[Tensor]:

@@ -11,8 +11,7 @@ import transformers
 from torch import Tensor
 
 import clearhead as ch
-from clearhead.inside.attention import attention
-from clearhead.inside.attention_maps import AttentionMaps
+from clearhead.inside.attention import AttentionMaps, attention
 from tests.conftest import Differences
 from tests.parity import seq2seq
 from tests.parity.encoders import text_inputs

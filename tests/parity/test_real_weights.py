@@ -18,7 +18,7 @@ import torch
 import transformers
 
 import clearhead as ch
-from clearhead.hub.pieces import PieceModel, llama
+from clearhead.hub.sentencepiece import PieceModel, llama
 from clearhead.hub.sentences import Sentences
 from clearhead.hub.tokenizer import encode
 from clearhead.run.generate.decode import greedy

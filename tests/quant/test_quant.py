@@ -308,7 +308,7 @@ def test_looking_inside_works_and_training_and_pruning_are_refused_by_name(tmp_p
         ch.train(tmp_path / "text.txt", out=tmp_path / "run", settings=base)
     with pytest.raises(ClearheadError, match="cannot be quantized again"):
         ch.load(tmp_path / "small", quantize="int8")
-    from clearhead.inside.parts.prune import prune
+    from clearhead.inside.pruning import prune
 
     with pytest.raises(ClearheadError, match="cannot be pruned"):
         prune(m, ["0.1"])

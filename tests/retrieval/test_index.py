@@ -252,7 +252,7 @@ def test_one_process_at_a_time_writes_an_index(model, texts, tmp_path):
         tmp_path / "index",
         "import sys, time; from pathlib import Path; "
         + (
-            "from clearhead.hub.locks import locked_folder; "
+            "from clearhead.hub.files import locked_folder; "
             "held = locked_folder(Path(sys.argv[1]), 'clearhead index', print); held.__enter__(); "
             "print('held', flush=True); time.sleep(600)"
         ),

@@ -14,8 +14,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 
 from clearhead.app import cli
 from clearhead.hub.tokenizer import save_tokenizer
-from clearhead.hub.tokens.labels import visible
-from clearhead.hub.tokens.stages import Stages, stages
+from clearhead.hub.tokens.text import Stages, stages, visible
 from tests.hub.corpus import HARD
 from tests.tokens.toys import KINDS, LINES, trained
 

@@ -15,16 +15,18 @@ from transformers import AutoTokenizer
 
 from clearhead.errors import InputError
 from clearhead.hub.tokenizer import save_tokenizer
-from clearhead.hub.tokens.plan import TokensPlan
-from clearhead.hub.tokens.streams import TextFiles, known_words, pieces
+from clearhead.hub.tokens import TokensPlan
 from clearhead.hub.tokens.training import (
     GENERATOR,
     READER,
     SENTINELS,
     SMALL,
     TRANSLATOR,
+    TextFiles,
     byte_tokenizer,
     choose,
+    known_words,
+    pieces,
     train_tokenizer,
 )
 from clearhead.learn.tasks.table import TASKS as SPECS
@@ -240,8 +242,8 @@ def test_a_text_without_a_space_can_be_learned_from() -> None:
 
 MEMORY = """
 import random, sys
-from clearhead.hub.tokens import kinds
-from clearhead.hub.tokens.plan import TokensPlan
+from clearhead.hub.tokens import training
+from clearhead.hub.tokens import TokensPlan
 from clearhead.hub.tokens.training import GENERATOR, train_tokenizer
 class Distinct:  # 12 MB on one line, hardly a word of it twice
     def __iter__(self):
@@ -250,7 +252,7 @@ class Distinct:  # 12 MB on one line, hardly a word of it twice
             yield draw.randbytes(500_000).hex(" ", 4).translate(letters) + " "
 def memory(key):
     return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(key))
-kinds.ROOM[sys.argv[1]] = int(sys.argv[2])
+training.ROOM[sys.argv[1]] = int(sys.argv[2])
 before = memory("VmRSS")
 train_tokenizer(Distinct(), TokensPlan(kind=sys.argv[1], vocab_size=400), GENERATOR, 12_000_000)
 print(memory("VmHWM") - before)

@@ -9,9 +9,8 @@ from typing import get_args
 
 from tokenizers import Tokenizer
 
-from clearhead.hub.tokens.plan import TokenKind, TokensPlan
-from clearhead.hub.tokens.streams import TextFiles
-from clearhead.hub.tokens.training import train_tokenizer
+from clearhead.hub.tokens import TokenKind, TokensPlan
+from clearhead.hub.tokens.training import TextFiles, train_tokenizer
 from clearhead.learn.tasks.table import TASKS as SPECS
 
 KINDS = get_args(TokenKind)

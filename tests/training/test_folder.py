@@ -16,10 +16,7 @@ from clearhead.learn.training.folder import BEFORE, LOCK, MOVING
 from clearhead.learn.training.prepare import FINGERPRINT
 from clearhead.learn.training.state import newest
 from tests.training.kills import survive
-from tests.training.test_run import StopAt, child, run, same, text, weights
-
-assert text  # the fixture
-
+from tests.training.test_run import StopAt, child, run, same, weights
 
 QUICK = ("train.steps=2", "train.validate_every=2")
 FSYNC = os.fsync  # as it is before the suite spares its runs the wait

@@ -23,7 +23,7 @@ from typing import Annotated, Any, NoReturn, TextIO, get_args, get_origin, get_t
 import clearhead
 from clearhead.app.commands import COMMANDS, GROUPS
 from clearhead.errors import ClearheadError, nearest
-from clearhead.learn.parallel.launch import first_here, started
+from clearhead.learn.parallel import first_here, started
 
 # For bash, and for zsh after bashcompinit: commands, then the options of the command, else files.
 COMPLETION = """\

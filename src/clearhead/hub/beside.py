@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from clearhead.hub import checkpoint, files, pixels, sentences
+from clearhead.hub import checkpoint, files, preprocessor, sentences
 from clearhead.hub.registry import tower_path
 from clearhead.hub.tokenizer import load_tokenizer, open_tokenizer, read_settings, special_ids
 
@@ -33,5 +33,5 @@ def read_beside(
         "settings": settings,
         "labels": checkpoint.class_labels(description),
         "sentences": sentences.read_sentences(folder, description.config.d_model),
-        "images": pixels.read_preprocessor(folder),
+        "images": preprocessor.read_preprocessor(folder),
     }

@@ -20,13 +20,12 @@ from torch.overrides import TorchFunctionMode
 from clearhead.core.config import ModelConfig
 from clearhead.core.transformer import Transformer
 from clearhead.errors import CheckpointError, ClearheadError, ConfigError, nearest
-from clearhead.hub import gguf_config
+from clearhead.hub import gguf_architectures
 from clearhead.hub.architecture import SECTION, Architecture, check_sizes, is_among
 from clearhead.hub.desk import Ahead, Desk, loaded, shared
 from clearhead.hub.files import read_json, refuse
-from clearhead.hub.gguf_file import is_gguf, open_gguf, read_header
-from clearhead.hub.mxfp4 import unpacked
-from clearhead.hub.quantized import Packed, is_packed, place_like
+from clearhead.hub.gguf import is_gguf, open_gguf, read_header
+from clearhead.hub.quantized import Packed, is_packed, place_like, unpacked
 from clearhead.hub.registry import ARCHITECTURES, ONE_TOWER, architecture_of, tower_path
 from clearhead.hub.rules import Rule, Shape, matches
 from clearhead.hub.stored import as_stored, check_bounds, common_dtype, equal
@@ -56,7 +55,7 @@ class Description:
 def describe(folder: Path) -> Description:
     """Read config.json; where it does not name a class, as old files do not, the tensors tell."""
     if is_gguf(folder):
-        theirs, stored = gguf_config.read_config(read_header(folder))
+        theirs, stored = gguf_architectures.read_config(read_header(folder))
         architecture = architecture_of(theirs)
         return Description(theirs, architecture.read(theirs), architecture.model_type, stored=stored)
     if (part := tower_path(folder)) is not None:

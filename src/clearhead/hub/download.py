@@ -4,7 +4,7 @@ from pathlib import Path
 
 from clearhead.errors import CheckpointError, MissingExtraError, no_model
 from clearhead.hub.files import refuse
-from clearhead.hub.gguf_file import is_gguf
+from clearhead.hub.gguf import is_gguf
 from clearhead.hub.registry import tower_path
 
 

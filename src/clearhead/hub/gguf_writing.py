@@ -1,7 +1,9 @@
 """Writing a GGUF file: fields, then each tensor in its type, through the gguf package's writer."""
 
+import json
 import math
 import os
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -19,7 +21,23 @@ from clearhead.errors import CheckpointError, first_line
 from clearhead.hub.checkpoint import Description
 from clearhead.hub.export import outgoing
 from clearhead.hub.files import refuse
-from clearhead.hub.gguf_config import (
+from clearhead.hub.gguf import (
+    BYTE,
+    CONTROL,
+    FIELD,
+    NORMAL,
+    PROBES,
+    ROLES,
+    SPLITS,
+    UNKNOWN,
+    UNUSED,
+    USER_DEFINED,
+    GgufHeader,
+    StoredTensor,
+    gguf_package,
+    gguf_tokenizer,
+)
+from clearhead.hub.gguf_architectures import (
     FACTORS,
     check_written,
     dialect_for,
@@ -27,8 +45,6 @@ from clearhead.hub.gguf_config import (
     llama3_factors,
     written_fields,
 )
-from clearhead.hub.gguf_file import GgufHeader, StoredTensor, gguf_package
-from clearhead.hub.gguf_tokenizer import tokenizer_fields
 from clearhead.hub.weights import cast
 from clearhead.hub.writing import Outgoing
 from clearhead.run.quant.apply import refuse_quantized
@@ -170,3 +186,93 @@ def _add(writer: Any, key: str, value: Any) -> None:
         writer.add_string(key, value)
     else:
         writer.add_array(key, value)
+
+
+# The tokenizer ---------------------------------------------------------------------------------------------
+
+
+def tokenizer_fields(
+    tokenizer: Tokenizer, special: Mapping[str, int], settings: Mapping[str, Any], size: int
+) -> dict[str, Any]:
+    """Return the fields of a tokenizer for a table of `size` tokens."""
+    model = json.loads(tokenizer.to_str())["model"]
+    fallback = bool(model.get("byte_fallback"))
+    refuse(
+        model["type"] != "BPE" or tokenizer.get_vocab_size() > size,
+        f"GGUF has no place for this tokenizer, of kind {model['type']}: supported is BPE, of bytes or with "
+        "bytes for unknown characters",
+    )
+    vocabulary, added = tokenizer.get_vocab(), tokenizer.get_added_tokens_decoder()
+    names = {number: text for text, number in vocabulary.items()}
+    merges = [tuple(one.split(" ") if isinstance(one, str) else one) for one in model["merges"]]
+    tokens = [names.get(number, f"[PAD{number}]") for number in range(size)]
+    fields: dict[str, Any] = {
+        f"{FIELD}tokens": tokens,
+        f"{FIELD}token_type": [_kind(number, names, added, special, fallback) for number in range(size)],
+        **{f"{FIELD}{ROLES[role]}_token_id": number for role, number in special.items() if role in ROLES},
+        **_around(tokenizer, special),
+        **_templates(settings),
+    }
+    if fallback:
+        ranks = {first + second: -float(rank) for rank, (first, second) in reversed([*enumerate(merges)])}
+        found = tokenizer.encode("a", add_special_tokens=False).tokens
+        fields |= {
+            f"{FIELD}model": "llama",
+            f"{FIELD}scores": [ranks.get(text, -float(len(merges))) for text in tokens],
+            f"{FIELD}add_space_prefix": bool(found) and found[0].startswith("\u2581"),
+        }
+        ways: list[dict[str, Any]] = [{}]
+    else:
+        fields |= {f"{FIELD}model": "gpt2", f"{FIELD}merges": [" ".join(pair) for pair in merges]}
+        ways = [{f"{FIELD}pre": name} for name in (*SPLITS, "dbrx")]
+    for way in ways:
+        if _agrees(tokenizer, fields | way):
+            return fields | way
+    raise CheckpointError(
+        "GGUF has no name for how this tokenizer splits text, and llama.cpp would split it otherwise: "
+        "a model trained with tokens.kind=byte or tokens.kind=bpe can be converted"
+    )
+
+
+def _kind(
+    number: int, names: Mapping[int, str], added: Mapping[int, Any], special: Mapping[str, int], pieces: bool
+) -> int:
+    if number not in names:
+        return UNUSED
+    if pieces and special.get("unk") == number:
+        return UNKNOWN
+    if number in added:
+        return CONTROL if added[number].special else USER_DEFINED
+    return BYTE if pieces and re.fullmatch(r"<0x[0-9A-F]{2}>", names[number]) else NORMAL
+
+
+def _around(tokenizer: Tokenizer, special: Mapping[str, int]) -> dict[str, bool]:
+    """Return whether a text begins with the first token and ends with the last."""
+    plain, whole = (tokenizer.encode("a", add_special_tokens=more).ids for more in (False, True))
+    begins, ends = (
+        bool(
+            role in special
+            and whole[place : place + 1 or None] == [special[role]]
+            and len(whole) > len(plain)
+        )
+        for role, place in (("bos", 0), ("eos", -1))
+    )
+    return {f"{FIELD}add_bos_token": begins, f"{FIELD}add_eos_token": ends}
+
+
+def _templates(settings: Mapping[str, Any]) -> dict[str, str]:
+    stated = settings.get("chat_template") or {}
+    if isinstance(stated, list):
+        stated = {str(one.get("name")): one.get("template") for one in stated if isinstance(one, dict)}
+    named = stated if isinstance(stated, dict) else {"default": stated}
+    return {
+        "tokenizer.chat_template" + ("" if name == "default" else f".{name}"): text
+        for name, text in named.items()
+        if isinstance(text, str)
+    }
+
+
+def _agrees(tokenizer: Tokenizer, fields: dict[str, Any]) -> bool:
+    """Return whether the tokenizer that is read from these fields gives the same ids for some texts."""
+    back = gguf_tokenizer(GgufHeader(Path("written.gguf"), {"general.architecture": "", **fields}, {}, 0))
+    return back is not None and all(back.encode(text).ids == tokenizer.encode(text).ids for text in PROBES)

@@ -5,7 +5,6 @@ Released files hold the experts in 4 bits, which `mxfp4` reads.
 
 import dataclasses
 
-from clearhead.hub import mxfp4
 from clearhead.hub.fields import field, fixed
 from clearhead.hub.layers import sliding_windows
 from clearhead.hub.llama import ATTENTION, BLOCK, EDGES, NORMS, THEIRS, llama_like, shape
@@ -68,4 +67,4 @@ LLAMA_LIKE = llama_like(
     ),
     aliases={"num_experts": "num_local_experts"},
 )
-GPT_OSS = dataclasses.replace(LLAMA_LIKE, quantized=(mxfp4.METHOD,))
+GPT_OSS = dataclasses.replace(LLAMA_LIKE, quantized=("mxfp4",))

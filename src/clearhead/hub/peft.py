@@ -1,14 +1,16 @@
-"""PEFT adapters on disk, both ways: `adapter_config.json` and `adapter_model.safetensors`.
+"""PEFT adapters: low-rank updates on disk, both ways, and applied to a model, merged or beside its weights.
 
-A layer of theirs may be several of ours, such as joined queries, keys and values: its A serves all of them,
-and its B is divided as the weight is, by the rule of the architecture.
+`adapter_config.json` has the settings, `adapter_model.safetensors` the tensors. A layer of theirs may be
+several of ours, such as joined queries, keys and values: its A serves all of them, and its B is divided as
+the weight is, by the rule of the architecture.
 
 Shapes: R rank, D width in, N width out.
 """
 
 import math
+import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,13 +21,145 @@ from torch import Tensor, nn
 from clearhead.core.config import ModelConfig
 from clearhead.core.dtypes import wide
 from clearhead.core.transformer import Transformer
+from clearhead.errors import CheckpointError, nearest
 from clearhead.hub.architecture import Architecture
 from clearhead.hub.checkpoint import empty_model, matching_rules, more
 from clearhead.hub.files import read_json, refuse, whole_folder, write_json
-from clearhead.hub.peft_settings import SETTINGS, by_pattern, checked_settings, is_named, is_target
 from clearhead.hub.rules import JOINED_TRANSPOSED, TRANSPOSED, Rule
 from clearhead.hub.weights import Entry, open_tensors
 from clearhead.hub.writing import Outgoing, write_tensors
+from clearhead.run.kernels.lora import LoraLinear, merge
+
+# Settings ---------------------------------------------------------------------------------------------------
+
+
+SETTINGS = "adapter_config.json"
+MOST = 1e30  # a factor beyond it leaves no number
+REPEATS = 6  # of an expression, at most: with more, or with one within another, a name could take years
+# Fields that decide nothing once an adapter is trained, and those that are honoured.
+WITHOUT_EFFECT = {
+    *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
+    *("lora_dropout", "fan_in_fan_out", "loftq_config", "eva_config", "corda_config", "lora_ga_config"),
+    *("megatron_core", "qalora_group_size", "runtime_config", "layers_pattern"),
+}
+HONOURED = {
+    *("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "target_modules", "exclude_modules"),
+    *("layers_to_transform", "peft_type", "bias", "init_lora_weights"),
+}
+PLAIN_STARTS = (None, True, False, "gaussian", "orthogonal", "eva")  # others change the base model's weights
+
+
+def checked_settings(folder: Path, given: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings with defaults; refuse by name what is not honoured."""
+    usual = {"r": 8, "lora_alpha": 8, "rank_pattern": {}, "alpha_pattern": {}, "use_rslora": False}
+    settings = {**usual, **{key: value for key, value in given.items() if value is not None}}
+    wrong = f"{folder / SETTINGS} has"
+    kind = settings.get("peft_type", "LORA")
+    refuse(kind != "LORA", f"{wrong} peft_type {kind!r}: only LORA is supported")
+    bias = settings.get("bias", "none")
+    refuse(bias != "none", f"{wrong} bias {bias!r}: only updates without biases are supported")
+    start = settings.get("init_lora_weights")
+    refuse(
+        start not in PLAIN_STARTS,
+        f"{wrong} init_lora_weights {start!r}, which changes the model's own weights: convert it with PEFT",
+    )
+    for key, value in settings.items():
+        refuse(
+            key not in WITHOUT_EFFECT | HONOURED and value not in (False, [], {}, ""),
+            f"{wrong} {key} {str(value)[:40]}, which is not supported: merge the adapter with PEFT instead",
+        )
+    numbers = [settings["r"], *_table(folder, settings, "rank_pattern").values()]
+    refuse(
+        not all(type(one) is int and one >= 1 for one in numbers),
+        f"{wrong} a rank in r or rank_pattern that is no whole number from 1 on",
+    )
+    alphas = [settings["lora_alpha"], *_table(folder, settings, "alpha_pattern").values()]
+    refuse(
+        not all(type(one) in (int, float) and abs(one) < MOST for one in alphas),
+        f"{wrong} a factor in lora_alpha or alpha_pattern that is no number below {MOST:.0e}",
+    )
+    refuse(type(settings["use_rslora"]) is not bool, f"{wrong} use_rslora that is neither true nor false")
+    for key in ("target_modules", "exclude_modules", "layers_pattern"):
+        found = settings.get(key, [] if key != "target_modules" else None)
+        refuse(
+            not (isinstance(found, str) or (isinstance(found, list) and all(map(_is_text, found)))),
+            f"{wrong} {key} {str(found)[:40]}: they must be names of layers, or an expression",
+        )
+    patterns = settings.get("layers_pattern", [])
+    for one in [patterns] if isinstance(patterns, str) else patterns:
+        refuse(_expression(one).groups, f"{wrong} layers_pattern {one!r:.60}: groups in it are not supported")
+    chosen = settings.get("layers_to_transform", [])
+    refuse(
+        not all(type(one) is int for one in (chosen if isinstance(chosen, list) else [chosen])),
+        f"{wrong} layers_to_transform {str(chosen)[:40]}: it must be a number or a list of numbers",
+    )
+    return settings
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _expression(text: str, around: str = "{}") -> re.Pattern[str]:
+    refuse(
+        _is_slow(text),
+        f"{SETTINGS} has the expression {text!r:.60}, which repeats a repetition, "
+        f"or has more than {REPEATS} of them: name the layers in a list",
+    )
+    try:
+        return re.compile(around.replace("{}", text))
+    except re.error as error:
+        raise CheckpointError(f"{SETTINGS} has the expression {text!r:.60}: {error}") from None
+
+
+def _is_slow(text: str) -> bool:
+    """Return whether an expression has many repetitions, or one within another."""
+    bare = re.sub(r"\\.|\[\^?\]?[^\]]*\]", "x", text)  # without what stands for a letter
+    many = len(re.findall(r"[*+{]", bare)) > REPEATS
+    inner, found = re.compile(r"\(([^()]*)\)"), 1
+    while found:  # a group becomes a letter, repeated where something in it is
+        bare, found = inner.subn(lambda group: "x*" if re.search(r"[*+{]", group[1]) else "x", bare)
+    return many or re.search(r"\*[*+{]", bare) is not None
+
+
+def _table(folder: Path, settings: dict[str, Any], key: str) -> dict[str, Any]:
+    found = settings[key]
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{folder / SETTINGS} has {key} {str(found)[:40]}: it must be a table")
+    return found
+
+
+def is_target(settings: Mapping[str, Any], name: str) -> bool:
+    """Return whether the settings choose a layer, by their own reading of names and expressions."""
+    if is_named(settings.get("exclude_modules") or [], name):
+        return False
+    if settings["target_modules"] == "all-linear":
+        return True
+    numbers = settings.get("layers_to_transform")
+    if numbers is None or numbers == []:
+        return is_named(settings["target_modules"], name)
+    patterns = settings.get("layers_pattern") or [r"[^.]*"]
+    found = (
+        re.match(rf"(?:^|.*?\.){pattern}\.(\d+)\.", name)
+        for pattern in ([patterns] if isinstance(patterns, str) else patterns)
+    )
+    first = next(filter(None, found), None)
+    chosen = numbers if isinstance(numbers, list) else [numbers]
+    return first is not None and int(first.group(1)) in chosen and is_named(settings["target_modules"], name)
+
+
+def is_named(names: str | Iterable[str], name: str) -> bool:
+    """Return whether an expression, or one of several names, is that of a layer."""
+    if isinstance(names, str):
+        return _expression(names).fullmatch(name) is not None
+    return any(name == one or name.endswith(f".{one}") for one in names)
+
+
+def by_pattern(settings: Mapping[str, Any], key: str, name: str, usual: Any) -> Any:
+    """Return the value of the first pattern that ends the name of a layer."""
+    found = (value for one, value in settings[key].items() if _expression(one, r"(.*\.)?({})$").match(name))
+    return next(found, usual)
+
 
 STEM = "adapter_model"
 PREFIX, ENDS = "base_model.model.", (".lora_A.weight", ".lora_B.weight")
@@ -262,3 +396,86 @@ def _settings(
 
 def _number(value: float) -> int | float:
     return int(value) if value == int(value) else value
+
+
+# Adapters of a model ----------------------------------------------------------------------------------------
+
+
+class Adapters:
+    """The adapters of one model, by name: any of them may be used at once, merged or beside the weights."""
+
+    def __init__(self, model: Transformer, architecture: Architecture) -> None:
+        self.model, self.architecture = model, architecture
+        self.known: dict[str, Adapter] = {}
+        self.used: tuple[str, ...] = ()
+        self._plain: dict[str, nn.Module] = {}  # the layers without their updates
+
+    def add(self, name: str, folder: str | Path) -> None:
+        """Read an adapter from a directory of PEFT's; `use` applies it."""
+        self.known[name] = read_adapter(Path(folder), self.model.config, self.architecture)
+
+    def use(self, *names: str, merged: bool = False) -> None:
+        """Apply these adapters and no others; without names, leave the model exactly as it was loaded.
+
+        The updates of several add up. `merged` updates are added to the weights, which takes no time in a
+        forward pass; the weights before are kept.
+        """
+        for name in names:
+            refuse(
+                name not in self.known,
+                f'no adapter is called "{name}"{nearest(name, self.known)}: '
+                f"there are {', '.join(self.known) or 'none: add one first'}",
+            )
+        for layer, part in self._plain.items():
+            self.model.set_submodule(layer, part)
+        self._plain = {layer: self.model.get_submodule(layer) for name in names for layer in self.known[name]}
+        for name in names:
+            for layer, update in self.known[name].items():
+                part = self.model.get_submodule(layer)
+                weight = next(part.parameters())
+                wide = torch.promote_types(weight.dtype, update.a.dtype)
+                a, b = (one.to(weight.device, wide) for one in (update.a, update.b))
+                self.model.set_submodule(layer, LoraLinear.of(part, a, b, update.scale).eval())
+        if merged:
+            merge(self.model)
+        self.used = names
+
+    def products(self, name: str) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return A and B of each layer, with the factor in A, in the model's dtype and on its device."""
+        weight = next(self.model.parameters())
+        return {
+            layer: ((one.scale * one.a).to(weight), one.b.to(weight))
+            for layer, one in self.known[name].items()
+        }
+
+    def save(self, name: str, folder: str | Path, base: str | Path | None = None) -> None:
+        """Write an adapter as PEFT does; `base` is what it says of the model that it belongs to."""
+        refuse(name not in self.known, f'no adapter is called "{name}"{nearest(name, self.known)}')
+        write_adapter(Path(folder), self.known[name], self.model.config, self.architecture, base)
+
+
+def is_adapter(folder: Path) -> bool:
+    """Return whether a directory holds an adapter, and no model of its own."""
+    return (folder / SETTINGS).is_file() and not (folder / "config.json").exists()
+
+
+def base_of(folder: Path) -> Path:
+    """Return the directory of the model that an adapter says it belongs to."""
+    stated = read_json(folder / SETTINGS).get("base_model_name_or_path")
+    places = [Path(stated), folder / stated] if isinstance(stated, str) and stated else []
+    found = next((place for place in places if place.exists() and not is_adapter(place)), None)
+    if found is None:
+        raise CheckpointError(
+            f"{folder} holds an adapter of {stated!r}, which is no model directory here: "
+            "load the model, and add this directory to its adapters"
+        )
+    return found
+
+
+def trained_updates(model: nn.Module, alpha: float) -> dict[str, RankUpdate]:
+    """Return the updates that a model is trained with, by layer."""
+    return {
+        name: RankUpdate(part.a.detach().cpu(), part.b.detach().cpu(), alpha)
+        for name, part in model.named_modules()
+        if isinstance(part, LoraLinear)
+    }

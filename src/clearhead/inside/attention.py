@@ -1,34 +1,316 @@
-"""Recording attention: the pattern of every head, or of some, for one text, pair or image.
+"""Attention patterns: where each head looks, how spread it is, and what flows through a whole stack.
 
     maps = attention(m, "The cat sat on the mat")
-    maps.head("3.2").pattern                      # T S; beside it .queries.labels, .keys.labels, .entropy
+    maps.head("3.2").pattern                      # T S; with .queries.labels, .keys.labels, .entropy
     maps.layer(3).pattern                         # H T S
     maps.entropy()                                # L H, in bits
     maps.rollout().last                           # T T
     attention(m, text, to="folder", budget=None)  # a layer at a time to disk: memory never holds two
 
-A pattern is taken while the forward pass makes it. One that has more cells than the budget is put into larger
-cells at once, and one that goes to disk is written at once: so memory holds one whole pattern, however deep
-the model. Layers that nobody asked for keep their fused kernel.
+A pattern has a row per query, a column per key, and each row sums to 1. It is taken while the forward pass
+makes it. One that has more cells than the budget is put into larger cells at once (`Axis.size` says of how
+many tokens), and one that goes to disk is written at once: so memory holds one whole pattern, however deep
+the model. Layers that are not recorded keep their fused kernel.
 
-Shapes: H heads, T queries, S keys.
+Shapes: L layers, H heads, T queries, S keys, N tokens of a stack (T of them unless aggregated).
 """
 
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from clearhead.core.transformer import Transformer
-from clearhead.errors import InputError, refuse
+from clearhead.errors import InputError, nearest, refuse
 from clearhead.hub.files import read_json
 from clearhead.inside import inputs, names
-from clearhead.inside.attention_maps import AttentionMaps, Axis, LayerMap, query_entropy
+from clearhead.inside.names import AttentionHead, AttentionName
+from clearhead.inside.results import Array, Result, entropy_bits, filled, plain
+
+FORMATS = (".json", ".npz")
+
+
+def query_entropy(pattern: Tensor, real: Tensor | None = None) -> Tensor:
+    """Return how spread each query's attention is, in bits: [..., T, S] -> [..., T].
+
+    0: all on one key; log2(S): the same on all keys. Padding, which `real` [..., T] marks False, and a query
+    that sees nothing at all are NaN: they have no part in a mean.
+    """
+    sees = pattern.sum(-1) > 0
+    return entropy_bits(pattern).masked_fill(~(sees if real is None else sees & real), torch.nan)
+
+
+def mean_entropy(bits: Array) -> Array:
+    """Return the mean over queries that see something, [..., N] -> [...]; NaN where none does."""
+    seen = np.isfinite(bits)
+    count = seen.sum(-1)
+    total = np.where(seen, bits, 0.0).sum(-1, dtype=bits.dtype)
+    return np.where(count > 0, total / np.maximum(count, 1), math.nan)
+
+
+@dataclass(frozen=True)
+class Axis(Result):
+    """The queries or the keys of a pattern: one label per cell."""
+
+    json_names = ("labels", "size as tokens_per_cell")
+
+    labels: tuple[str, ...]
+    size: int = 1  # tokens per cell
+
+    @classmethod
+    def over(cls, labels: Sequence[str], size: int) -> Self:
+        """Return cells of so many tokens each; a label has the first and last place and the first token."""
+        if size == 1:
+            return cls(tuple(labels))
+        cells = [(first, min(first + size, len(labels)) - 1) for first in range(0, len(labels), size)]
+        names = (
+            f"{first}-{last} {labels[first]}…" if last > first else f"{first} {labels[first]}"
+            for first, last in cells
+        )
+        return cls(tuple(names), size)
+
+
+@dataclass(frozen=True)
+class Link(Result):
+    """One query looking at one key."""
+
+    query: int
+    key: int
+    query_label: str
+    key_label: str
+    weight: float
+
+
+@dataclass(frozen=True, eq=False)
+class HeadPattern(Result):
+    """The pattern of one head."""
+
+    json_names = ("queries", "keys", "entropies", "pattern")
+
+    head: AttentionHead
+    pattern: Array  # T S
+    queries: Axis
+    keys: Axis
+    entropies: Array  # N, in bits, one per query token; NaN: it sees nothing
+
+    @property
+    def entropy(self) -> float:
+        """The mean over queries, in bits; NaN where none sees anything."""
+        return float(mean_entropy(self.entropies))
+
+    @property
+    def strongest(self) -> Link:
+        """The largest weight, among the queries that see more than one key."""
+        choice = (self.pattern > 0).sum(-1) > 1
+        rows = np.where(choice[:, None], self.pattern, -1.0) if choice.any() else self.pattern
+        query, key = (int(place) for place in np.unravel_index(int(rows.argmax()), rows.shape))
+        return Link(
+            query, key, self.queries.labels[query], self.keys.labels[key], float(self.pattern[query, key])
+        )
+
+    def summary(self) -> dict[str, Any]:
+        """Return plain JSON values, in few numbers."""
+        return {
+            "head": str(self.head),
+            "entropy": plain(self.entropy),
+            "strongest": self.strongest.to_dict(),
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON values: the summary, and every number."""
+        return self.summary() | super().to_dict()
+
+
+@dataclass(frozen=True, eq=False)
+class LayerMap(Result):
+    """The patterns of all heads of one attention."""
+
+    json_names = ("kind", "layer", "queries", "keys", "entropies", "pattern")
+
+    kind: str  # self, encoder or cross, as in the names of heads
+    layer: int
+    pattern: Array  # H T S; mapped from disk where it was streamed there
+    queries: Axis
+    keys: Axis
+    recorded_entropies: Array | None = None  # H N, of the tokens themselves, where the pattern is of cells
+
+    @property
+    def name(self) -> str:
+        """As heads are named, without the head: "3", "encoder.0", "cross.1"."""
+        return str(AttentionName(self.kind, self.layer))
+
+    @property
+    def aggregated(self) -> int:
+        """Tokens per cell, on the axis that has more."""
+        return max(self.queries.size, self.keys.size)
+
+    def entropies(self) -> Array:
+        """Return [H, N] bits of each query of each head, of single tokens; NaN where a query sees nothing."""
+        if self.recorded_entropies is not None:
+            return self.recorded_entropies
+        return query_entropy(torch.from_numpy(np.array(self.pattern))).numpy()
+
+    def heads(self) -> list[HeadPattern]:
+        """Return each head by itself."""
+        names = AttentionName(self.kind, self.layer, len(self.pattern)).heads
+        return [
+            HeadPattern(name, pattern, self.queries, self.keys, bits)
+            for name, pattern, bits in zip(names, self.pattern, self.entropies())
+        ]
+
+
+@dataclass(frozen=True, eq=False)
+class Rollout(Result):
+    """What each place is made of after each layer, if attention alone moved anything."""
+
+    kind: str
+    tokens: Axis
+    flow: Array  # L T T: after each layer, the share of each token (column) in each place (row)
+
+    @property
+    def last(self) -> Array:
+        """[T, T] after the last layer."""
+        return np.asarray(self.flow[-1])
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionMaps(Result):
+    """Every pattern that was recorded, in the order of the forward pass."""
+
+    json_names = ("aggregated", "maps")
+
+    maps: tuple[LayerMap, ...]
+    skipped: tuple[AttentionName, ...] = ()  # those of the model that have no pattern
+
+    @property
+    def aggregated(self) -> int:
+        """Tokens per cell where most were put together; 1: nothing was."""
+        return max(each.aggregated for each in self.maps)
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of attention that were recorded."""
+        return tuple(dict.fromkeys(each.kind for each in self.maps))
+
+    def of(self, kind: str) -> list[LayerMap]:
+        """Return all layers of one kind."""
+        refuse(
+            kind not in self.kinds,
+            f'no attention of the kind "{kind}" was recorded: there is {", ".join(self.kinds)}',
+        )
+        return [each for each in self.maps if each.kind == kind]
+
+    def layer(self, number: int, kind: str = "self") -> LayerMap:
+        """Return one layer, all heads."""
+        known = {each.layer: each for each in self.of(kind)}
+        refuse(
+            number not in known,
+            f"layer {number} of {kind} attention was not recorded: there is {', '.join(map(str, known))}",
+        )
+        return known[number]
+
+    def head(self, name: str) -> HeadPattern:
+        """Return one head by its name: "3.2", "encoder.0.5", "cross.1.2"."""
+        known = {
+            f"{each.name}.{number}": (each, number)
+            for each in self.maps
+            for number in range(len(each.pattern))
+        }
+        wanted = name.strip().removeprefix("self.")
+        refuse(
+            wanted not in known,
+            f'head "{name}" was not recorded{nearest(wanted, known)}: '
+            f"heads are called layer.head, such as {', '.join(list(known)[:3])}",
+        )
+        found, number = known[wanted]
+        return found.heads()[number]
+
+    def heads(self) -> list[HeadPattern]:
+        """Return every head by itself."""
+        return [head for each in self.maps for head in each.heads()]
+
+    def entropy(self, kind: str = "self") -> Array:
+        """Return [L, H] bits of each head, the mean over its queries; NaN where a layer has fewer heads."""
+        rows = [mean_entropy(each.entropies()).tolist() for each in self.of(kind)]
+        return filled(rows).astype(np.float32)
+
+    def rollout(self, kind: str = "self", residual: float = 0.5) -> Rollout:
+        """Return the attention rollout of one stack.
+
+        The mean over heads is mixed with the identity and multiplied over layers. `residual` is the share of
+        the identity. Every row is divided by its sum. Of aggregated maps it is the rollout of their cells.
+        """
+        layers = self.of(kind)
+        refuse(
+            kind == "cross",
+            "rollout follows tokens through one stack, and cross-attention joins two: choose self or encoder",
+        )
+        skipped = [str(each.layer) for each in self.skipped if each.kind == kind]
+        refuse(
+            bool(skipped),
+            f"rollout leaves no layer out, and these have no attention pattern: {', '.join(skipped)}",
+        )
+        refuse(
+            [each.layer for each in layers] != list(range(len(layers))),
+            "rollout starts at the first layer and leaves none out: record all layers",
+        )
+        refuse(not 0 <= residual <= 1, f"residual {residual} must be a share between 0 and 1")
+        identity, flows = np.eye(layers[0].pattern.shape[-1]), list[Tensor]()
+        for each in layers:
+            heads = each.pattern.mean(0, dtype=np.float64) if len(each.pattern) else 0
+            mixed = residual * identity + (1 - residual) * heads
+            sums = mixed.sum(-1, keepdims=True)
+            step = torch.from_numpy(np.divide(mixed, sums, out=np.zeros_like(mixed), where=sums > 0))
+            flows.append(step @ flows[-1] if flows else step)  # torch: as many threads as the model has
+        return Rollout(kind, layers[0].queries, torch.stack(flows).float().numpy())
+
+    def save(self, path: str | Path) -> Path:
+        """Write patterns, entropies and labels of every attention as .json, or as arrays in an .npz."""
+        path = checked_ending(path)
+        part = path.with_name(f".{path.name}.part")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if path.suffix.lower() == ".json":
+                part.write_text(json.dumps(self.to_dict()), encoding="utf-8")
+            else:
+                arrays: dict[str, Any] = {
+                    f"{each.kind}.{each.layer}.{name}": array
+                    for each in self.maps
+                    for name, array in (
+                        ("pattern", each.pattern),
+                        ("entropies", each.entropies()),
+                        ("queries", np.array(each.queries.labels)),
+                        ("keys", np.array(each.keys.labels)),
+                    )
+                }
+                with part.open("wb") as file:
+                    np.savez(file, aggregated=np.array(self.aggregated), **arrays)
+            part.replace(path)
+        except OSError as error:
+            part.unlink(missing_ok=True)
+            raise InputError(f"{path} cannot be written: {error.strerror or error}") from None
+        return path
+
+
+def checked_ending(path: str | Path) -> Path:
+    """Return a path whose ending says in which format to write."""
+    path = Path(path)
+    refuse(
+        path.suffix.lower() not in FORMATS,
+        f'patterns cannot be written as "{path.name}": end the name in {" or ".join(FORMATS)}',
+    )
+    return path
+
+
+# Recording --------------------------------------------------------------------------------------------------
+
 
 BUDGET = 512 * 512  # cells of one head's pattern
 INDEX = "maps.json"

@@ -1,10 +1,12 @@
-"""Where words and positions stand: neighbours, analogies, words on a plane, one word in two texts, positions.
+"""Where words and positions stand: neighbours, analogies, words on a plane, one word in two texts, positions,
+and the similarity of two texts.
 
     neighbours(m, "king", 5)                             # by cosine
     analogy(m, "man", "king", "woman")                   # king - man + woman
     projection(m, ["one", "two", "red", "blue"])         # principal components
     same_word(m, "the bank of the river", "a bank lends money", "bank")
     position_map(m, 64), position_similarity(m, 64)      # what tells positions apart, how alike two are
+    similarity(m, "A dog runs", "The cat sleeps").cosine # of the two vectors that `embed` gives
 
 A word that is one token with a space before it is taken so, as it stands in a text. A word of several tokens
 is their mean, and the result names them.
@@ -26,11 +28,13 @@ from clearhead.core.embedding import TokenFront
 from clearhead.core.heads import LanguageHead
 from clearhead.core.stack import Stack
 from clearhead.errors import InputError, refuse
-from clearhead.hub.tokens.labels import label, labels
-from clearhead.inside.heads.alignments import positions
+from clearhead.hub.tokens.text import label, labels
+from clearhead.inside import inputs, results
+from clearhead.inside.alignments import positions
 from clearhead.inside.inputs import AnyModel, as_model, device_of, patch_names, prepare_first
 from clearhead.inside.names import states
 from clearhead.inside.results import Floats, Result, on_cpu
+from clearhead.learn.tasks.reading import embed
 from clearhead.run.api import Model
 
 Table = Literal["input", "output"]
@@ -341,3 +345,26 @@ def _bias(part: Stack, where: Tensor) -> Tensor:
     bias = part.positions.bias(where, where, torch.float32)
     assert bias is not None
     return bias[0].detach().cpu()
+
+
+# Similarity of two texts ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Similarity(results.Result):
+    """Two texts, side by side."""
+
+    cosine: float
+    tokens: tuple[tuple[str, ...], tuple[str, ...]]
+    states: Tensor  # [T, S]
+
+
+def similarity(m: inputs.AnyModel, text: str, other: str) -> Similarity:
+    """Return how alike two texts are to a model that embeds texts; each is read by itself."""
+    m = inputs.as_model(m)
+    vectors = nnf.normalize(embed(m, [text, other]).double(), dim=-1)
+    read = [inputs.prepare(m, one) for one in (text, other)]
+    hidden = [prepared.record("hidden", logits="none")[0].hidden[0] for prepared in read]
+    first, second = (nnf.normalize(x.double().cpu(), dim=-1) for x in hidden)
+    labels = (read[0].tokens.labels, read[1].tokens.labels)
+    return Similarity(float(vectors[0] @ vectors[1]), labels, (first @ second.T).float())

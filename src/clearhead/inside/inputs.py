@@ -1,4 +1,4 @@
-"""What somebody types, as a model's inputs with a label for every token.
+"""What somebody types, as a model's inputs with a label for every token, and what its head chooses among.
 
     prepared = prepare(m, "The cat sat")                 # any model of one stack: text, or token ids
     prepared = prepare(m, "Ein Hund", target="A dog")    # two stacks; else the model writes its own target
@@ -6,13 +6,24 @@
     prepared = prepare(m, "clip.wav")                    # the first window of a sound, and its transcript
     prepared = prepare_any(m, frames, target, None)      # also vectors and frames, which have no text
     output, seen = prepared.record("blocks.*.attention.pattern")
+    prepared = cached_pass(prepared)                     # one forward pass for all that is asked of it
+    paths(m, prepared), lens(m, prepared, columns=[4]), maps_of(prepared)
 
-Shapes: B batch (one row), T tokens of the stack that feeds the head, S tokens of the encoder before it.
+A cached pass keeps its activations. Gradients run one pass more, whose graph is kept too. Edits and traces
+still run the model: they need more than its activations.
+
+A head's scores are a table of columns and choices. A language model has one column for each token that it
+reads; a classifier has one for the whole input; a span head has two, "begins" and "ends", and chooses among
+the tokens.
+
+Shapes: B batch (one row), T tokens of the stack that feeds the head, S tokens of the encoder before it,
+C columns, N choices, D model.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from io import BytesIO
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -21,17 +32,18 @@ import torch
 from torch import Tensor
 
 from clearhead.core.config import ModelConfig
-from clearhead.core.taps import Recording, edit, record
+from clearhead.core.taps import Recording, edit, matching, record, tap_names
 from clearhead.core.transformer import Output, Transformer, evaluating
-from clearhead.errors import InputError, refuse
-from clearhead.hub import encodings, pixels
-from clearhead.hub.tokens.labels import labels
+from clearhead.errors import InputError, nearest, refuse
+from clearhead.hub import preprocessor, tokenizer
+from clearhead.hub.tokens.text import label, labels, visible
+from clearhead.inside.names import kinds_of
 from clearhead.learn.data.treebank import Span
 from clearhead.learn.tasks.speech import first_window
 from clearhead.run.api import Model
 
 AnyModel = Model | Transformer
-Given = str | Sequence[int] | Tensor | pixels.Image
+Given = str | Sequence[int] | Tensor | preprocessor.Image
 Target = str | Sequence[int] | None
 LONGEST_ANSWER = 64  # tokens that an encoder-decoder writes where no target is given
 
@@ -283,7 +295,7 @@ def _text(m: Model, given: Any, pair: str | None) -> tuple[InputTokens, list[int
         ids = m.prompt_ids(given)
         return InputTokens(labels(m.tokenizer, ids), tuple(ids)), []
     goes_on = m.config.family == "decoder" and pair is None
-    encoding = encodings.framed(m.text_tokenizer, m.max_length, given) if goes_on else m.framed(given, pair)
+    encoding = tokenizer.framed(m.text_tokenizer, m.max_length, given) if goes_on else m.framed(given, pair)
     ids = list(encoding.ids)
     if goes_on:
         ids = m.prompt_ids(given)[: m.max_length]  # without the token that ends a text
@@ -313,7 +325,7 @@ def _pixels(m: Model, given: Any) -> Tensor:
     if isinstance(given, Tensor) and given.ndim == 4:
         refuse(given.shape[0] != 1, f"{given.shape[0]} images were given: look into one at a time")
         given = given[0]
-    return pixels.to_pixels(given, m.config, m.images)[None].to(next(m.model.parameters()))
+    return preprocessor.to_pixels(given, m.config, m.images)[None].to(next(m.model.parameters()))
 
 
 def patch_names(config: ModelConfig) -> tuple[str, ...]:
@@ -329,3 +341,210 @@ def recorded(model: Transformer, patterns: Iterable[str], *main: Tensor, **given
     with torch.no_grad(), evaluating(model), record(model, *patterns) as seen:
         model(*main, **given, logits="none")
     return seen
+
+
+# A pass recorded once ---------------------------------------------------------------------------------------
+
+
+LARGEST = 2**28  # numbers of all patterns together; where there would be more, none is kept
+LARGEST_GRAPH = 2**24  # numbers of all patterns, of a pass that is kept with its gradients
+SLOPED = (".z", ".pattern", ".v", ".scores", "embedding", "feedforward.out")
+UNSEEN = (".pre", "resid_mid", "logits")
+
+
+@dataclass(frozen=True)
+class CachedPass(Prepared):
+    """Inputs whose activations are recorded in one pass, at the first question about them."""
+
+    @cached_property
+    def _pass(self) -> tuple[Output, Recording]:
+        """The hidden states, and every activation that is kept."""
+        unseen = UNSEEN if self.holds_patterns else (*UNSEEN, ".pattern", ".scores")
+        kept = [name for name in tap_names(self.model) if not name.endswith(unseen)]
+        return super().record(*kept, logits="none")
+
+    @cached_property
+    def _graph(self) -> Recording:
+        """What gradients are taken of."""
+        kept = [name for name in tap_names(self.model) if name.endswith(SLOPED)]
+        with torch.enable_grad(), record(self.model, *kept, detach=False) as seen:
+            self.run(logits="none")
+        return seen
+
+    @cached_property
+    def log_sums(self) -> dict[int, Tensor]:
+        """By column: what `lens.followed` has to know of all choices to give the share of one, [L + 1]."""
+        return {}
+
+    @property
+    def holds_patterns(self) -> bool:
+        """Whether all patterns fit."""
+        return self._pattern_numbers <= LARGEST
+
+    @property
+    def keeps_graph(self) -> bool:
+        """Whether gradients share one pass; of a long text each takes a pass of its own."""
+        return self._pattern_numbers <= LARGEST_GRAPH
+
+    @property
+    def _pattern_numbers(self) -> int:
+        cells = {
+            one: len(self.tokens_of("encoder." if one.kind == "encoder" else ""))
+            * len(self.tokens_of("" if one.kind == "self" else "encoder."))
+            for one, kind in kinds_of(self.model.config).items()
+            if kind.patterned
+        }
+        return sum(one.n_heads * count for one, count in cells.items())
+
+    def forget(self) -> None:
+        """Free what was recorded; the next question runs the model again."""
+        for name in ("_pass", "log_sums"):
+            self.__dict__.pop(name, None)
+        self.forget_graph()
+
+    def forget_graph(self) -> None:
+        """Free what gradients are taken of, which is most of the memory."""
+        self.__dict__.pop("_graph", None)
+
+    def record_graph(self, last: str, *patterns: str) -> Recording:
+        """Return activations with their graph; of a long text, only those before the activation `last`."""
+        return self._graph if self.keeps_graph else super().record_graph(last, *patterns)
+
+    def record(self, *patterns: str, logits: Literal["all", "none"] = "all") -> tuple[Output, Recording]:
+        """Return what was recorded; run a pass only for activations that are not kept."""
+        output, seen = self._pass
+        wanted = {
+            name
+            for pattern in patterns
+            for name in ((pattern,) if pattern in seen else matching(self.model.config, pattern))
+        }
+        if not wanted <= seen.keys():
+            return super().record(*patterns, logits=logits)
+        if logits == "none":
+            return output, seen
+        with torch.no_grad(), evaluating(self.model):
+            return replace(output, logits=self.model.head(output.hidden, None)), seen
+
+    def hand_out(self, takers: Mapping[str, Callable[[Tensor], None]]) -> None:
+        """Hand each named activation to its taker."""
+        _, seen = self._pass
+        if not takers.keys() <= seen.keys():
+            return super().hand_out(takers)
+        for name, take in takers.items():
+            take(seen[name])
+
+
+def cached_pass(prepared: Prepared) -> CachedPass:
+    """Return the same inputs, whose pass is recorded once."""
+    return CachedPass(**{field.name: getattr(prepared, field.name) for field in fields(prepared)})
+
+
+# What the head chooses among --------------------------------------------------------------------------------
+
+
+KINDS = {"lm": "token", "mlm": "token", "classifier": "class", "tagger": "class", "span": "place"}
+
+
+@dataclass(frozen=True)
+class Choices:
+    """The columns and the choices of one prepared input."""
+
+    prepared: Prepared
+    kind: str  # token, class or place
+    columns: tuple[str, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every class, or every place; tokens are too many, see `name`."""
+        if self.kind == "place":
+            return tuple(f"{place}:{token}" for place, token in enumerate(self.prepared.tokens.labels))
+        return self.prepared.m.class_names
+
+    @property
+    def count(self) -> int:
+        """How many choices there are."""
+        return self.prepared.m.config.vocab_size if self.kind == "token" else len(self.names)
+
+    def name(self, number: int) -> str:
+        """Return one choice, as people read it."""
+        return label(self.prepared.m.tokenizer, number) if self.kind == "token" else self.names[number]
+
+    def find(self, wanted: str | int) -> int:
+        """Return the number of a choice, given its name or its number."""
+        if isinstance(wanted, str):
+            wanted = self._token(wanted) if self.kind == "token" else self._named(wanted)
+        refuse(
+            not 0 <= wanted < self.count,
+            f"there is no {self.kind} {wanted}: they go from 0 to {self.count - 1}",
+        )
+        return wanted
+
+    def _named(self, wanted: str) -> int:
+        """Return a class or a place by its name, or by its number written out."""
+        names = self.names
+        if wanted in names:
+            return names.index(wanted)
+        if wanted.lstrip("-").isdecimal():
+            return int(wanted)
+        some = ", ".join(names if len(names) <= 12 else (*names[:12], "..."))
+        raise InputError(f'there is no {self.kind} "{wanted}"{nearest(wanted, names)}: choose from {some}')
+
+    def _token(self, wanted: str) -> int:
+        """Return a token by its own writing, its label (· is a space), its number, or a text that it is."""
+        tokenizer = self.prepared.m.tokenizer
+        if tokenizer is None:
+            refuse(
+                not wanted.lstrip("-").isdecimal(),
+                f'"{wanted}" is not a token id, and this model has no tokenizer: give a number',
+            )
+            return int(wanted)
+        found = tokenizer.token_to_id(wanted)
+        if found is None:
+            shown = visible(wanted)
+            found = next((token for token in range(self.count) if label(tokenizer, token) == shown), None)
+        if found is not None or wanted.isdecimal():
+            return int(wanted if found is None else found)
+        pieces = tokenizer.encode(wanted, add_special_tokens=False).ids
+        listed = ", ".join(label(tokenizer, piece) for piece in pieces) or "none"
+        refuse(
+            len(pieces) != 1,
+            f'"{wanted}" is {len(pieces)} tokens ({listed}): name one token of the vocabulary',
+        )
+        return int(pieces[0])
+
+    def scores(self, logits: Tensor) -> Tensor:
+        """Return what the head says as a table for each row: [B, ...] -> [B, C, N]."""
+        if self.kind == "place":
+            return logits.transpose(1, 2)
+        return logits[:, None] if logits.ndim == 2 else logits
+
+    def column_scores(self, hidden: Tensor, column: int) -> Tensor:
+        """Return the scores of one column, and compute no other of a vocabulary: [B, T, D] -> [B, N]."""
+        head = self.prepared.model.head
+        if self.kind == "token":
+            return self.scores(head(hidden[:, column : column + 1], None))[:, 0]
+        return self.scores(head(hidden, None))[:, column]
+
+
+def choices_of(prepared: Prepared) -> Choices:
+    """Return what the head of a model chooses among for this input."""
+    head = prepared.m.config.head or "none"
+    refuse(
+        head not in KINDS,
+        f'head "{head}" gives vectors, not choices: '
+        f"this takes a model whose head is one of {', '.join(KINDS)}",
+    )
+    whole = ("whole image" if prepared.main.is_floating_point() else "whole text",)
+    columns = {"classifier": whole, "span": ("begins", "ends")}.get(head, prepared.tokens.labels)
+    return Choices(prepared, KINDS[head], columns)
+
+
+def find_column(position: int, columns: Sequence[str]) -> int:
+    """Return a column by its number; negative ones count from the end."""
+    count = len(columns)
+    refuse(
+        not -count <= position < count,
+        f"there is no position {position}: there are {count}, from 0 to {count - 1}, "
+        f"or from the end, -1 to -{count}",
+    )
+    return position % count

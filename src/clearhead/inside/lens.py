@@ -12,7 +12,7 @@ through the head, as if the layer were the last. For the last layer that is the 
 bit.
 
 A logit is a sum over direct contributions. Every part adds a vector to the residual stream, and the head
-reads the sum through norms. With each norm on the way held at its actual size (see `frozen`) each head,
+reads the sum through norms. With each norm held at its actual size (see `logit_attribution`) each head,
 feed-forward and embedding adds one number to a token's logit, and biases get numbers of their own. What a
 part does by way of later parts is not direct and is not counted for it.
 
@@ -34,9 +34,8 @@ from clearhead.core.heads import LanguageHead
 from clearhead.core.transformer import Transformer, evaluating
 from clearhead.errors import refuse
 from clearhead.inside import inputs, names, results
-from clearhead.inside.choices import Choices, choices_of, find_column
-from clearhead.inside.direct import AskedLogit, Term, parts_of, terms_of
-from clearhead.inside.once import RecordedOnce
+from clearhead.inside.inputs import CachedPass, Choices, choices_of, find_column
+from clearhead.inside.logit_attribution import AskedLogit, Term, parts_of, terms_of
 from clearhead.run.generate.exits import stop_at
 from clearhead.run.kernels.parts import like
 
@@ -163,7 +162,7 @@ def _log_sums(prepared: inputs.Prepared, choices: Choices, some: list[int]) -> T
 
     It is kept beside a pass that is recorded once: another choice then costs no product with the vocabulary.
     """
-    kept = prepared.log_sums if isinstance(prepared, RecordedOnce) else dict[int, Tensor]()
+    kept = prepared.log_sums if isinstance(prepared, CachedPass) else dict[int, Tensor]()
     missing = [column for column in some if column not in kept]
     for first in range(0, len(missing), TOGETHER):
         few = missing[first : first + TOGETHER]
@@ -235,7 +234,7 @@ def _measure(
 class Contributions(results.Result):
     """A logit as a sum."""
 
-    columns: tuple[str, ...]  # as in `choices`: the tokens, mostly
+    columns: tuple[str, ...]  # as in `Choices`: the tokens, mostly
     column: int  # where it is read
     choice: str  # whose logit it is
     against: str | None  # less whose logit

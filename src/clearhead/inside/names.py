@@ -36,6 +36,10 @@ class AttentionHead:
         return f"{AttentionName(self.kind, self.layer)}.{self.number}"
 
 
+Heads = Iterable[AttentionHead | str] | AttentionHead | str
+Layers = Iterable[int | str] | int | str  # 3 or "3" of the stack that feeds the head, else "encoder.3"
+
+
 class AttentionName(NamedTuple):
     """One attention of a model: its kind, its layer and how many heads it has."""
 
@@ -125,6 +129,12 @@ def find_heads(config: ModelConfig, names: Iterable[str]) -> list[AttentionHead]
     return found
 
 
+def as_heads(config: ModelConfig, heads: Heads) -> list[AttentionHead]:
+    """Return heads, given as such or by name; each once, in the order of their names."""
+    given = [heads] if isinstance(heads, AttentionHead | str) else heads
+    return sorted(set(find_heads(config, map(str, given))))
+
+
 # Stacks and layers ------------------------------------------------------------------------------------------
 
 
@@ -140,6 +150,19 @@ def layer_names(config: ModelConfig) -> dict[str, str]:
         for spec in config.stacks
         for layer in range(spec.n_layers)
     }
+
+
+def find_blocks(config: ModelConfig, layers: Layers) -> list[str]:
+    """Return layers as activations are named, each once: 3 is "blocks.3", "encoder.0" "encoder.blocks.0"."""
+    known = layer_names(config)
+    names = [str(layer).strip() for layer in ([layers] if isinstance(layers, int | str) else layers)]
+    for name in names:
+        refuse(
+            name not in known,
+            f'there is no layer "{name}"{nearest(name, known)}: '
+            f"layers are called {', '.join(list(known)[:12])}",
+        )
+    return list(dict.fromkeys(known[name] for name in names))
 
 
 def states(spec: StackSpec) -> list[str]:

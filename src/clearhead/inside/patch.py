@@ -9,6 +9,12 @@ the clean answer less that of the corrupt one, on a scale on which the corrupt r
     patch(m, "Paris is in", "New York is in", align="words")                  # prompts of unequal length
     patch(m, "Paris is in", "New York is in", subject=("Paris", "New York"))  # the spans that differ, by name
 
+Steering adds the difference of two texts to the stream of a third, at one layer:
+
+    vector = steering_vector(m, "I love this", "I hate this", layer=2)
+    with steering(m, vector, layer=2, strength=4):
+        m.generate("The film was", 20)
+
 Shapes: B rows of a batch, each patched in another place, T tokens, P pairs of tokens (T of prompts of equal
 length), L layers, H heads, D model, E head width, N choices.
 """
@@ -16,6 +22,7 @@ length), L layers, H heads, D model, E head width, N choices.
 import difflib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, cast
@@ -28,7 +35,8 @@ from clearhead.core.taps import edit
 from clearhead.core.transformer import evaluating
 from clearhead.errors import nearest, refuse
 from clearhead.inside import inputs, names, results
-from clearhead.inside.choices import Choices, choices_of, find_column
+from clearhead.inside.inputs import Choices, choices_of, find_column
+from clearhead.run.api import Model
 
 PARTS = ("residual", "attention", "feedforward", "heads")
 TOKENS_AT_ONCE = 8192  # of all rows together: what one pass of patched rows may hold
@@ -174,7 +182,7 @@ def patched_scores(
 ) -> Tensor:
     """Run a prompt for each row of sites with the clean activations there; return one column's scores [B, N].
 
-    `clean` has the activations of the other prompt by name; `column` is as in `choices`; `on_progress` is
+    `clean` has the activations of the other prompt by name; `column` is as in `Choices`; `on_progress` is
     told after each batch how many rows are done; `kept` names the choices that are returned, None: all N.
     """
     choices, length = choices_of(corrupt), len(corrupt.tokens) + len(corrupt.source_tokens or ())
@@ -447,3 +455,28 @@ def _answers(
     refuse(corrupt.numel() < 2, "this head has one choice alone: patching compares two")
     bad = int(corrupt.index_fill(0, torch.tensor([good]), -math.inf).argmax())
     return good, bad, f'both runs say "{choices.name(good)}": compared with the runner-up of the corrupt run'
+
+
+# Steering ---------------------------------------------------------------------------------------------------
+
+
+def steering_vector(m: inputs.AnyModel, toward: inputs.Given, away: inputs.Given, layer: int) -> Tensor:
+    """Return the stream after a layer at the last token of one text, less that of another: [D]."""
+    tap = _after(inputs.as_model(m), layer)
+    last = [inputs.prepare(m, text).record(tap, logits="none")[1][tap][0, -1] for text in (toward, away)]
+    return last[0] - last[1]
+
+
+def steering(
+    m: inputs.AnyModel, vector: Tensor, layer: int, strength: float = 1.0
+) -> AbstractContextManager[None]:
+    """Add `strength` times a vector [D] to the stream after a layer, at every token, in a `with` block."""
+    m = inputs.as_model(m)
+    return edit(m.model, {_after(m, layer): lambda x: x + strength * vector.to(x)})
+
+
+def _after(m: Model, layer: int) -> str:
+    """Return the name of the stream after a layer of the stack that feeds the head."""
+    taps = names.states(m.model.main.spec)[1:]
+    refuse(not 0 <= layer < len(taps), f"there is no layer {layer}: layers are 0 to {len(taps) - 1}")
+    return taps[layer]

@@ -21,7 +21,7 @@ from torch import Tensor
 from clearhead.core.transformer import Transformer, evaluating
 from clearhead.errors import refuse
 from clearhead.inside.inputs import device_of
-from clearhead.inside.long.text import LongText, read_text
+from clearhead.inside.long_text import LongText, read_text
 from clearhead.inside.results import Result
 from clearhead.learn.evaluation.metrics import perplexity
 from clearhead.run.api import Model

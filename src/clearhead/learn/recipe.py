@@ -31,7 +31,7 @@ from clearhead.core.config.typed import (
     shaped,
 )
 from clearhead.errors import ConfigError, InputError, nearest, refuse
-from clearhead.hub.tokens.plan import TokensPlan
+from clearhead.hub.tokens import TokensPlan
 from clearhead.learn.data.plan import DataPlan
 from clearhead.learn.parallel.plan import ParallelPlan
 

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from clearhead.errors import refuse
-from clearhead.hub import adapters, checkpoint, pixels
+from clearhead.hub import checkpoint, peft
 from clearhead.hub.beside import read_beside
 from clearhead.hub.download import here_or_fetched
+from clearhead.hub.preprocessor import Image
 from clearhead.hub.towers import has_towers, load_towers
 from clearhead.learn.tasks import chat, generation, ranking, reading, results, speech, towers
 from clearhead.learn.tasks.generation import (
@@ -176,7 +177,10 @@ class Model(Bundle):
 
     @overload
     def classify(
-        self, inputs: str | Pair | pixels.Image, batch_size: int = ..., labels: Sequence[str] | None = ...
+        self,
+        inputs: str | Pair | Image,
+        batch_size: int = ...,
+        labels: Sequence[str] | None = ...,
     ) -> Classification: ...
 
     @overload
@@ -270,7 +274,7 @@ class Model(Bundle):
         `pathlib` paths, arrays or tensors, side by side in one space, as vectors of length one. `batch_size`
         texts run at a time at most; None: as the device reads them fastest.
         """
-        single = isinstance(texts, pixels.Image) and getattr(texts, "ndim", 3) < 4
+        single = isinstance(texts, Image) and getattr(texts, "ndim", 3) < 4
         given: list[Any] = [texts] if single else list(texts)
         if self.towers is not None and prompt is None:
             return towers.embed(self, given, batch_size)
@@ -327,11 +331,9 @@ def load(
     """
     cast, place, rounding = float_dtype(dtype), best_device(device), plan_of(quantize, parallel is not None)
     path = here_or_fetched(folder, allow_download)
-    if adapters.is_adapter(path):
+    if peft.is_adapter(path):
         refuse(bool(parallel or rounding), f"{path} is an adapter: merge it, clearhead convert {path} OUT")
-        adapted = load(
-            adapters.base_of(path), dtype, device, False, tokenizer, mapped, check_finite=check_finite
-        )
+        adapted = load(peft.base_of(path), dtype, device, False, tokenizer, mapped, check_finite=check_finite)
         adapted.adapters.add(path.name, path)
         adapted.adapters.use(path.name)
         return adapted

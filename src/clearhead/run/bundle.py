@@ -19,17 +19,16 @@ from clearhead.core.taps import unwrapped
 from clearhead.core.transformer import Transformer
 from clearhead.errors import InputError, refuse
 from clearhead.hub import checkpoint, export, files, quantized
-from clearhead.hub.adapters import Adapters
 from clearhead.hub.architecture import SECTION
 from clearhead.hub.checkpoint import default_names
-from clearhead.hub.encodings import framed
-from clearhead.hub.gguf_file import SUFFIX
+from clearhead.hub.gguf import SUFFIX
 from clearhead.hub.gguf_writing import write_gguf
-from clearhead.hub.pixels import PREPROCESSOR
+from clearhead.hub.peft import Adapters
+from clearhead.hub.preprocessor import PREPROCESSOR
 from clearhead.hub.quantized import code_tensors, outgoing_codes
 from clearhead.hub.sentences import Sentences, write_sentences
-from clearhead.hub.tokenizer import check_infilling, clean, encode, save_tokenizer, stop_ids, truncation_side
-from clearhead.hub.tokens.labels import decoded
+from clearhead.hub.tokenizer import check_infilling, encode, framed, save_tokenizer, stop_ids, truncation_side
+from clearhead.hub.tokens.text import clean, decoded
 from clearhead.hub.towers import JoinedTowers
 from clearhead.hub.writing import Outgoing, write_tensors
 from clearhead.learn.batches.padding import padded, real_tokens

@@ -30,7 +30,8 @@ from clearhead.learn.data.tables import counted
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from clearhead.inside.heads import HeadRoles, alignments, syntax
+    from clearhead.inside import alignments
+    from clearhead.inside.heads import HeadRoles
     from clearhead.inside.probe import Probes
 
 ROLE_TEXTS = 50  # of a treebank that roles are measured on, where no text is given
@@ -81,7 +82,8 @@ def heads(
     check_inputs(folder, plot)
     refuse(limit is not None and limit < 1, f"limit {limit} leaves nothing to read: ask for 1 or more")
     from clearhead.app.plot.parts import role_map
-    from clearhead.inside.heads import alignments, head_roles, syntax
+    from clearhead.inside import alignments
+    from clearhead.inside.heads import head_roles
     from clearhead.inside.names import unpatterned
     from clearhead.learn.data.treebank import read_treebank
 
@@ -93,7 +95,7 @@ def heads(
         given = [sentence.text for sentence in sentences[:ROLE_TEXTS]]
     roles = head_roles(model, given or None, seed)
     print_notes(unpatterned(model.config))
-    followed = None if sentences is None else syntax.syntax(model, sentences)
+    followed = None if sentences is None else alignments.syntax(model, sentences)
     agreed = None if pairs is None else alignments.agreement(model, pairs)
     found = {"roles": roles, "syntax": followed, "agreement": agreed}
     show_result(
@@ -138,7 +140,7 @@ def _roles_table(found: HeadRoles, folder: Path) -> Table:
     return table(f"{folder}: {heads} over {texts}, {tokens}", headings, rows)
 
 
-def _syntax_table(found: syntax.Syntax) -> Table:
+def _syntax_table(found: alignments.Syntax) -> Table:
     rows = (
         (
             row.name,

@@ -25,9 +25,8 @@ from clearhead.app.report import count, size, table
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from clearhead.inside.long.growth import Growth
-    from clearhead.inside.long.positions import PositionLoss, ScalingTry
-    from clearhead.inside.long.retrieval import RetrievalGrid
+    from clearhead.inside.long import RetrievalGrid
+    from clearhead.inside.long_text import Growth, PositionLoss, ScalingTry
 
 Part = Literal["perplexity", "retrieval", "cost"]
 

@@ -25,7 +25,6 @@ from clearhead.app.commands.common import (
 )
 from clearhead.app.report import check_details, check_table, cost_table
 from clearhead.errors import CheckpointError, InputError, MissingExtraError, refuse
-from clearhead.learn.parallel.hardware import read_bytes
 
 if TYPE_CHECKING:
     from clearhead.app.explorer.session import Session
@@ -186,9 +185,10 @@ def convert(
         f"{target} holds a model already: choose another directory, or add --overwrite",
         CheckpointError,
     )
-    limit = read_bytes(shard_size)
     from clearhead.hub.export import explain_export
+    from clearhead.learn.parallel.estimate import read_bytes
 
+    limit = read_bytes(shard_size)
     with TemporaryDirectory() as work:
         if source.suffix == ".pt":
             from clearhead.hub.openai_whisper import unpack

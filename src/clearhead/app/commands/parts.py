@@ -28,9 +28,8 @@ from clearhead.errors import CheckpointError, refuse
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from clearhead.inside.parts import ablate as ablation
-    from clearhead.inside.parts import examples
-    from clearhead.inside.parts.importance import HeadTable
+    from clearhead.inside.ablation import Ablation, Effect, Examples
+    from clearhead.inside.pruning import HeadTable
 
 NAMED = 4  # parts named in a title
 HeadNames = Annotated[
@@ -90,12 +89,11 @@ def ablate(
     )
     model = load_model(folder, plot=plot)
     from clearhead.app.plot import parts as pictures
-    from clearhead.inside.parts import ablate as inside
-    from clearhead.inside.parts.examples import examples_from
-    from clearhead.inside.parts.importance import ablate_each
+    from clearhead.inside import ablation
+    from clearhead.inside.pruning import ablate_each
 
     if text is not None and not each:
-        found = inside.effect(model, text, heads, layers, feedforwards, how, target=target)
+        found = ablation.effect(model, text, heads, layers, feedforwards, how, target=target)
         show_result(
             found.to_dict(),
             json,
@@ -105,9 +103,11 @@ def ablate(
         )
         return
     one: list[Any] = [text if target is None else (text, target)]
-    read = _read_examples(model, data, examples, set) if data else examples_from(model, one, texts=True)
+    read = (
+        _read_examples(model, data, examples, set) if data else ablation.examples_from(model, one, texts=True)
+    )
     if not each:
-        done = inside.ablate(model, read, heads, layers, feedforwards, how)
+        done = ablation.ablate(model, read, heads, layers, feedforwards, how)
         show_result(done.to_dict(), json, _ablation_parts(done, folder))
         return
     with progress() as on_progress:
@@ -133,11 +133,9 @@ def _grid_tables(grid: HeadTable) -> Iterator[Table]:
         yield table("", ("layer", *(f">head {number}" for number in numbers)), rows)
 
 
-def _read_examples(
-    model: ch.Model, data: tuple[str, ...], most: int, settings: tuple[str, ...]
-) -> examples.Examples:
+def _read_examples(model: ch.Model, data: tuple[str, ...], most: int, settings: tuple[str, ...]) -> Examples:
     """Read data as examples, and print what was guessed about it to stderr."""
-    from clearhead.inside.parts.examples import examples_from
+    from clearhead.inside.ablation import examples_from
     from clearhead.learn.evaluation.evaluate import data_plan
 
     plan = data_plan(model.folder, data, settings=settings)
@@ -151,7 +149,7 @@ def _listed(names: tuple[str, ...]) -> str:
     return ", ".join(names[:NAMED]) + more
 
 
-def _ablation_parts(done: ablation.Ablation, folder: Path) -> list[Any]:
+def _ablation_parts(done: Ablation, folder: Path) -> list[Any]:
     gain = done.after.accuracy - done.before.accuracy
     rows = [
         ("whole model", f"{done.before.loss:.4f}", f"{done.before.accuracy:.4f}"),
@@ -165,7 +163,7 @@ def _ablation_parts(done: ablation.Ablation, folder: Path) -> list[Any]:
     ]
 
 
-def _effect_parts(found: ablation.Effect) -> list[Any]:
+def _effect_parts(found: Effect) -> list[Any]:
     at = found.position
     asked = "the whole text" if at is None else f"after token {at}, {found.tokens[at]!r}"
     rows = ((one.label, f"{one.before:.4f}", f"{one.after:.4f}") for one in found.top)
@@ -242,7 +240,7 @@ def prune(
         )
     model = load_model(folder, plot=plot)
     from clearhead.app.plot.parts import draw_curves
-    from clearhead.inside.parts.prune import prune_curve
+    from clearhead.inside.pruning import prune_curve
 
     judged = _read_examples(model, data, examples, set) if data else None
     body: dict[str, Any] = {}
@@ -276,31 +274,29 @@ def _pruned(
     model: ch.Model,
     heads: tuple[str, ...],
     keep: float | None,
-    judged: examples.Examples | None,
+    judged: Examples | None,
     by: By,
     seed: int,
     whole_groups: bool,
 ) -> ch.Model:
     """Return the model without the heads that were named, or without those that count least."""
-    from clearhead.inside.parts import examples
-    from clearhead.inside.parts import prune as inside
+    from clearhead.inside import pruning
+    from clearhead.inside.ablation import Examples
 
     if keep is None:
-        return inside.prune(model, heads, whole_groups)
+        return pruning.prune(model, heads, whole_groups)
     with progress() as on_progress:
-        ranked = inside.scores(model, judged or examples.Examples("lm", ()), by, seed, on_progress)
-    chosen = inside.least(model.config, ranked.numbers(model.config), keep)
+        ranked = pruning.scores(model, judged or Examples("lm", ()), by, seed, on_progress)
+    chosen = pruning.least(model.config, ranked.numbers(model.config), keep)
     refuse(not chosen, f"--keep {keep} removes no head, since each layer keeps one: choose a smaller share")
-    return inside.prune(model, chosen, whole_groups)
+    return pruning.prune(model, chosen, whole_groups)
 
 
-def _comparison(
-    model: ch.Model, smaller: ch.Model, judged: examples.Examples | None, out: Path
-) -> dict[str, Any]:
+def _comparison(model: ch.Model, smaller: ch.Model, judged: Examples | None, out: Path) -> dict[str, Any]:
     """Return the size and quality of a model before and after pruning, and how it was saved."""
     from clearhead.hub.export import explain_export
+    from clearhead.inside.ablation import judge
     from clearhead.inside.names import all_heads
-    from clearhead.inside.parts.examples import judge
 
     sides: dict[str, dict[str, Any]] = {
         name: {

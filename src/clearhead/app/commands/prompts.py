@@ -31,7 +31,7 @@ from clearhead.errors import refuse
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from clearhead.inside.attention_maps import AttentionMaps, Axis, HeadPattern
+    from clearhead.inside.attention import AttentionMaps, Axis, HeadPattern
     from clearhead.inside.lens import Contributions, Lens
     from clearhead.inside.patch import Patching
 
@@ -81,10 +81,10 @@ def attention(
     )
     check_inputs(folder, plot)
     from clearhead.inside import attention as inside
-    from clearhead.inside import attention_maps, names
+    from clearhead.inside import names
 
     if output is not None:
-        attention_maps.checked_ending(output)
+        inside.checked_ending(output)
     model = load_model(folder, tokenizer=tokenizer)
     chosen: str | None = "self" if rollout and kind is None else kind
     layers = None if layer is None else [layer]
@@ -198,7 +198,7 @@ def lens(
     )
     model = load_model(folder, tokenizer=tokenizer, plot=plot)
     from clearhead.app.plot import lens as pictures
-    from clearhead.inside.choices import find_column
+    from clearhead.inside.inputs import find_column
     from clearhead.inside.lens import contributions as take_apart
     from clearhead.inside.lens import lens as run
 

@@ -191,7 +191,7 @@ def batch(
 def _engine(
     folder: Path, limits: object, device: str, dtype: str | None, adapters: Mapping[str, Path] | None = None
 ) -> ServeEngine:
-    from clearhead.hub.adapters import is_adapter
+    from clearhead.hub.peft import is_adapter
     from clearhead.run.serve.adapters import updates_of
     from clearhead.run.serve.engine import ServeEngine
     from clearhead.run.serve.limits import Limits

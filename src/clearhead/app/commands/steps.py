@@ -27,14 +27,14 @@ from clearhead.app.commands.common import (
 )
 from clearhead.app.report import Cell, count, size, table
 from clearhead.errors import CheckpointError, refuse
-from clearhead.hub.tokens.plan import TokenKind, TokensPlan
+from clearhead.hub.tokens import TokenKind, TokensPlan
 
 if TYPE_CHECKING:
     import tokenizers
     from rich.table import Table
     from rich.text import Text
 
-    from clearhead.hub.tokens.stages import Stages, TextStages
+    from clearhead.hub.tokens.text import Stages, TextStages
     from clearhead.inside.trace import Prediction, TraceRow, TraceStep
 
 WIDTH = 190  # columns, where the output is no terminal
@@ -73,7 +73,7 @@ def tokens(
         model is not None and kind is not None,
         f"--kind {kind} trains a tokenizer and --model {model} has one: give one of the two",
     )
-    from clearhead.hub.tokens.stages import stages
+    from clearhead.hub.tokens.text import stages
 
     if model is not None:
         tokenizer, which = _read_tokenizer(model), str(model)
@@ -143,7 +143,7 @@ def _source(place: Any, part: TextStages | None) -> tuple[str, str]:
 
 def _visible(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
     """Return a table in which spaces and line breaks can be seen."""
-    from clearhead.hub.tokens.labels import visible
+    from clearhead.hub.tokens.text import visible
 
     return table(title, headings, ([visible(cell) for cell in row] for row in rows))
 

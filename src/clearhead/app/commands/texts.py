@@ -36,7 +36,7 @@ from clearhead.app.commands.common import (
     writing,
 )
 from clearhead.errors import ClearheadError, InputError, refuse
-from clearhead.learn.parallel.launch import started
+from clearhead.learn.parallel import started
 
 Text = Annotated[
     Positional[str | None], option("the text; - or nothing: stdin, one text per line", metavar="TEXT")

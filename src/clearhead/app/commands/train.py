@@ -38,7 +38,7 @@ from clearhead.app.commands.common import (
 )
 from clearhead.app.report import confusion_tables, size, table
 from clearhead.errors import refuse
-from clearhead.learn.parallel.launch import first_here, started
+from clearhead.learn.parallel import first_here, started
 from clearhead.learn.recipe import recipe_names
 from clearhead.learn.training import events
 

@@ -162,7 +162,7 @@ def score(
       clearhead score my-model/ --json < texts.txt
     """
     model = options.load(folder)
-    from clearhead.hub.tokens.labels import labels
+    from clearhead.hub.tokens.text import labels
     from clearhead.learn.tasks.generation import check_scores
 
     check_scores(model)

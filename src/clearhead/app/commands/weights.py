@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from clearhead.inside.geometry import Nearest, PositionMap, Projection, SameWord
     from clearhead.inside.memories import Found, Memories, Neuron
-    from clearhead.inside.memories.neurons import Given
+    from clearhead.inside.neurons import Given
 
 LISTED, ON_A_MAP, COLUMNS = 10, 60, 8
 What = Literal["neighbours", "analogy", "map", "positions", "similarity", "word"]
@@ -307,7 +307,7 @@ def _side_by_side(*lists: tuple[int, list[Any]]) -> Iterator[list[Any]]:
 
 def _context(context: Any) -> list[str | tuple[str, str]]:
     """Return a place of the corpus on one line, its token marked."""
-    from clearhead.hub.tokens.labels import VISIBLE
+    from clearhead.hub.tokens.text import VISIBLE
 
     breaks = str.maketrans({sign: shown for sign, shown in VISIBLE.items() if sign != " "})
     before, token, after = (part.translate(breaks) for part in (context.before, context.token, context.after))

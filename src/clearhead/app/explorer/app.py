@@ -21,7 +21,7 @@ from clearhead.app.explorer.session import Session
 from clearhead.app.explorer.table import view
 from clearhead.app.explorer.worth import steered_view
 from clearhead.errors import ClearheadError, InputError, refuse
-from clearhead.hub.tokens.labels import labels
+from clearhead.hub.tokens.text import labels
 from clearhead.variants.costs import cost
 
 HEADERS = {

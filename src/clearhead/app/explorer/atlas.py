@@ -13,11 +13,9 @@ from typing import Any, Protocol
 
 from clearhead.app.explorer.pack import packed_floats, short
 from clearhead.errors import refuse
-from clearhead.inside.choices import Choices
-from clearhead.inside.inputs import Prepared, prepare
+from clearhead.inside.ablation import How, Means, effect, effect_of_each
+from clearhead.inside.inputs import Choices, Prepared, prepare
 from clearhead.inside.lens import followed
-from clearhead.inside.parts.ablate import How, Means, effect
-from clearhead.inside.parts.each import effect_of_each
 from clearhead.inside.patch import OnRows, patch
 from clearhead.run.api import Model
 

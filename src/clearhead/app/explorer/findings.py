@@ -10,13 +10,11 @@ from clearhead.app.explorer.described import TASKS
 from clearhead.core.config import ModelConfig
 from clearhead.errors import ClearheadError
 from clearhead.inside.attention import maps_of
-from clearhead.inside.inputs import Prepared, prepare
+from clearhead.inside.attribution import occlusion, paths
+from clearhead.inside.geometry import similarity
+from clearhead.inside.inputs import Prepared, cached_pass, prepare
 from clearhead.inside.lens import contributions
-from clearhead.inside.occlusion import occlusion
-from clearhead.inside.once import recorded_once
-from clearhead.inside.paths import paths
 from clearhead.inside.results import Array
-from clearhead.inside.similarity import similarity
 from clearhead.run.api import Model
 
 WRITES = (
@@ -110,7 +108,7 @@ def _says(m: Model, given: Any, pair: str | None) -> str:
     """Return one sentence on what was found in an input."""
     if pair is not None:
         return f"cosine {similarity(m, given, pair).cosine:.2f}"
-    prepared = recorded_once(prepare(m, given))
+    prepared = cached_pass(prepare(m, given))
     if prepared.source is not None:
         return _aligned(prepared)
     ids, mask = prepared.tokens.ids, m.special.get("mask")

@@ -22,7 +22,7 @@ from clearhead.core.transformer import Transformer
 from clearhead.errors import CheckpointError, ClearheadError, InputError, refuse
 from clearhead.hub.files import write_text
 from clearhead.inside import names
-from clearhead.inside.parts.each import single_parts
+from clearhead.inside.ablation import single_parts
 from clearhead.run.api import Model
 from clearhead.variants.costs import cost
 

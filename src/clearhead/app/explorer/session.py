@@ -23,7 +23,7 @@ from clearhead.app.explorer.table import view
 from clearhead.app.explorer.views import PageRun, begin, tokens_view
 from clearhead.app.explorer.worth import fired
 from clearhead.errors import ClearheadError, InputError, refuse
-from clearhead.hub.pixels import read_image
+from clearhead.hub.preprocessor import read_image
 from clearhead.inside.heads import MIXED, head_roles
 from clearhead.inside.inputs import prepare_first
 from clearhead.inside.memories import ReadCorpus

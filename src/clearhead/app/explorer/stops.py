@@ -12,10 +12,9 @@ from torch import Tensor
 from clearhead.app.explorer.pack import short
 from clearhead.core.taps import Recording, tap_names
 from clearhead.errors import refuse
-from clearhead.inside.choices import find_column
-from clearhead.inside.inputs import Prepared
+from clearhead.inside.inputs import Prepared, find_column
 from clearhead.inside.names import AttentionHead, find_heads, kinds_of
-from clearhead.inside.trace.facts import filled_words
+from clearhead.inside.trace_words import filled_words
 
 HIDDEN = -1e30  # scores below this are masked
 MIX = "Each value counts as much as its share; what is shown is the length of what each token gives."

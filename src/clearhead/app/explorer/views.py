@@ -25,20 +25,23 @@ from clearhead.app.explorer.pack import packed_bytes, packed_floats, packed_numb
 from clearhead.app.explorer.stops import head_stops
 from clearhead.core.transformer import evaluating
 from clearhead.errors import InputError, refuse
-from clearhead.hub.tokens.labels import decoded
-from clearhead.hub.tokens.stages import stages
-from clearhead.inside.attention import maps_of
-from clearhead.inside.attention_maps import LayerMap, mean_entropy
-from clearhead.inside.choices import Choices, choices_of, find_column
-from clearhead.inside.inputs import InputTokens, prepare
+from clearhead.hub.tokens.text import decoded, stages
+from clearhead.inside.attention import LayerMap, maps_of, mean_entropy
+from clearhead.inside.attribution import looks, paths
+from clearhead.inside.inputs import (
+    CachedPass,
+    Choices,
+    InputTokens,
+    cached_pass,
+    choices_of,
+    find_column,
+    prepare,
+)
 from clearhead.inside.lens import best_choices, contributions, lens
 from clearhead.inside.memories import ReadCorpus
-from clearhead.inside.once import RecordedOnce, recorded_once
 from clearhead.inside.patch import OnRows
-from clearhead.inside.paths import looks, paths
 from clearhead.inside.results import plain
-from clearhead.inside.trace import Trace, trace
-from clearhead.inside.trace.steps import TraceStep
+from clearhead.inside.trace import Trace, TraceStep, trace
 from clearhead.run.api import Model
 
 CELLS = 512 * 512  # of one head's pattern while the page is live
@@ -72,7 +75,7 @@ class PageRun:
     """
 
     m: Model
-    prepared: RecordedOnce
+    prepared: CachedPass
     given: Any
     target: Sequence[int] | None = None
     pair: str | None = None
@@ -316,7 +319,7 @@ class PageRun:
 def begin(m: Model, given: Any, target: Any = None, pair: str | None = None) -> PageRun:
     """Start a run; an answer that the model writes by itself is written once."""
     embeds = TASKS.get(m.config.head or "") is None  # its second text is read by itself
-    prepared = recorded_once(prepare(m, given, target, None if embeds else pair))
+    prepared = cached_pass(prepare(m, given, target, None if embeds else pair))
     written = list(prepared.tokens.ids) if prepared.source is not None else None
     return PageRun(m, prepared, given, written, pair, wrote=written is not None and target is None)
 

@@ -8,16 +8,14 @@ import torch
 from clearhead.app.explorer.pack import packed_floats
 from clearhead.app.explorer.views import PageRun
 from clearhead.errors import refuse
-from clearhead.inside.choices import choices_of, find_column
-from clearhead.inside.firing import firing
-from clearhead.inside.geometry import neighbours, projection
-from clearhead.inside.heads.roles import library_sentences
-from clearhead.inside.inputs import Prepared, prepare
+from clearhead.inside.attribution import occlusion
+from clearhead.inside.geometry import neighbours, projection, similarity
+from clearhead.inside.heads import library_sentences
+from clearhead.inside.inputs import Prepared, choices_of, find_column, prepare
+from clearhead.inside.logit_attribution import firing
 from clearhead.inside.memories import ReadCorpus, read_corpus
-from clearhead.inside.occlusion import occlusion
+from clearhead.inside.patch import steering, steering_vector
 from clearhead.inside.results import plain
-from clearhead.inside.similarity import similarity
-from clearhead.inside.steer import steering, steering_vector
 from clearhead.run.api import Model
 
 NEURONS = 8  # that are listed

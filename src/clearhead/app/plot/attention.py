@@ -11,8 +11,7 @@ import numpy as np
 import torch
 
 from clearhead.app.plot.canvas import Axes, Figure, draw, heatmap, label_axis, name, new
-from clearhead.inside.attention import in_cells
-from clearhead.inside.attention_maps import AttentionMaps, Axis, HeadPattern, LayerMap, Rollout
+from clearhead.inside.attention import AttentionMaps, Axis, HeadPattern, LayerMap, Rollout, in_cells
 from clearhead.inside.results import Array
 
 WEIGHT = "attention weight (root scale)"

@@ -6,10 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from clearhead.app.plot import canvas
 from clearhead.app.plot.canvas import BLUE, RED, Axes, Figure, new, plain
-from clearhead.inside.long import LongReport
-from clearhead.inside.long.growth import Growth
-from clearhead.inside.long.positions import PositionBin
-from clearhead.inside.long.retrieval import RetrievalGrid
+from clearhead.inside.long import LongReport, RetrievalGrid
+from clearhead.inside.long_text import Growth, PositionBin
 
 COLUMNS = 2
 MOST_TICKS = 6  # lengths that are written below an axis

@@ -7,14 +7,12 @@ import numpy as np
 
 from clearhead.app.plot import canvas
 from clearhead.app.plot.canvas import BLUE, RED, SEQUENTIAL, Axes, Figure, new, plain, single
-from clearhead.hub.tokens.labels import visible
-from clearhead.inside.heads import MIXED, HeadRoles
-from clearhead.inside.heads.roles import ROLES
-from clearhead.inside.heads.syntax import Syntax
+from clearhead.hub.tokens.text import visible
+from clearhead.inside.ablation import Effect
+from clearhead.inside.alignments import Syntax
+from clearhead.inside.heads import MIXED, ROLES, HeadRoles
 from clearhead.inside.memories import Memories, Neuron
-from clearhead.inside.parts.ablate import Effect
-from clearhead.inside.parts.importance import HeadTable
-from clearhead.inside.parts.prune import PruneCurve
+from clearhead.inside.pruning import HeadTable, PruneCurve
 
 COLOURS = {
     MIXED: "#e6e6e6", "induction": "#f28e8e", "previous": "#7db8e0", "next": "#17becf",

@@ -4,11 +4,11 @@ Each row computes one thing in two ways that must agree, and says what was compa
 and what is allowed. Inputs are random but seeded, and short. A model in half precision is held to what its
 dtype can tell apart.
 
-    quantized    a model of few bits, which has rows of its own: against its weights in floating point
-    independent  the model against `plainly`, which shares no code with it, and against transformers
-    forward      kernels, batches, padding, caches, copies on disk; pruning, the lens, devices, the compiler
-    training     accumulated gradients, resumed runs
-    towers       of two towers, the rows of each, and both against transformers
+    independent  against the float64 reference, which shares no code with the model, and against transformers;
+                 quantized models, two towers
+    long         the same on long inputs, past every length at which a model changes what it does
+    rows         kernels, batches, padding, caches, copies on disk; pruning, the lens, devices, the compiler;
+                 accumulated gradients, resumed runs
 """
 
 import time
@@ -19,12 +19,17 @@ import torch
 from clearhead.core.taps import unwrapped
 from clearhead.core.transformer import Transformer, evaluating
 from clearhead.errors import refuse
-from clearhead.inside.checks.forward import forward_rows, inside_rows
-from clearhead.inside.checks.independent import formula_rows, reference_rows
-from clearhead.inside.checks.quantized import quantized_rows
-from clearhead.inside.checks.rows import LARGE, TOLERANCE, Check, Comparison, Inputs
-from clearhead.inside.checks.towers import named
-from clearhead.inside.checks.training import training_rows
+from clearhead.inside.checks.independent import formula_rows, named, quantized_rows, reference_rows
+from clearhead.inside.checks.rows import (
+    LARGE,
+    TOLERANCE,
+    Check,
+    Comparison,
+    Inputs,
+    forward_rows,
+    inside_rows,
+    training_rows,
+)
 from clearhead.run.api import Model
 from clearhead.run.quant.layers import quantized_parts
 

@@ -1,5 +1,5 @@
-"""Rows of the equality suite that hold the model against what shares no code with it: `plainly`, and
-transformers, which opens the same directory.
+"""Rows of the equality suite that compare with what shares no code with the model: the float64 reference, and
+transformers, which opens the same directory; and the rows of quantized models and of two towers.
 
 A fault that strikes both sides of an equality is seen here. On the user's own weights something may be too
 small to show, so two copies are made with the same code and other weights:
@@ -7,14 +7,20 @@ small to show, so two copies are made with the same code and other weights:
     lively    large random weights, norms and biases too, windows and clamps tight enough to matter
     quiet     weights so small that what every norm reads is as small as its eps, which decides the output
 
-Shapes: B rows, T tokens.
+A quantized model is compared, at the same tolerance as any model, with the reference over its dequantized
+weights. The matmuls of generation round their inputs too: they must stay within the error that they state,
+and each row must equal the row alone, bit for bit.
+
+Shapes: B rows, T tokens, D width in, N width out.
 """
 
 import copy
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,13 +32,26 @@ from clearhead.core.taps import edit
 from clearhead.core.transformer import Transformer
 from clearhead.errors import InputError, MissingExtraError, refuse
 from clearhead.hub.registry import ONE_TOWER
-from clearhead.inside.checks.forward import cache_forms, through
+from clearhead.hub.towers import JoinedTowers
 from clearhead.inside.checks.long import long_rows, reach
-from clearhead.inside.checks.plainly import plainly
-from clearhead.inside.checks.rows import TOLERANCE, Comparison, Inputs, gap
-from clearhead.inside.checks.towers import reference_towers
+from clearhead.inside.checks.reference_float64 import reference_logits
+from clearhead.inside.checks.rows import (
+    TOLERANCE,
+    Comparison,
+    Inputs,
+    cache_forms,
+    forward_rows,
+    gap,
+    inside_rows,
+    through,
+)
 from clearhead.run.api import Model, load
 from clearhead.run.generate.decode import greedy
+from clearhead.run.kernels.parts import Direct
+from clearhead.run.kernels.prepare import prepared
+from clearhead.run.quant.apply import dequantized
+from clearhead.run.quant.layers import QuantizedLinear, quantized_parts, rounding_bound
+from clearhead.variants.towers import pair_loss
 
 REFERENCE_TOLERANCE = 1e-4
 REFERENCE_LENGTH = 40  # of a row, where no threshold of the config is longer
@@ -78,7 +97,7 @@ def _formula(inputs: Inputs, given: Mapping[str, Tensor] | None = None, loudness
     """Return the logits of the formula."""
     config, weights = inputs.model.config, inputs.model.state_dict()
     tensors = given or inputs.given
-    return plainly(config, weights, **tensors, loudness=loudness, learns=inputs.model.training)
+    return reference_logits(config, weights, **tensors, loudness=loudness, learns=inputs.model.training)
 
 
 def _lively(inputs: Inputs, expected: Tensor) -> float:
@@ -313,3 +332,169 @@ def _read(inputs: Inputs, source: Tensor) -> dict[str, Tensor]:
 
 def _largest(ours: Tensor, theirs: Tensor) -> float:
     return float((ours - theirs).abs().max())
+
+
+# Quantized models -------------------------------------------------------------------------------------------
+
+
+REPLACED = ("fast copy = model", "saved = loaded", "built = config")
+FAST_TOLERANCE = 5e-2  # of logits, relative to the largest: inputs have 8 bits in every layer
+ROWS = 5  # of a product, whose tiles have four
+SLACK = 1e-5  # of float32 sums, beside the stated error
+
+
+def quantized_rows(inputs: Inputs) -> list[Comparison]:
+    """Return the rows of a model of few bits."""
+    row, fast = inputs.compare, "the products of generation"
+    lens = [one for one in inside_rows(inputs, compile=False) if one.name.startswith("lens")]
+    return [
+        row("quantized = dequantized", "logits with those of its weights in floating point", _dequantized),
+        row(
+            "model = formula",
+            "logits with those of a plain loop in float64 over the weights that the codes stand for",
+            _dequantized_formula,
+            copies=True,
+        ),
+        *(one for one in forward_rows(inputs) if one.name not in REPLACED),
+        *lens,
+        row(
+            "product = stated error",
+            f"{fast} with those of the weights: the largest difference, as a share of the error they state",
+            _stated,
+            tolerance=1.0,
+        ),
+        row(
+            "product: batched = alone",
+            f"each row of {fast} with the row by itself, bit for bit",
+            _alone,
+            tolerance=0.0,
+        ),
+        row(
+            "fast copy = model",
+            "the copy that generation uses, which rounds inputs to 8 bits, with the model",
+            lambda inputs: gap(inputs.of(prepared(inputs.model)).run(), inputs.run()),
+            tolerance=FAST_TOLERANCE,
+            fits=inputs.model.config.head == "lm",
+        ),
+        row("saved = loaded", "codes and logits of a copy on disk, bit for bit", _saved, tolerance=0.0),
+    ]
+
+
+def _dequantized(inputs: Inputs) -> float:
+    return gap(inputs.run(), inputs.of(dequantized(inputs.model)).run())
+
+
+def _dequantized_formula(inputs: Inputs) -> float:
+    model = dequantized(inputs.model)
+    given: dict[str, Any] = dict(inputs.given)
+    return gap(inputs.run(), reference_logits(model.config, model.state_dict(), **given))
+
+
+def _products(inputs: Inputs) -> list[tuple[QuantizedLinear, Direct, torch.Tensor]]:
+    """Return each layer of few bits, what generation has in its place, and random inputs [B, D]."""
+    made, found = dict(prepared(inputs.model).named_modules()), []
+    generator = torch.Generator().manual_seed(0)
+    for name, part in quantized_parts(inputs.model).items():
+        if isinstance(part, QuantizedLinear):
+            x = torch.randn(ROWS, part.in_features, generator=generator).to(inputs.device, inputs.dtype)
+            found.append((part, made[name], x))
+    return found
+
+
+def _stated(inputs: Inputs) -> float:
+    worst = 0.0
+    for layer, fast, x in _products(inputs):
+        exact, allowed = layer(x).float(), rounding_bound(layer, x)
+        slack = inputs_slack(inputs) * (1 + exact.abs())
+        worst = max(worst, float(((fast(x).float() - exact).abs() / (allowed + slack)).max()))
+    return worst
+
+
+def inputs_slack(inputs: Inputs) -> float:
+    """Return what the dtype of a model may add to the stated error, relative to an output."""
+    return max(SLACK, float(torch.finfo(inputs.dtype).eps))
+
+
+def _alone(inputs: Inputs) -> float:
+    return max(
+        float((fast(x) - torch.cat([fast(row[None]) for row in x])).abs().max())
+        for _, fast, x in _products(inputs)
+    )
+
+
+def _saved(inputs: Inputs) -> float:
+    with tempfile.TemporaryDirectory() as folder:
+        Model(inputs.model).save(Path(folder) / "copy")
+        loaded = load(Path(folder) / "copy").model.to(inputs.device)
+        mine, theirs = quantized_parts(inputs.model), quantized_parts(loaded)
+        same = mine.keys() == theirs.keys() and all(
+            torch.equal(tensor, dict(theirs[name].named_buffers())[kind])
+            for name, part in mine.items()
+            for kind, tensor in part.named_buffers()
+        )
+        return gap(inputs.of(loaded).run(), inputs.run()) if same else torch.inf
+
+
+# Two towers -------------------------------------------------------------------------------------------------
+
+
+PARITY = 1e-5
+PAIRS, END = 3, 2  # random pairs of a text and an image; tokens after the end of the first text
+
+
+def named(tower: str, rows: Iterable[Comparison]) -> list[Comparison]:
+    """Return rows whose names say which tower they are about."""
+    return [dataclasses.replace(row, name=f"{tower}: {row.name}") for row in rows]
+
+
+def reference_towers(m: Model) -> list[Comparison]:
+    """Return the rows that compare both towers with transformers, for a model loaded from its directory."""
+    try:
+        import transformers
+    except ImportError:
+        raise MissingExtraError("a comparison with transformers needs it: pip install transformers") from None
+    assert m.towers is not None and m.folder is not None
+    folder, kind = m.folder, getattr(transformers, m.towers.description.table.named)
+    transformers.logging.set_verbosity_error()
+
+    @functools.cache
+    def found() -> dict[str, tuple[Tensor, Tensor]]:
+        """Return what both say of the same pairs, in float32, by name."""
+        theirs = kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+        ours = load(folder, dtype=torch.float32).towers
+        assert ours is not None
+        ids, pixels = random_pairs(ours)
+        said = theirs(input_ids=ids, pixel_values=pixels, return_loss=True)
+        made = ours(ids, pixels)
+        return {
+            "texts": (made.texts, said.text_embeds),
+            "images": (made.images, said.image_embeds),
+            "similarities": (made.logits, said.logits_per_image),
+            "loss": (pair_loss(made.logits, ours.config.loss), said.loss),
+        }
+
+    def difference(name: str) -> Callable[[], float]:
+        def run() -> float:
+            ours, theirs = found()[name]
+            return float((ours - theirs).abs().max() / max(1.0, float(theirs.abs().max())))
+
+        return run
+
+    largest = "largest difference, relative to the largest value above 1, of"
+    return [
+        Comparison(f"{name} = transformers", f"{largest} {name}", difference(name), PARITY)
+        for name in ("texts", "images", "similarities", "loss")
+    ]
+
+
+def random_pairs(towers: JoinedTowers) -> tuple[Tensor, Tensor]:
+    """Return random ids [N, T], whose ends differ where an end counts, and pixels [N, C, height, width]."""
+    config, generator = towers.config, torch.Generator().manual_seed(0)
+    length, end = config.text.max_positions, config.end_id
+    ids = torch.randint(config.text.vocab_size, (PAIRS, length), generator=generator)
+    if end is not None and end >= 0:
+        ids = ids.masked_fill(ids == end, 0 if end else 1)
+        for row in range(PAIRS):
+            ids[row, max(length - 1 - END * row, 0) :] = end
+    height, width = config.frame or (0, 0)
+    return ids, torch.randn(PAIRS, config.image.n_channels, height, width, generator=generator)

@@ -19,10 +19,9 @@ from clearhead.core.cache import Cache
 from clearhead.core.config import LEARNED_BIASES, ModelConfig
 from clearhead.core.transformer import Transformer
 from clearhead.errors import InputError
-from clearhead.inside.checks.forward import cache_forms
-from clearhead.inside.checks.plain_inputs import PlainRow
-from clearhead.inside.checks.plainly import Plain
-from clearhead.inside.checks.rows import TOLERANCE, Comparison, Inputs, gap
+from clearhead.inside.checks.reference_float64 import Reference
+from clearhead.inside.checks.reference_inputs import ReferenceRow
+from clearhead.inside.checks.rows import TOLERANCE, Comparison, Inputs, cache_forms, gap
 from clearhead.run.generate import decode
 from clearhead.run.generate.prompts import Prompts, turns_by_length
 from clearhead.run.generate.request import Request
@@ -138,14 +137,14 @@ class LongInputs(Inputs):
         return untyped
 
     @functools.cached_property
-    def expected(self) -> list[tuple[Tensor, PlainRow]]:
+    def expected(self) -> list[tuple[Tensor, ReferenceRow]]:
         """The last states [T, D] of each row by the formula, and the row."""
         return [self.plain.read(0, **self.own(number)) for number in range(self.rows)]
 
     @functools.cached_property
-    def plain(self) -> Plain:
+    def plain(self) -> Reference:
         """The formula."""
-        return Plain(self.model.config, self.model.state_dict())
+        return Reference(self.model.config, self.model.state_dict())
 
 
 def _long(inputs: LongInputs) -> float:
@@ -168,7 +167,7 @@ def _far(model: Transformer, top: int) -> float:
     inputs = Inputs(model, 1, len(places))
     positions = torch.tensor([places], device=inputs.device)
     ours = model(**inputs.given, positions=positions, logits="none").hidden[0]
-    plain = Plain(model.config, model.state_dict())
+    plain = Reference(model.config, model.state_dict())
     return gap(ours, plain.read(0, **inputs.given, positions=positions)[0])
 
 
@@ -221,7 +220,7 @@ def _switched(inputs: LongInputs) -> float:
     prompts = Prompts([ids[: max(trained - NEW, 1)]], *sources)
     request = Request(max_new_tokens=2 * NEW, logprobs=True)
     (row,) = decode.decode(prepared(made), request, prompts)
-    plain, text, start = Plain(near, model.state_dict()), row.prompt + row.ids, len(row.prompt)
+    plain, text, start = Reference(near, model.state_dict()), row.prompt + row.ids, len(row.prompt)
     expected = []
     for end in range(start, len(text)):
         together = end if scaling.kind == "longrope" else start

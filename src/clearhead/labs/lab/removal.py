@@ -2,9 +2,8 @@
 
 import torch
 
-from clearhead.inside.parts.ablate import ablating
-from clearhead.inside.parts.examples import Examples
-from clearhead.inside.parts.prune import By, ordered, scores
+from clearhead.inside.ablation import Examples, ablating
+from clearhead.inside.pruning import By, ordered, scores
 from clearhead.labs.lab.experiment import Claim, Conditions, Experiment, Numbers, Picture
 from clearhead.labs.lab.learning import Schooling, held_out_loss, language_model, read, text
 from clearhead.learn.batches.batch import Batch

@@ -6,7 +6,7 @@ import math
 import torch
 
 from clearhead.core.transformer import Transformer
-from clearhead.hub.tokens.plan import TokenKind, TokensPlan
+from clearhead.hub.tokens import TokenKind, TokensPlan
 from clearhead.hub.tokens.training import GENERATOR, train_tokenizer
 from clearhead.labs.lab.experiment import Claim, Conditions, Experiment, Numbers, Picture
 from clearhead.labs.lab.learning import (

@@ -24,8 +24,7 @@ import numpy as np
 from safetensors.numpy import save
 
 from clearhead.errors import CheckpointError, InputError, refuse, refusing
-from clearhead.hub.files import read_json, write_bytes, write_text
-from clearhead.hub.locks import locked_folder
+from clearhead.hub.files import locked_folder, read_json, write_bytes, write_text
 from clearhead.labs.retrieval.graph import library, make_graph, near, read_graph
 from clearhead.labs.retrieval.order import best, fuse, nearest_rows
 from clearhead.labs.retrieval.parts import PARTS, IndexPart, Vectors, read_entry, read_part

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from clearhead.core import dtypes, heads, transformer
 from clearhead.errors import InputError, nearest, refuse
-from clearhead.hub.pixels import to_pixels
+from clearhead.hub.preprocessor import to_pixels
 from clearhead.learn import losses
 from clearhead.learn.batches import batching, even
 from clearhead.learn.batches.batch import IGNORE, Batch, Batches

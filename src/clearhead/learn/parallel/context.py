@@ -1,22 +1,31 @@
-"""The context axis: stacks that work on some of the tokens of each row, with attention over a ring.
+"""Context parallelism: stacks that work on some of the tokens of each row, with ring attention.
+
+In step s of the ring a process receives from the one s before it, while it works on what came in the step
+before. It never holds more than its own keys and those of two others. Answers to the keys of each process are
+merged by their log-sum-exp. The backward pass sends keys and values again, and their gradients back.
 
 Norms, feed-forwards and the loss of each token are local. The states of the last layer stay shared out for a
 language head, and are gathered for heads that read whole rows. Outside of training every process reads whole
-rows.
+rows. docs/decisions/pipeline.md says why it is not PyTorch's `context_parallel`.
 
-Shapes: B batch, T tokens of a row, t tokens of a row that are here, D model.
+Shapes: B batch, T tokens of a row (in ring attention: queries of a process), t those of this process, D
+model, H heads, K key/value heads, S keys, E and Ev width of a key and of a value; of a block of scores, t
+queries and s keys.
 """
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from clearhead.core.attention import Attention
-from clearhead.core.cache import Cache
+from clearhead.core.cache import Cache, LayerKeys
 from clearhead.core.config.kinds import Kind
+from clearhead.core.dtypes import uncast, wide
 from clearhead.core.heads import Head, LanguageHead
 from clearhead.core.masks import Tokens, View
 from clearhead.core.positions import Rotary
@@ -24,12 +33,213 @@ from clearhead.core.stack import Memory, Stack
 from clearhead.core.taps import SILENT, Tap
 from clearhead.core.transformer import Transformer
 from clearhead.errors import ConfigError, refuse
-from clearhead.learn.parallel.ring import RingAttention
-from clearhead.learn.parallel.rounds import Ring, ring_view
-from clearhead.learn.parallel.tokens import OwnTokens, RowShares, own_tokens
+from clearhead.learn.parallel.ring_schedule import (
+    LocalTokens,
+    Ring,
+    RingStep,
+    RingView,
+    ScoreBlock,
+    TokenShards,
+    local_tokens,
+    ring_view,
+)
 from clearhead.run.kernels.parts import like
 from clearhead.variants.fronts import PatchFront
 from clearhead.variants.positions import RelativePositions
+
+
+class RingAttention(Attention):
+    """Attention of the queries of this process to the keys of all."""
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, view: View, cache: LayerKeys | None, tap: Tap, x: Tensor
+    ) -> Tensor:
+        """See `Attention.attend`."""
+        if not isinstance(view, RingView):
+            return super().attend(q, k, v, view, cache, tap, x)
+        scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
+        heads = list(self.heads) if self.pruned else None
+        dropout = self.dropout if self.training else 0.0
+        return attend_ring(q, k, v, view, scale, self.softcap, self.sinks(), dropout, heads)
+
+
+def attend_ring(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    view: RingView,
+    scale: float,
+    softcap: float | None = None,
+    sink: Tensor | None = None,
+    dropout: float = 0.0,
+    heads: list[int] | None = None,
+) -> Tensor:
+    """Attend as `model.attend` does, q [B,H,T,E], k [B,K,S,E] and v [B,K,S,Ev] being those of this process.
+
+    `heads` are the heads that are here, where the bias has more.
+    """
+    seed = int(torch.randint(1 << 62, ())) if dropout else 0
+    call = RingCall(view, scale, softcap, dropout, seed, heads)
+    if torch.is_autocast_enabled(q.device.type):  # as PyTorch's own kernel does
+        q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
+    apply: Any = _Attended.apply
+    with uncast(q):
+        return cast(Tensor, apply(call, q, k, v, sink, *view.weights()))
+
+
+@dataclass(frozen=True)
+class RingCall:
+    """One attention over the ring."""
+
+    view: RingView
+    scale: float
+    softcap: float | None
+    dropout: float
+    seed: int  # of dropout
+    heads: list[int] | None
+
+    def steps(self, own: Tensor) -> Iterator[tuple[int, RingStep, Tensor]]:
+        """Yield each step with its keys and values [B, K, s, E+Ev], while the next are under way."""
+        ring, steps = self.view.ring, self.view.steps
+        coming: list[tuple[Tensor, Callable[[], None]]] = [(own, lambda: None)]
+        for number, step in enumerate(steps):
+            if number + 1 < len(steps):
+                after = steps[number + 1]
+                sent = own.index_select(2, after.sent) if len(after.sent) else None
+                room = own.new_empty(*own.shape[:2], after.received, own.shape[3])
+                to, source = ring.rank + number + 1, ring.rank - number - 1
+                coming.append((room, ring.swap(sent, to, room if after.received else None, source)))
+            keys, wait = coming.pop(0)
+            wait()
+            yield number, step, keys
+
+    def scores(self, block: ScoreBlock, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the scores of a block [B, H, t, s], and of a soft cap the slope."""
+        scores = wide(_by_key_head(q, k) @ k.transpose(-2, -1)).view(*q.shape[:3], -1) * self.scale
+        slope = None
+        if self.softcap is not None:
+            bent = torch.tanh(scores / self.softcap)
+            scores, slope = self.softcap * bent, 1 - bent.square()
+        bias, mask = self.view.added(block, self.heads), self.view.seen(block)
+        scores = scores if bias is None else scores + bias
+        return scores if mask is None else scores.masked_fill(~mask, -torch.inf), slope
+
+    def kept(self, block: ScoreBlock, pattern: Tensor) -> Tensor | float:
+        """Return the factors of dropout [B, H, t, s], the same in both passes."""
+        if not self.dropout:
+            return 1.0
+        generator = torch.Generator(pattern.device).manual_seed(self.seed + block.number)
+        drawn = torch.rand(pattern.shape, generator=generator, device=pattern.device)
+        return (drawn >= self.dropout) / (1 - self.dropout)
+
+
+class _Attended(torch.autograd.Function):
+    """softmax(q kᵀ · scale + bias, where seen) v, over the keys and values of all processes."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, call: RingCall, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *weights: Tensor
+    ) -> Tensor:
+        """Merge the answers to the keys of each process."""
+        E = k.shape[-1]
+        answer = wide(q).new_zeros(*q.shape[:3], v.shape[-1])
+        total = wide(q).new_full(q.shape[:3], -torch.inf)  # log-sum-exp of all scores so far
+        for _, step, keys in call.steps(torch.cat([k, v], -1)):
+            for block in step.blocks:
+                met = keys if block.keys is None else keys.index_select(2, block.keys)
+                scores, _ = call.scores(block, q[:, :, block.queries], met[..., :E])
+                before = total[:, :, block.queries]
+                merged = torch.logaddexp(before, scores.logsumexp(-1))
+                finite = merged.masked_fill(merged == -torch.inf, 0.0)  # a query that sees nothing
+                pattern = (scores - finite[..., None]).exp_()
+                pattern = (pattern * call.kept(block, pattern)).to(v.dtype)
+                found = (_by_key_head(pattern, met) @ met[..., E:]).view(*pattern.shape[:3], -1)
+                answer[:, :, block.queries] *= (before - finite).exp()[..., None]
+                answer[:, :, block.queries] += found
+                total[:, :, block.queries] = merged
+        if sink is not None:
+            merged = torch.logaddexp(total, sink.to(total.dtype)[:, None])
+            answer, total = answer * (total - merged).exp()[..., None], merged
+        answer = answer.to(q.dtype)
+        ctx.call = call
+        ctx.save_for_backward(q, k, v, answer, total, sink)
+        return answer
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        """Send keys and values round again, and the gradients of each back to where it came from."""
+        call, ring = ctx.call, ctx.call.view.ring
+        q, k, v, answer, total, sink = ctx.saved_tensors
+        weights = call.view.weights()
+        E, of_weights = k.shape[-1], [torch.zeros_like(weight) for weight in weights]
+        total = total.masked_fill(total == -torch.inf, 0.0)[..., None]
+        # What each score is weighed against: the mean of the slopes of all scores of a query.
+        mean = (wide(upstream) * wide(answer)).sum(-1, keepdim=True)
+        for_q, own = torch.zeros_like(wide(q)), torch.cat([k, v], -1)
+        for_own, returned = torch.zeros_like(wide(own)), _nothing
+        for number, step, keys in call.steps(own):
+            slopes = for_own if number == 0 else torch.zeros_like(wide(keys))
+            for block in step.blocks:
+                span, met = block.queries, keys if block.keys is None else keys.index_select(2, block.keys)
+                queries, wanted = q[:, :, span], upstream[:, :, span]
+                scores, slope = call.scores(block, queries, met[..., :E])
+                pattern = (scores - total[:, :, span]).exp_()
+                kept = call.kept(block, pattern)
+                of_pattern = wide(_by_key_head(wanted, met) @ met[..., E:].transpose(-2, -1)).view_as(pattern)
+                of_scores = pattern * (of_pattern * kept - mean[:, :, span])
+                for so_far, more in zip(of_weights, _of_bias(call, block, weights, of_scores)):
+                    so_far += more
+                of_scores = (of_scores if slope is None else of_scores * slope) * call.scale
+                grouped = _by_key_head(of_scores.to(q.dtype), met)  # B K H/K·t s
+                for_q[:, :, span] += (grouped @ met[..., :E]).view_as(queries)
+                for_k = grouped.transpose(-2, -1) @ _by_key_head(queries, met)
+                given = _by_key_head((pattern * kept).to(v.dtype), met)
+                for_v = given.transpose(-2, -1) @ _by_key_head(wanted, met)
+                both = wide(torch.cat([for_k, for_v], -1))
+                slopes.add_(both) if block.keys is None else slopes.index_add_(2, block.keys, both)
+            returned()
+            returned = _return(ring, number, step, slopes, for_own) if number else _nothing
+        returned()
+        of_sink = None if sink is None else -((wide(sink)[:, None, None] - total).exp() * mean).sum((0, 2, 3))
+        of_sink = None if of_sink is None else of_sink.to(sink.dtype)
+        for_k, for_v = (x.to(k.dtype) for x in (for_own[..., :E], for_own[..., E:]))
+        return None, for_q.to(q.dtype), for_k, for_v, of_sink, *of_weights
+
+
+def _nothing() -> None:
+    """Wait for nothing."""
+
+
+def _return(ring: Ring, number: int, step: RingStep, slopes: Tensor, own: Tensor) -> Callable[[], None]:
+    """Send gradients of keys and values back; return what adds those of the own ones, once they are here."""
+    room = own.new_empty(*own.shape[:2], len(step.sent), own.shape[3])
+    sent, received = slopes if step.received else None, room if len(step.sent) else None
+    wait = ring.swap(sent, ring.rank - number, received, ring.rank + number)
+
+    def add() -> None:
+        wait()
+        own.index_add_(2, step.sent, room)
+
+    return add
+
+
+def _of_bias(call: RingCall, block: ScoreBlock, weights: list[Tensor], slopes: Tensor) -> tuple[Tensor, ...]:
+    """Return the gradients of the weights of a bias."""
+    if not weights:
+        return ()
+    with torch.enable_grad():
+        bias = call.view.added(block, call.heads)
+    assert bias is not None
+    return torch.autograd.grad(bias, weights, slopes.sum_to_size(bias.shape).to(bias.dtype))
+
+
+def _by_key_head(x: Tensor, keys: Tensor) -> Tensor:
+    """Make the heads of a group more queries of their key head: [B, H, t, E] -> [B, K, H/K·t, E]."""
+    return x.reshape(x.shape[0], keys.shape[1], -1, x.shape[-1])
+
+
+# Stacks ---------------------------------------------------------------------------------------------------
 
 
 def share_tokens(model: Transformer, ring: Ring) -> None:
@@ -40,7 +250,7 @@ def share_tokens(model: Transformer, ring: Ring) -> None:
             if isinstance(part, Attention):
                 stack.set_submodule(inner, like(part, _joined(cast(Any, type(part)), RingAttention)))
             elif isinstance(part, PatchFront):
-                stack.set_submodule(inner, like(part, OwnPatches, place=ring.place, processes=ring.size))
+                stack.set_submodule(inner, like(part, OwnPatches, rank=ring.rank, processes=ring.size))
         # A head of its own kind reads whole rows; a stage of a pipeline that passes states on has none.
         gathers = stack is model.main and type(model.head) is not Head
         gathers = gathers and not isinstance(model.head, LanguageHead)
@@ -76,7 +286,7 @@ def _check(stack: Stack, size: int) -> None:
 class OwnPatches(PatchFront):
     """Patches of which this process has some, in training."""
 
-    place: int
+    rank: int
     processes: int
 
     def forward(self, pixels: Tensor, real: Tensor | None = None, tap: Tap = SILENT) -> Tensor:
@@ -84,7 +294,7 @@ class OwnPatches(PatchFront):
         vectors = super().forward(pixels, real, tap)
         if not self.training:
             return vectors
-        return RowShares(vectors.shape[1], self.processes, zigzag=False).pick(vectors, self.place)
+        return TokenShards(vectors.shape[1], self.processes, zigzag=False).pick(vectors, self.rank)
 
 
 class RingStack(Stack):
@@ -99,13 +309,13 @@ class RingStack(Stack):
         """Number of processes that return the same states in training."""
         return self.ring.size if self.gathers else 1
 
-    def layout(self, length: int) -> RowShares:
+    def layout(self, length: int) -> TokenShards:
         """Return how rows of some length are shared out."""
-        return RowShares(length, self.ring.size, self.spec.causal)
+        return TokenShards(length, self.ring.size, self.spec.causal)
 
     def own(self, x: Tensor, fill: float) -> Tensor:
         """See `Stack.own`."""
-        return self.layout(x.shape[1]).pick(x, self.ring.place, fill) if self.training else x
+        return self.layout(x.shape[1]).pick(x, self.ring.rank, fill) if self.training else x
 
     def worked_on(self, mask: Tensor | None) -> Tensor | None:
         """See `Stack.worked_on`."""
@@ -133,12 +343,12 @@ class RingStack(Stack):
             any(one is not None for one in (cache, prefix, bias)),
             "cache, prefix and bias are not shared out: call model.eval() first, or train without context",
         )
-        layout, place = self.layout(tokens.length), self.ring.place
-        own = own_tokens(tokens, layout, place)
+        layout, rank = self.layout(tokens.length), self.ring.rank
+        own = local_tokens(tokens, layout, rank)
         self.real = None if own.real is None else own.real.expand(inputs.shape[0], -1)
         if self.spec.input != "patches":
-            inputs = layout.pick(inputs, place)
-        types = None if types is None else layout.pick(types.expand(inputs.shape[0], -1), place)
+            inputs = layout.pick(inputs, rank)
+        types = None if types is None else layout.pick(types.expand(inputs.shape[0], -1), rank)
         hidden = super().forward(inputs, own, memory, types=types, tap=tap)
         if not self.gathers:
             return hidden
@@ -158,7 +368,7 @@ class RingStack(Stack):
         global_mask: Tensor | None,
     ) -> dict[Kind, View]:
         """Return views of the keys of all processes; outside of training, see `Stack`."""
-        if not isinstance(tokens, OwnTokens):
+        if not isinstance(tokens, LocalTokens):
             return super()._views(of, tokens, cache, prefix, bias, dtype, tap, ids, global_mask)
         scheme, causal = self.positions, self.spec.causal
         # Some scalings of rotation go by the last position of the row.
@@ -192,9 +402,9 @@ class RingStack(Stack):
 
     def cross_view(self, tokens: Tokens, source: Tokens, batch: int) -> View:
         """See `Stack.cross_view`; the source is shared out as the tokens of an encoder are."""
-        if not isinstance(tokens, OwnTokens):
+        if not isinstance(tokens, LocalTokens):
             return super().cross_view(tokens, source, batch)
-        there = RowShares(source.length, self.ring.size, zigzag=False)
+        there = TokenShards(source.length, self.ring.size, zigzag=False)
         return ring_view(
             self.ring, (tokens.whole, tokens.layout), (source, there), width=batch * self.spec.n_heads
         )

@@ -9,12 +9,9 @@ from typing import Any, get_args
 
 from clearhead.core.config import ModelConfig
 from clearhead.errors import ConfigError, InputError, nearest, refuse
-from clearhead.learn.parallel import hardware
-from clearhead.learn.parallel.division import MeshSizes, check_axis, read_mesh, refusal
-from clearhead.learn.parallel.estimate import MeshCost, estimate
-from clearhead.learn.parallel.hardware import Cluster
+from clearhead.learn.parallel.division import Checkpointing, MeshSizes, Work, check_axis, read_mesh, refusal
+from clearhead.learn.parallel.estimate import Cluster, MeshCost, estimate, read_cluster
 from clearhead.learn.parallel.plan import AXES, ParallelPlan
-from clearhead.learn.parallel.stages import Checkpointing, Work
 from clearhead.variants.costs import DTYPES, LEARNING, cost
 from clearhead.variants.presets import preset
 
@@ -101,7 +98,7 @@ def plan(
         top: meshes to return, at most.
     """
     config = preset(config) if isinstance(config, str) else config
-    machine = hardware.cluster(devices, memory, link, peak, node)
+    machine = read_cluster(devices, memory, link, peak, node)
     work = _work(config, length, batch, devices, precision, checkpointing, optimizer)
     refuse(top < 1, f"top {top} must be 1 or more")
     refuse(
@@ -129,7 +126,7 @@ def fits(work: Work, plan: ParallelPlan, memory: float) -> bool:
     """Return True if a step of `train` fits devices of so many bytes; `work.rows` are rounded up."""
     mesh = MeshSizes(**{axis: getattr(plan, axis) for axis in AXES})
     micro = math.ceil(work.rows / mesh.rows)
-    devices = hardware.cluster(mesh.devices, int(FILLED * memory))
+    devices = read_cluster(mesh.devices, int(FILLED * memory))
     return estimate(dataclasses.replace(work.as_trained, rows=micro * mesh.rows), devices, mesh, micro).fits
 
 

@@ -4,21 +4,29 @@
 linear layer are its outputs, rows its inputs. What is not named is whole in every process. Tensor parallelism
 comes first. Then `fully_shard` makes every parameter a DTensor, of which each process owns a part.
 
-Shapes: B batch, T length, H heads, K key/value heads, E head width.
+Expert parallelism: each process has some of the experts of a mixture, rows of its own and a router over all
+experts. All-to-all takes each token to the processes of its experts, as many times as it has experts there,
+and the answers back to where they are weighted and added. Nothing is dropped or padded: counts are exchanged
+first. The gradient takes the same ways.
+
+Shapes: B batch, T length, H heads, K key/value heads, E head width, D model or width in, N width out, R rank.
 """
 
 import logging
 import math
 from collections.abc import Mapping
-from typing import Any
+from itertools import accumulate, pairwise
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as nnf
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import all_gather_tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed._functional_collectives import all_gather_tensor, all_to_all_single
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -28,6 +36,7 @@ from torch.distributed.tensor.parallel import (
 
 from clearhead.core.attention import Attention
 from clearhead.core.cache import LayerKeys
+from clearhead.core.dtypes import wide
 from clearhead.core.embedding import TokenFront
 from clearhead.core.feedforward import FeedForward
 from clearhead.core.heads import LanguageHead
@@ -39,16 +48,156 @@ from clearhead.core.transformer import Transformer
 from clearhead.errors import ConfigError, refuse
 from clearhead.learn.parallel.context import share_tokens
 from clearhead.learn.parallel.division import TENSOR
-from clearhead.learn.parallel.experts import split_experts
-from clearhead.learn.parallel.rounds import Ring
-from clearhead.learn.parallel.sums import shared, split_lora
+from clearhead.learn.parallel.ring_schedule import Ring
+from clearhead.learn.parallel.shards import parted, whole
 from clearhead.learn.parallel.world import World
 from clearhead.run.kernels.lora import LoraLinear
 from clearhead.run.kernels.parts import like
 from clearhead.variants.gated_delta import DeltaLayer
 from clearhead.variants.linear import LinearAttention, LowRankAttention
 from clearhead.variants.positions import RelativePositions
-from clearhead.variants.routing import BY_LENGTH
+from clearhead.variants.routing import BY_LENGTH, Experts
+
+
+def shared(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return a tensor that every process of a group has; its gradient is the sum of theirs."""
+    return cast(Tensor, _Shared.apply(x, group))  # type: ignore[no-untyped-call]
+
+
+def summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the sum over the processes of a group, all of which go on with it alike."""
+    return cast(Tensor, _Summed.apply(x, group))  # type: ignore[no-untyped-call]
+
+
+def _all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    total = x.contiguous().clone()
+    dist.all_reduce(total, group=group)
+    return total
+
+
+class _Shared(torch.autograd.Function):
+    """The same tensor; the gradient is summed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
+        """Sum the gradient."""
+        return _all(upstream, ctx.group), None
+
+
+class _Summed(torch.autograd.Function):
+    """The sum; the gradient is the same."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        return _all(x, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
+        """Pass the gradient on."""
+        return upstream, None
+
+
+class SplitLora(LoraLinear):
+    """A low-rank update of some columns or rows of a layer: B is split as columns are, A as rows are.
+
+    Of columns each process has a part of A's gradient.
+    """
+
+    group: dist.ProcessGroup  # the processes that have the rest
+    columns: bool
+
+    @property
+    def weight(self) -> Tensor:
+        """The part of the merged weight [N, D] that this process holds."""
+        base = cast(Tensor, self.base.weight)
+        update = self.scale * (wide(whole(self.b)) @ wide(whole(self.a)))
+        return (wide(base) + parted(update, base)).to(base.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., D] -> [..., N]; of rows, x is the part of this process."""
+        held = cast(DTensor, self.b if self.columns else self.a).to_local()
+        if self.columns:
+            update = nnf.linear(nnf.linear(shared(x, self.group), self.a), held)
+        else:
+            update = nnf.linear(summed(nnf.linear(x, held), self.group), self.b)
+        return self.base(x) + self.scale * update  # type: ignore[no-any-return]
+
+
+def split_lora(layer: LoraLinear, mesh: DeviceMesh, columns: bool) -> SplitLora:
+    """Return a layer of which this process has some columns or rows; its base is yet to be split."""
+    name, placement = ("b", Shard(0)) if columns else ("a", Shard(1))
+    part = nn.Parameter(distribute_tensor(getattr(layer, name), mesh, [placement]))
+    return like(layer, SplitLora, **{name: part}, group=mesh.get_group(), columns=columns)
+
+
+# Experts --------------------------------------------------------------------------------------------------
+
+
+class SplitExperts(Experts):
+    """A mixture with some of the experts, by their numbers; the others are with other processes."""
+
+    experts: nn.ModuleDict  # type: ignore[assignment]
+    group: dist.ProcessGroup  # the processes that have all experts together
+    shares: list[int]  # the number of experts of each
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # the counts are not known ahead
+    def answer(self, rows: Tensor, counts: Tensor, tap: Tap) -> Tensor:
+        """See `Experts.answer`: rows of this process, experts of all."""
+        own, processes = len(self.experts), len(self.shares)
+        theirs = counts.new_empty(processes * own)
+        dist.all_to_all_single(theirs, counts, [own] * processes, self.shares, group=self.group)
+        asked, found = counts.tolist(), theirs.tolist()  # [X]; of each process, for each expert here
+        ends = [0, *accumulate(self.shares)]
+        going = [sum(asked[begin:end]) for begin, end in pairwise(ends)]
+        coming = [sum(found[begin : begin + own]) for begin in range(0, len(found), own)]
+
+        here = torch.split(self._travel(rows, going, coming), found)  # by process, then by expert
+        each = []
+        for number, expert in enumerate(self.experts.values()):
+            answer = expert(torch.cat(here[number::own]))
+            each.append(torch.split(answer, found[number::own]))
+        answers = [part for process in zip(*each) for part in process]
+        return self._travel(torch.cat(answers), coming, going)
+
+    def _travel(self, rows: Tensor, going: list[int], coming: list[int]) -> Tensor:
+        """Send so many rows [_, D] to each process, and return those that come from each."""
+        return all_to_all_single(rows.contiguous(), coming, going, self.group)
+
+
+def split_experts(model: Transformer, mesh: DeviceMesh) -> list[list[nn.Module]]:
+    """Leave each process along the expert axis its share of the experts; return those, layer by layer."""
+    size, place = mesh.size(), mesh.get_local_rank()
+    mixtures = [(name, part) for name, part in model.named_modules() if isinstance(part, Experts)]
+    refuse(
+        not model.config.n_experts,  # a stage of a pipeline may have dense layers alone
+        f"parallel.expert {size} shares out experts, and the model has none: use data, shard or tensor",
+        ConfigError,
+    )
+    found: list[list[nn.Module]] = []
+    for name, part in mixtures:
+        count = len(part.experts)
+        refuse(
+            size > count,
+            f"parallel.expert {size} is more than the {count} experts of {name}: choose {count} or less",
+            ConfigError,
+        )
+        ends = [count * number // size for number in range(size + 1)]
+        own = {str(number): part.experts[number] for number in range(ends[place], ends[place + 1])}
+        found.append(list(own.values()))
+        shares = [end - begin for begin, end in pairwise(ends)]
+        changes = {"experts": nn.ModuleDict(own), "group": mesh.get_group(), "shares": shares}
+        model.set_submodule(name, like(part, SplitExperts, **changes))
+    return found
+
+
+# Tensor parallelism and sharding --------------------------------------------------------------------------
 
 STYLES = {"columns": ColwiseParallel(), "rows": RowwiseParallel()}
 PARTS: Mapping[type[nn.Module], tuple[str, ...]] = {

@@ -23,8 +23,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from clearhead.errors import ConfigError, TrainingError, refuse
 from clearhead.learn.batches.batch import Batch
-from clearhead.learn.parallel import shards
-from clearhead.learn.parallel.launch import restarts, started
+from clearhead.learn.parallel import restarts, shards, started
 from clearhead.learn.parallel.plan import AXES, EXPERT_HELD, HELD, ROWS, TOKENS, ParallelPlan
 
 Made = TypeVar("Made")

@@ -6,11 +6,12 @@ from typing import Any
 
 from clearhead.errors import InputError, nearest, refuse
 from clearhead.hub.files import reading
-from clearhead.hub.pieces import token_text
-from clearhead.hub.special import ROLES
-from clearhead.hub.tokenizer import TEMPLATE, clean, templates_of
+from clearhead.hub.sentencepiece import token_text
+from clearhead.hub.tokenizer import TEMPLATE, templates_of
 from clearhead.hub.tokens.chat import ASSISTANT, KNOWN, ChatTemplate, Message
+from clearhead.hub.tokens.text import clean
 from clearhead.hub.tokens.training import SpecialTokens
+from clearhead.hub.vocabularies import ROLES
 from clearhead.learn.tasks.generation import NO_HOOKS, Hooks, generate
 from clearhead.learn.tasks.results import Generation
 from clearhead.run.bundle import Bundle

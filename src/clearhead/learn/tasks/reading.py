@@ -13,8 +13,9 @@ from torch import Tensor
 
 from clearhead.core.transformer import Output, evaluating
 from clearhead.errors import InputError, refuse
-from clearhead.hub import encodings, pixels, sentences
-from clearhead.hub.tokens.labels import decoded
+from clearhead.hub import preprocessor, sentences
+from clearhead.hub.tokenizer import encoding_of, windows
+from clearhead.hub.tokens.text import decoded
 from clearhead.learn.batches.padding import Rows, for_device, padded, real_tokens
 from clearhead.learn.data.tagging import Tagging, by_labels
 from clearhead.learn.tasks.results import Answer, Candidate, Classification, Span, Tags, Word
@@ -147,7 +148,7 @@ def _of_texts(m: Bundle, given: Sequence[Any], batch_size: int) -> list[Tensor]:
 
 
 def _of_images(m: Bundle, given: Sequence[Any], batch_size: int) -> list[Tensor]:
-    images = [pixels.to_pixels(image, m.config, m.images) for image in given]
+    images = [preprocessor.to_pixels(image, m.config, m.images) for image in given]
     weight, starts, model = next(m.model.parameters()), range(0, len(images), batch_size), m.engine.reader()
     with evaluating(model), torch.inference_mode():
         batches = [model(torch.stack(images[at : at + batch_size]).to(weight)).logits for at in starts]
@@ -162,11 +163,11 @@ def tag(m: Bundle, texts: Sequence[str | Sequence[str]], batch_size: int = 32) -
     check_head(m, "tag")
     tokenizer, room = m.text_tokenizer, m.max_length
     given = [text if isinstance(text, str) else list(text) for text in texts]
-    whole = [encodings.encoding_of(tokenizer, text) for text in given]
+    whole = [encoding_of(tokenizer, text) for text in given]
     rows = [
         (number, *window)
         for number, text in enumerate(given)
-        for window in encodings.windows(tokenizer, room, text, STRIDE)
+        for window in windows(tokenizer, room, text, STRIDE)
     ]
     # Of each token: how far it is from a cut, and its probabilities [C].
     scores: list[dict[int, tuple[int, Tensor]]] = [{} for _ in texts]
@@ -242,7 +243,7 @@ def fill(m: Bundle, texts: Sequence[str], k: int = 5, batch_size: int = 32) -> l
         not 1 <= k <= m.config.vocab_size, f"k {k} must lie between 1 and vocab_size {m.config.vocab_size}"
     )
     mask = m.special["mask"]
-    rows = [encodings.encoding_of(m.text_tokenizer, text, special=True) for text in texts]
+    rows = [encoding_of(m.text_tokenizer, text, special=True) for text in texts]
     for row in rows:
         refuse(
             mask not in row.ids,
@@ -317,7 +318,7 @@ def answer(
     rows = [
         (number, piece)
         for number, (asked, given) in enumerate(zip(questions, contexts))
-        for _, piece in encodings.windows(tokenizer, room, str(given), stride, str(asked))
+        for _, piece in windows(tokenizer, room, str(given), stride, str(asked))
     ]
     best: list[Answer] = [Answer("", 0, 0, -1.0)] * len(questions)
     nothing = [1.0] * len(questions)  # the least probability of "no answer" over the windows

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from clearhead.core.transformer import evaluating
 from clearhead.errors import InputError, nearest, refuse
-from clearhead.hub.languages import CODES, LANGUAGES
-from clearhead.hub.spectrogram import Spectrogram, spectrogram_of
-from clearhead.hub.tokens.labels import decoded
+from clearhead.hub.openai_whisper import CODES, LANGUAGES
+from clearhead.hub.preprocessor import Spectrogram, spectrogram_of
+from clearhead.hub.tokens.text import decoded
 from clearhead.learn.data.sounds import Samples, read_sound, resampled
 from clearhead.learn.tasks.fallback import WindowBatch, make_fallback, read_windows
 from clearhead.learn.tasks.reading import fitting

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from clearhead.core.transformer import evaluating
 from clearhead.errors import InputError, refuse
-from clearhead.hub import pixels
-from clearhead.hub.pixels import PREPROCESSOR
+from clearhead.hub import preprocessor
+from clearhead.hub.preprocessor import PREPROCESSOR
 from clearhead.hub.towers import JoinedTowers
 from clearhead.learn.batches.padding import ROWS
 from clearhead.learn.tasks.results import Classification
@@ -63,7 +63,7 @@ def image_pixels(m: Bundle, images: Iterable[Any]) -> Tensor:
             "add it, or give pixels, floating-point numbers",
         )
         assert config.frame is not None
-        made.append(pixels.pixels_for(image, config.image.n_channels, config.frame, m.images))
+        made.append(preprocessor.pixels_for(image, config.image.n_channels, config.frame, m.images))
     return torch.stack(made)
 
 
@@ -75,7 +75,7 @@ def embed(m: Bundle, inputs: Sequence[Any], batch_size: int | None = None) -> Te
     refuse(batch_size < 1, f"batch_size {batch_size} must be 1 or more")
     for item in inputs:
         refuse(
-            not isinstance(item, pixels.Image),
+            not isinstance(item, preprocessor.Image),
             f"embed was given {item!r:.60}: it takes texts, and images as paths (pathlib), arrays or tensors",
         )
     weight = next(towers.parameters())

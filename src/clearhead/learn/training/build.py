@@ -21,7 +21,7 @@ from clearhead.core.transformer import Transformer
 from clearhead.errors import ConfigError, nearest, refuse
 from clearhead.hub.checkpoint import Description, describe
 from clearhead.hub.export import exported
-from clearhead.hub.gguf_file import is_gguf
+from clearhead.hub.gguf import is_gguf
 from clearhead.hub.tokens.training import begin_texts
 from clearhead.learn.batches.encoding import Encoder
 from clearhead.learn.recipe import BASE, Recipe, TrainPlan

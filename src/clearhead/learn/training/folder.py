@@ -9,11 +9,10 @@ from pathlib import Path
 from shlex import quote
 
 from clearhead.errors import CheckpointError, refuse
-from clearhead.hub.files import write_text
-from clearhead.hub.locks import LOCK, locked_folder
+from clearhead.hub.files import LOCK, locked_folder, write_text
 from clearhead.learn.data.files import RECIPE
 from clearhead.learn.data.given import ROWS
-from clearhead.learn.parallel.launch import launch, restarts
+from clearhead.learn.parallel import launch, restarts
 from clearhead.learn.training.events import CURVE, LOG, Note, OnEvent
 from clearhead.learn.training.state import BEST, CACHE, CHECKPOINTS, LAST, PRETRAIN, newest
 from clearhead.learn.training.tries import PICTURE

@@ -18,11 +18,10 @@ from clearhead.core.transformer import Transformer
 from clearhead.errors import ConfigError, refuse
 from clearhead.learn.batches.batch import Batch
 from clearhead.learn.data.plan import DataPlan
-from clearhead.learn.parallel import planner
-from clearhead.learn.parallel.hardware import find_device
-from clearhead.learn.parallel.launch import processes_here
+from clearhead.learn.parallel import planner, processes_here
+from clearhead.learn.parallel.division import Checkpointing, Work
+from clearhead.learn.parallel.estimate import find_device
 from clearhead.learn.parallel.plan import ParallelPlan
-from clearhead.learn.parallel.stages import Checkpointing, Work
 from clearhead.learn.recipe import Recipe, TrainPlan
 from clearhead.learn.tasks.spec import TaskSpec
 from clearhead.learn.training.state import State

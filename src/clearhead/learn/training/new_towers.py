@@ -8,9 +8,9 @@ import torch
 
 from clearhead.core.config import ModelConfig
 from clearhead.errors import refuse
-from clearhead.hub.pixels import read_image
+from clearhead.hub.preprocessor import read_image
 from clearhead.hub.tokenizer import encode
-from clearhead.hub.tokens.plan import TokensPlan
+from clearhead.hub.tokens import TokensPlan
 from clearhead.hub.tokens.training import SpecialTokens, train_tokenizer
 from clearhead.hub.towers import JoinedTowers
 from clearhead.run.api import Model

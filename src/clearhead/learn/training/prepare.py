@@ -16,7 +16,7 @@ from clearhead.core.heads import LanguageHead
 from clearhead.errors import ConfigError, refuse
 from clearhead.hub.checkpoint import Unread
 from clearhead.hub.files import write_text
-from clearhead.hub.gguf_file import is_gguf
+from clearhead.hub.gguf import is_gguf
 from clearhead.hub.tokenizer import load_tokenizer, read_settings, special_ids
 from clearhead.hub.tokens.training import SPELLS_ALL, choose, train_tokenizer
 from clearhead.learn.batches import batch, batching, encoded, even

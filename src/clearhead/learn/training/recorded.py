@@ -22,7 +22,7 @@ from clearhead.learn.batches.batch import Batch
 from clearhead.learn.batches.bucketed import Bucketed
 from clearhead.learn.batches.sizes import padded_up, scored_up
 from clearhead.learn.losses import CLASSES, TAGGED
-from clearhead.learn.parallel.turns import Portion
+from clearhead.learn.parallel.pipeline import MicroBatches
 from clearhead.learn.training import optim
 from clearhead.learn.training.events import Note, OnEvent
 from clearhead.learn.training.running import PlainStep, TrainingRun
@@ -84,7 +84,7 @@ class RecordedStep(PlainStep):
         for group in run.optimizer.param_groups:
             group["lr"], group["capturable"] = torch.tensor(float(group["lr"]), device=device), True
 
-    def gradients(self, work: Portion) -> Tensor:
+    def gradients(self, work: MicroBatches) -> Tensor:
         """See `PlainStep.gradients`."""
         self.targets.fill_(max(1, work.targets))
         if self._ready(work.batches):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from clearhead.core.transformer import Output, Transformer
 from clearhead.learn.batches.batch import Batch, Batches
 from clearhead.learn.losses import arguments_for, batch_loss
-from clearhead.learn.parallel import shards, turns
+from clearhead.learn.parallel import pipeline, shards
 from clearhead.learn.parallel.pipeline import StageTransformer
 from clearhead.learn.parallel.world import ALONE, World
 from clearhead.learn.recipe import TrainPlan
@@ -38,10 +38,10 @@ class PlainStep:
         self.trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.counted = model.counted() if isinstance(model, StageTransformer) else self.trained
 
-    def gradients(self, work: turns.Portion) -> Tensor:
+    def gradients(self, work: pipeline.MicroBatches) -> Tensor:
         """Add up the gradients of a step; return its loss [], summed over the targets of this process."""
         run, scaler = self.run, self.scaler
-        return turns.gradients(
+        return pipeline.gradients(
             run.model, work, run.world, run.loss, lambda loss: run.backward(scaler.scale(loss))
         )
 
@@ -109,11 +109,11 @@ class TrainingRun:
         """Return the steps of the best validations, the best first."""
         return (state or self.state).best(self.metric, self.metric != "loss", count)
 
-    def batches(self, step: int) -> turns.Portion:
+    def batches(self, step: int) -> pipeline.MicroBatches:
         """Return the batches of a step, of which this process has some of the rows; the first step is 1."""
         size = self.plan.accumulate
         whole = [self.fit(self.train.at(index)) for index in range((step - 1) * size, step * size)]
-        return turns.portion(whole, self.world, self.precision.device)
+        return pipeline.micro_batches(whole, self.world, self.precision.device)
 
     def seed(self, step: int) -> None:
         """Seed dropout for a step."""

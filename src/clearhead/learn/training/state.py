@@ -30,7 +30,7 @@ from clearhead.hub.files import MODEL, read_json, whole_folder
 from clearhead.hub.weights import open_tensors
 from clearhead.hub.writing import Outgoing, write_tensors
 from clearhead.learn.parallel import shards
-from clearhead.learn.parallel.exchange import Exchange, Part, part_of
+from clearhead.learn.parallel.shards import Exchange, Part, part_of
 from clearhead.learn.training.weights import merged_tensors
 from clearhead.run.api import Model
 from clearhead.run.bundle import SHARD_SIZE

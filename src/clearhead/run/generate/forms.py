@@ -203,7 +203,7 @@ class Forms:
     """The forms of one tokenizer, the last few of them compiled."""
 
     def __init__(self, tokenizer: "Tokenizer", size: int) -> None:
-        from clearhead.hub.tokens.spelling import token_bytes
+        from clearhead.hub.tokens.text import token_bytes
 
         self.tokenizer, self.size = tokenizer, size
         self.vocabulary = vocabulary_of(token_bytes(tokenizer, size))

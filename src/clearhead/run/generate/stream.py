@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from tokenizers import Tokenizer
 
-from clearhead.hub.tokens.labels import decoded
+from clearhead.hub.tokens.text import decoded
 
 # How SentencePiece writes a byte; a run of them is read as a whole, or as invalid.
 BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")

@@ -14,7 +14,7 @@ from fastapi import Request
 from fastapi.concurrency import run_in_threadpool
 
 from clearhead.errors import ClearheadError, refuse
-from clearhead.hub.tokens.labels import decoded
+from clearhead.hub.tokens.text import decoded
 from clearhead.learn.tasks.chat import turn_of
 from clearhead.run.bundle import Bundle
 from clearhead.run.generate.request import FORMS

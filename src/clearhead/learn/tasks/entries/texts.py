@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from clearhead.hub.tokens.labels import decoded
+from clearhead.hub.tokens.text import decoded
 from clearhead.hub.tokens.training import DENOISER, GENERATOR, READER, TRANSLATOR
 from clearhead.learn.batches import bucketed, encoding, even
 from clearhead.learn.batches.batching import Batching

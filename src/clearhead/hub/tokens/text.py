@@ -1,0 +1,254 @@
+"""Tokens and text: labels that people read, the bytes of each token, and the stages from text to tokens."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from tokenizers import AddedToken, PreTokenizedString, Regex, Tokenizer, decoders
+
+from clearhead.errors import refuse, refusing
+
+BYTES = [f"<0x{value:02X}>" for value in range(256)]  # as SentencePiece writes them
+VISIBLE = {" ": "·", "\n": "↵", "\t": "→", "\r": "←"}
+
+
+def clean(text: str) -> str:
+    """Return the text with each broken surrogate, which no file can hold, replaced by U+FFFD."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def visible(text: str) -> str:
+    """Return text with visible white space: · for a space, ↵ for a line end, → for a tab.
+
+    Control characters are escaped.
+    """
+    return "".join(
+        VISIBLE.get(letter) or (letter if letter.isprintable() else _escaped(ord(letter))) for letter in text
+    )
+
+
+def decoded(tokenizer: Tokenizer, ids: Sequence[int], special: bool = False) -> str:
+    """Return the text of tokens, with special ones or without; a decoder that fails says so in one line."""
+    with refusing("the tokenizer cannot write a text"):
+        return str(tokenizer.decode(list(ids), skip_special_tokens=not special))
+
+
+def _escaped(number: int) -> str:
+    return f"\\u{number:04x}" if number < 2**16 else f"\\U{number:08x}"
+
+
+def label(tokenizer: Tokenizer | None, token: int) -> str:
+    """Return one token for an axis, a chip or a table; without a tokenizer its number."""
+    written = None if tokenizer is None else tokenizer.id_to_token(token)
+    if tokenizer is None or written is None:
+        return str(token)
+    if isinstance(tokenizer.decoder, decoders.ByteLevel):  # it writes bytes as letters of its own alphabet
+        read = decoded(tokenizer, [token], special=True)
+        return visible(read) if read and "\ufffd" not in read else written
+    return visible(written.replace("▁", " "))
+
+
+def labels(tokenizer: Tokenizer | None, ids: list[int]) -> tuple[str, ...]:
+    """Return the label of each token."""
+    return tuple(label(tokenizer, token) for token in ids)
+
+
+# Bytes ------------------------------------------------------------------------------------------------------
+
+
+CHECKED = 40  # tokens of which every pair is read side by side
+
+
+def token_bytes(tokenizer: Tokenizer, size: int) -> list[bytes]:
+    """Return what each id below `size` adds to a text; nothing for special tokens and ids without a token.
+
+    A tokenizer whose tokens read otherwise beside others is refused.
+    """
+    added = tokenizer.get_added_tokens_decoder()
+    written = [None if number in added else tokenizer.id_to_token(number) for number in range(size)]
+    kind = repr(tokenizer.decoder)
+    if "ByteLevel(" in kind:
+        values = {letter: value for value, letter in enumerate(byte_letters())}
+        made = [
+            bytes(map(values.__getitem__, token)) if values.keys() >= set(token) else token.encode()
+            for token in (token or "" for token in written)
+        ]
+    else:
+        made = _read(tokenizer, written)
+        for number, token in enumerate(written):
+            if "ByteFallback(" in kind and token in BYTES:
+                made[number] = bytes([BYTES.index(token)])
+    for number, one in added.items():
+        if number < size:
+            made[number] = b"" if one.special else one.content.encode()
+    return made
+
+
+def _read(tokenizer: Tokenizer, written: Sequence[str | None]) -> list[bytes]:
+    """Return what each token adds behind another one, as the tokenizer reads it."""
+    known = [number for number, token in enumerate(written) if token is not None]
+    before = next((n for n in known if re.fullmatch(r"\w+", decoded(tokenizer, [n]))), known[0])
+    start = len(decoded(tokenizer, [before]))
+    texts = [text[start:] for text in tokenizer.decode_batch([[before, number] for number in known])]
+    found = dict(zip(known, texts))
+    short = sorted(known, key=lambda n: (len(found[n]), n))[:: max(1, len(known) // CHECKED // 4)][:CHECKED]
+    pairs = [(a, b) for a in short for b in short if "\ufffd" not in found[a] + found[b]]
+    for (a, b), text in zip(pairs, tokenizer.decode_batch([[before, a, b] for a, b in pairs])):
+        refuse(
+            text[start:] != found[a] + found[b],
+            f'this tokenizer reads "{written[a]}" and "{written[b]}" side by side as "{text[start:]}": '
+            "a form needs tokens that read alike wherever they stand",
+        )
+    return [found.get(n, "").replace("\ufffd", "").encode() for n in range(len(written))]
+
+
+def byte_letters() -> list[str]:
+    """Return the letter that stands for each byte in a byte-level vocabulary.
+
+    A visible byte stands for itself, another for a letter from 256 on.
+    """
+    seen = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [value for value in range(256) if value not in seen]
+    return [chr(value if value in seen else 256 + hidden.index(value)) for value in range(256)]
+
+
+# Stages -----------------------------------------------------------------------------------------------------
+
+
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What pre-splitting cuts off.
+
+    No token runs across two of them. A special token in the text is one of its own.
+    """
+
+    text: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Token:
+    """What the subword model makes of a piece."""
+
+    token: str
+    id: int
+    start: int
+    end: int
+    piece: int  # number of the piece it lies in
+
+
+@dataclass(frozen=True)
+class Final:
+    """A token as a model gets it."""
+
+    token: str
+    id: int
+    start: int
+    end: int
+    type: int  # segment
+    text: int | None  # 0: of the text, 1: of the pair, None: put there by post-processing
+
+
+@dataclass(frozen=True)
+class TextStages:
+    """The first three stages of one text."""
+
+    text: str
+    normalised: str
+    alignment: tuple[Span, ...]  # of each character of `normalised`: where it comes from in `text`
+    pieces: tuple[Piece, ...]
+    tokens: tuple[Token, ...]
+
+
+@dataclass(frozen=True)
+class Stages:
+    """All four stages."""
+
+    text: TextStages
+    pair: TextStages | None
+    final: tuple[Final, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values, as JSON has them."""
+        return asdict(self)
+
+
+def stages(tokenizer: Tokenizer, text: str, pair: str | None = None) -> Stages:
+    """Return what each stage makes of a text, or of two that belong together."""
+    text, pair = clean(text), None if pair is None else clean(pair)
+    with refusing("the tokenizer cannot read a text"):
+        whole = tokenizer.encode(text, pair)
+    rows = zip(whole.tokens, whole.ids, whole.offsets, whole.type_ids, whole.sequence_ids)
+    final = tuple(Final(token, number, *span, kind, source) for token, number, span, kind, source in rows)
+    return Stages(_of_text(tokenizer, text), None if pair is None else _of_text(tokenizer, pair), final)
+
+
+def _of_text(tokenizer: Tokenizer, text: str) -> TextStages:
+    normalised, alignment, pieces, tokens = "", list[Span](), list[Piece](), list[Token]()
+    for (start, end), special in _segments(tokenizer, text):
+        if special is not None:  # found before the first stage, and passes all of them as it is
+            normalised += text[start:end]
+            alignment += [(at, at + 1) for at in range(start, end)]
+            tokens.append(
+                Token(tokenizer.id_to_token(special) or text[start:end], special, start, end, len(pieces))
+            )
+            pieces.append(Piece(text[start:end], start, end))
+            continue
+        letters = _normalised(tokenizer, text, start, end)
+        letters.split(lambda _, string: string.split(Regex(r"[\s\S]"), "isolated"))
+        for letter, span, _ in letters.get_splits():
+            normalised += letter
+            alignment.append(span)
+        work = _normalised(tokenizer, text, start, end)
+        if tokenizer.pre_tokenizer is not None:
+            tokenizer.pre_tokenizer.pre_tokenize(work)
+        first = len(pieces)
+        pieces += [Piece(piece, *span) for piece, span, _ in work.get_splits()]
+        work.tokenize(tokenizer.model.tokenize)
+        made = work.to_encoding()
+        rows = zip(made.tokens, made.ids, made.offsets, made.word_ids)
+        tokens += [Token(token, number, *span, first + (word or 0)) for token, number, span, word in rows]
+    return TextStages(text, normalised, tuple(alignment), tuple(pieces), tuple(tokens))
+
+
+def _normalised(tokenizer: Tokenizer, text: str, start: int, end: int) -> PreTokenizedString:
+    """Return a part of the text after the first stage, with its place in the whole text."""
+    work = PreTokenizedString(text)
+    work.split(lambda _, string: [string.slice((start, end))])
+    if tokenizer.normalizer is not None:
+        work.normalize(tokenizer.normalizer.normalize)
+    return work
+
+
+def _segments(tokenizer: Tokenizer, text: str) -> list[tuple[Span, int | None]]:
+    """Split the text at the special and other added tokens that it holds.
+
+    Returns spans, and the token's id where a span is one.
+    """
+    known = tokenizer.get_added_tokens_decoder()
+    encoding = tokenizer.encode(text, add_special_tokens=False)
+    segments: list[tuple[Span, int | None]] = []
+    done = 0
+    for number, (start, end) in zip(encoding.ids, encoding.offsets):
+        # An unknown word has the id of an added token too, but does not spell it.
+        if number in known and start >= done and _spells(tokenizer, text[start:end], known[number]):
+            segments += [((done, start), None), ((start, end), number)]
+            done = end
+    segments.append(((done, len(text)), None))
+    return [(span, special) for span, special in segments if span[0] < span[1]]
+
+
+def _spells(tokenizer: Tokenizer, text: str, token: AddedToken) -> bool:
+    """Return True if a part of the text is an added token, written out.
+
+    The token may include white space, or be found after normalising.
+    """
+    read = (
+        tokenizer.normalizer.normalize_str if token.normalized and tokenizer.normalizer is not None else str
+    )
+    return bool(read(text).strip() == read(token.content).strip())

@@ -1,0 +1,597 @@
+"""Ablation: what a model does without some of its heads, layers or feed-forwards. Its weights do not change.
+
+    with ablating(m, heads=["3.2", "encoder.0.5"]):       # whatever runs in here runs without them
+        m.generate("Once upon")
+    ablate(m, "test.txt", heads=["3.2"]).increase         # what the loss rises by
+    effect(m, "The cat sat on the", heads=["3.2"]).kl     # the next token, class or tag, with and without
+    effect_of_each(m, "The cat sat on the").kl["layer:0"] # every part alone, as rows of a few batched passes
+
+An ablated part gives zeros (`how="zero"`), or its mean over some data (`how="mean"`):
+
+    a head           its mixed values `z`, before the output projection, whose bias stays
+    a feed-forward   its output `out`, bias included
+    a layer          the outputs of all its sublayers: attention, cross-attention, feed-forward
+
+An output is replaced before the norm, if any, between it and the residual stream (sandwich, output); the norm
+after the sum (post) still acts. So in a pre-norm model a layer set to zero leaves the stream as it was. With
+shared weights, a layer is one depth, not all that have its weights.
+
+Shapes: B rows, T length, H heads, E head width, D model, N positions that have a target, C choices: the
+vocabulary, or the classes.
+"""
+
+import dataclasses
+import math
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor
+
+from clearhead.core.config import ModelConfig
+from clearhead.core.heads import LanguageHead
+from clearhead.core.taps import edit
+from clearhead.core.transformer import Transformer, evaluating
+from clearhead.errors import refuse
+from clearhead.inside.inputs import (
+    AnyModel,
+    Prepared,
+    Target,
+    as_model,
+    choices_of,
+    device_of,
+    prepare,
+    recorded,
+)
+from clearhead.inside.names import (
+    Heads,
+    Layers,
+    as_heads,
+    attentions,
+    find_blocks,
+    heads_in,
+    layer_names,
+    spec_of,
+)
+from clearhead.inside.patch import OnRows, Site, patched_scores
+from clearhead.inside.results import Result
+from clearhead.learn.batches.batch import IGNORE, Batch
+from clearhead.learn.batches.padding import padded, real_tokens
+from clearhead.learn.data.examples import PAIRS, TEXT, Chunk, Corpus, Pair, Rows
+from clearhead.learn.data.plan import DataPlan
+from clearhead.learn.evaluation.evaluate import BATCH_TOKENS, PICTURES, data_plan, judged_batches, task_for
+from clearhead.learn.evaluation.examples import renamed
+from clearhead.learn.losses import arguments_for, default_chunk, objective_of, summed
+from clearhead.learn.tasks.corpus import open_examples
+from clearhead.learn.tasks.table import TASKS
+from clearhead.run.api import Model
+
+
+@dataclass(frozen=True, eq=False)
+class Examples:
+    """Batches that a model is judged on."""
+
+    task: str
+    batches: tuple[Batch, ...]
+    notes: tuple[str, ...] = ()  # what was guessed or cut, a short sentence each
+
+    @property
+    def rows(self) -> int:
+        """Rows of all batches."""
+        return sum(len(batch) for batch in self.batches)
+
+    @property
+    def targets(self) -> int:
+        """Tokens, classes or tags that are asked for."""
+        return sum(batch.n_targets for batch in self.batches)
+
+
+@dataclass(frozen=True)
+class Quality(Result):
+    """How good a model is on some examples."""
+
+    loss: float  # the mean over all targets
+    accuracy: float  # share of targets that the model puts first; answer: both ends right
+
+
+Data = Examples | Corpus | str | Path | Sequence[str | Path]
+
+
+def examples_from(
+    m: AnyModel,
+    data: Any,
+    plan: DataPlan | None = None,
+    *,
+    texts: bool = False,
+    most: int | None = None,
+    batch_size: int | None = None,
+    seed: int = 0,
+) -> Examples:
+    """Return the examples of some data, as the model reads them.
+
+    Args:
+        m: what `load` gave; a bare model takes `Examples`, or texts as lists of token ids.
+        data: files, folders, globs or an embedded corpus, of which all is taken; a `Corpus`, of which its
+            validation side is; with `texts`, the texts themselves, of an encoder-decoder pairs of source and
+            target. `Examples` stay as they are.
+        plan: how files are to be read; None: as the run that made the model read its own, else as they look.
+        texts: are `data` texts and not names of files?
+        most: rows that are read at most; of running text, whole batches up to about so many.
+        batch_size: rows at a time; None: by their length.
+        seed: of the masks of a masked language model.
+    """
+    if isinstance(data, Examples):
+        return data
+    m = as_model(m)
+    refuse(most is not None and most < 1, f"{most} examples are no data: ask for 1 or more")
+    if texts and m.config.family == "decoder" and m.config.head == "lm":
+        return _next_tokens(m, list(data)[:most])
+    files = () if texts or isinstance(data, Corpus) else data
+    named = (files,) if isinstance(files, str | Path) else tuple(files)
+    plan = data_plan(m.folder, named) if plan is None else plan
+    task = task_for(m, plan.task)
+    plan = dataclasses.replace(
+        plan,
+        task=task,
+        paths=tuple(map(str, named)) or plan.paths,
+        validation=(),
+        max_examples=None if TASKS[task].shape is TEXT else most,
+        batch_size=batch_size or PICTURES,
+        batch_tokens=None if batch_size else BATCH_TOKENS,
+    )
+    if texts:
+        corpus = _corpus(task, list(data))
+    else:
+        corpus = data if isinstance(data, Corpus) else open_examples(plan, split=False)[0]
+    notes = list(corpus.notes)
+    if TASKS[task].classes:
+        corpus = renamed(corpus, m, plan, notes)
+    with tempfile.TemporaryDirectory() as folder:
+        batches, *_ = judged_batches(m, task, plan, corpus, folder, seed, notes)
+        taken: list[Batch] = []
+        for batch in batches.all():
+            if most is not None and sum(map(len, taken)) >= most:
+                break
+            taken.append(batch if m.config.n_types > 1 else dataclasses.replace(batch, types=None))
+    return Examples(task, tuple(taken), tuple(notes))
+
+
+def _next_tokens(m: Model, texts: Sequence[str | Sequence[int]]) -> Examples:
+    """Return texts whose tokens are guessed from those before them; texts of like length share a batch."""
+    rows = sorted((m.prompt_ids(text)[: m.max_length] for text in texts), key=len)
+    refuse(
+        not rows or len(rows[0]) < 2,
+        "a text of fewer than two tokens leaves nothing to guess: give longer texts",
+    )
+    made = []
+    for start in range(0, len(rows), PICTURES):
+        some = rows[start : start + PICTURES]
+        ids, mask = padded(some, m.special.get("pad", 0)), real_tokens(some)  # B T+1
+        targets = ids.masked_fill(~mask, IGNORE)[:, 1:]
+        made.append(Batch(ids[:, :-1], targets, None if mask.all() else mask[:, 1:]))
+    return Examples("lm", tuple(made))
+
+
+def _corpus(task: str, texts: Sequence[Any]) -> Corpus:
+    """Return texts as a corpus to validate on."""
+    shape = TASKS[task].shape
+    refuse(
+        shape not in (PAIRS, TEXT),
+        f"texts alone have no right answers for the task {task}: name a file that has them",
+    )
+    refuse(
+        shape is PAIRS and not all(isinstance(one, tuple | list) and len(one) == 2 for one in texts),
+        "texts of an encoder-decoder are pairs: give (source, target) for each",
+    )
+    refuse(not texts, "there are no texts: give one at least")
+    rows: Rows = [Chunk(str(one), True) for one in texts]
+    if shape is PAIRS:
+        rows = [Pair(*one) for one in texts]
+    return Corpus(shape.name, cast(Rows, []), rows, (), "texts", (), 0)
+
+
+@torch.no_grad()
+def judge(model: Transformer, examples: Examples) -> Quality:
+    """Measure loss and accuracy over all targets; dropout is off."""
+    total, right = 0.0, 0
+    for batch in examples.batches:
+        batch = batch.to(device_of(model))
+        arguments = arguments_for(model, batch)
+        with evaluating(model):
+            if isinstance(model.head, LanguageHead):
+                hidden = model(**arguments, logits="none").hidden
+                loss, hits = _vocabulary(model.head, hidden, batch.targets)
+            else:
+                logits = model(**arguments).logits
+                objective = TASKS[examples.task].objective or objective_of(model.config.head)
+                loss = float(objective.loss(logits, batch, 0.0))
+                hits = _right(*objective.answers(logits, batch), whole=batch.is_span)
+        total, right = total + loss, right + hits
+    count = examples.targets
+    refuse(not count, "the data has no targets: every token is unknown to the tokenizer; give other data")
+    return Quality(total / count, right / count)
+
+
+def _vocabulary(head: LanguageHead, hidden: Tensor, targets: Tensor) -> tuple[float, int]:
+    """Return the summed cross-entropy of [B, T, D] with targets [B, T], and how many are put first."""
+    asked = targets != IGNORE
+    rows, wanted = hidden[asked], targets[asked]  # N D, N
+    total, hits = 0.0, 0
+    chunk = default_chunk(head.out.out_features, hidden.device)
+    for some, right in zip(torch.split(rows, chunk), torch.split(wanted, chunk)):
+        logits = head(some, None)
+        total += float(summed(logits, right).double())
+        hits += int((logits.argmax(-1) == right).sum())
+    return total, hits
+
+
+def _right(answers: Sequence[Any], targets: Sequence[Any], whole: bool) -> int:
+    """Return how many answers of a head without a vocabulary are right; `whole`: a row counts as one."""
+    if whole:
+        return sum(one == other for one, other in zip(answers, targets))
+    return sum(one == other for row, right in zip(answers, targets) for one, other in zip(row, right))
+
+
+# Ablation ---------------------------------------------------------------------------------------------------
+
+
+How = Literal["zero", "mean"]
+Means = Mapping[str, Tensor]  # by the name of the activation: H 1 E of a head's z, D of a sublayer's out
+OnProgress = Callable[[str, int, int], None]
+NOTHING_NAMED = "nothing is named to be ablated: name heads such as 0.1, layers or feed-forwards"
+
+
+@dataclass(frozen=True)
+class Ablation(Result):
+    """What some examples cost with and without parts of a model."""
+
+    ablated: tuple[str, ...]  # names of what was off
+    how: How
+    rows: int
+    targets: int
+    increase: float  # by how much the loss is higher without
+    before: Quality
+    after: Quality
+
+
+@dataclass(frozen=True)
+class ChoiceEffect(Result):
+    """One of the things a model may say, with and without."""
+
+    label: str
+    id: int
+    before: float  # its probability
+    after: float
+
+
+@dataclass(frozen=True)
+class Effect(Result):
+    """What a model says of one text with and without some of its parts."""
+
+    json_names = ("ablated", "how", "position", "kl", "tokens", "top")
+
+    ablated: tuple[str, ...]
+    how: How
+    tokens: tuple[str, ...]  # what it read
+    position: int | None  # of the token at which it was asked; None: of the whole text
+    before: Tensor  # C logits
+    after: Tensor  # C
+    kl: float  # KL(before || after), bits
+    top: tuple[ChoiceEffect, ...]  # the likeliest of either, by their probability before
+
+
+# What is off ------------------------------------------------------------------------------------------------
+
+
+def selected(
+    config: ModelConfig, heads: Heads, layers: Layers, feedforwards: Layers
+) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """Return what is named, in words, and by activation which of its heads, or all of it."""
+    own, (blocks, inner) = as_heads(config, heads), (find_blocks(config, x) for x in (layers, feedforwards))
+    names = (
+        *(f"head {head}" for head in own),
+        *(f"layer {block.replace('blocks.', '')}" for block in blocks),
+        *(f"feed-forward {block.replace('blocks.', '')}" for block in inner),
+    )
+    found: dict[str, Any] = {f"{block}.feedforward.out": slice(None) for block in (*blocks, *inner)}
+    for head in own:
+        found.setdefault(f"{head.part}.z", []).append(head.number)
+    for block in blocks:
+        both = config.main.cross and not block.startswith("encoder.")
+        found |= {f"{block}.{name}.out": slice(None) for name in ("attention", *(["cross"] if both else []))}
+    return names, found
+
+
+def ablating(
+    model: AnyModel,
+    heads: Heads = (),
+    layers: Layers = (),
+    feedforwards: Layers = (),
+    means: Means | None = None,
+) -> AbstractContextManager[None]:
+    """Run the model without some of its parts for the length of a `with` block.
+
+    Args:
+        model: what `load` gave, or the model itself.
+        heads: by their names, such as "3.2", "encoder.0.5", "cross.1.2".
+        layers: by their numbers, or names such as "encoder.3".
+        feedforwards: those of these layers.
+        means: what takes the place of what they give, from `mean_activations`; None: zeros.
+    """
+    model = as_model(model).model
+    return _off(model, selected(model.config, heads, layers, feedforwards)[1], means)
+
+
+def _off(model: Transformer, parts: Mapping[str, Any], means: Means | None) -> AbstractContextManager[None]:
+    """Return a context in which the model runs without what `selected` found."""
+    for name in parts:
+        refuse(
+            means is not None and name not in means,
+            f"the means hold nothing of {name}: make them by mean_activations of the same model",
+        )
+    found = means or {}
+    return edit(
+        model, {name: partial(_replaced, heads=of, mean=found.get(name)) for name, of in parts.items()}
+    )
+
+
+def _replaced(x: Tensor, heads: Any, mean: Tensor | None) -> Tensor:
+    """Return a head's z [B, H, T, E], or an answer [B, T, D], at zero or at its mean [H, 1, E], [D]."""
+    x = x.clone()
+    x[:, heads] = 0 if mean is None else mean.to(x)[heads]
+    return x
+
+
+# Means ------------------------------------------------------------------------------------------------------
+
+
+def mean_activations(m: AnyModel, data: Data, **options: Any) -> dict[str, Tensor]:
+    """Return the mean of what every head and sublayer gives; `options` are as for `examples_from`."""
+    model, examples = opened(m, data, options)
+    return _averaged(model, (arguments_for(model, batch.to(device_of(model))) for batch in examples.batches))
+
+
+def _averaged(model: Transformer, passes: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Return the mean of each activation over real tokens, from the inputs of some forward passes.
+
+    [H, 1, E] of heads, [D] of sublayers.
+    """
+    config, sums, counts = model.config, dict[str, Tensor](), Counter[str]()
+    taps = ["*.z", "*.attention.out", "*.feedforward.out", *(["*.cross.out"] if config.main.cross else [])]
+    for given in passes:
+        for name, x in recorded(model, taps, **given).items():
+            kind, mask = ("encoder", "source_mask") if name.startswith("encoder.") else ("self", "mask")
+            real = given.get(mask)
+            if real is not None and spec_of(config, kind).input == "frames":
+                real = real[:, :: config.conv_stride]
+            rows = x.transpose(1, 2) if name.endswith(".z") else x  # B T ...
+            rows = rows.flatten(0, 1) if real is None else rows[real]  # N ...
+            sums[name] = sums.get(name, 0) + rows.double().sum(0).cpu()
+            counts[name] += len(rows)
+    means = {name: (total / counts[name]).float() for name, total in sums.items()}
+    return {name: mean[:, None] if name.endswith(".z") else mean for name, mean in means.items()}
+
+
+def means_for(how: str, means: Means | None, average: Callable[[], Means]) -> Means | None:
+    """Return what replaces parts that are off: None for zeros, the means given, or those `average` makes."""
+    refuse(how not in ("zero", "mean"), f'how "{how}" is not known: choose zero or mean')
+    if how == "zero":
+        return None
+    return average() if means is None else means
+
+
+def opened(m: AnyModel, data: Any, options: Mapping[str, Any]) -> tuple[Transformer, Examples]:
+    """Return the model and the examples."""
+    return as_model(m).model, examples_from(m, data, **options)
+
+
+# Effect on loss ---------------------------------------------------------------------------------------------
+
+
+def ablate(
+    m: AnyModel,
+    data: Data,
+    heads: Heads = (),
+    layers: Layers = (),
+    feedforwards: Layers = (),
+    how: How = "zero",
+    means: Means | None = None,
+    **options: Any,
+) -> Ablation:
+    """Measure loss and accuracy with and without parts of a model.
+
+    Args:
+        m: what `load` gave; or a bare model, with `Examples`.
+        data: what `examples_from` takes, and `options` as there.
+        heads: those that are off, together with what else is named; see `ablating`.
+        layers: those that are off.
+        feedforwards: those of these layers are off.
+        how: zero, or mean: of `means`, else of the same data.
+        means: mean activations, as `mean_activations` gives them.
+        options: of `examples_from`.
+    """
+    model, examples = opened(m, data, options)
+    ablated, parts = selected(model.config, heads, layers, feedforwards)
+    refuse(not ablated, NOTHING_NAMED)
+    means = means_for(how, means, lambda: mean_activations(model, examples))
+    before = judge(model, examples)
+    with _off(model, parts, means):
+        after = judge(model, examples)
+    return Ablation(
+        ablated, how, examples.rows, examples.targets, after.loss - before.loss, before=before, after=after
+    )
+
+
+# Effect on one text -----------------------------------------------------------------------------------------
+
+
+def effect(
+    m: AnyModel,
+    given: Any,
+    heads: Heads = (),
+    layers: Layers = (),
+    feedforwards: Layers = (),
+    how: How = "zero",
+    means: Means | None = None,
+    *,
+    target: Target = None,
+    pair: str | None = None,
+    position: int | None = None,
+    top: int = 10,
+) -> Effect:
+    """Return the distribution over the next token, the class or the tag, with and without parts of a model.
+
+    Args:
+        m, given, target, pair: as for `prepare`.
+        heads, layers, feedforwards: what is off together; see `ablating`.
+        how: zero, or mean: of `means`, else of the tokens of this text.
+        position: the token at which the model is asked, negative from the end; None: the last; of a masked
+            language model the first mask, else the last.
+        top: how many of the likeliest, before and after, are listed.
+    """
+    refuse(top < 1, f"top {top} must be 1 or more")
+    prepared = prepare(m, given, target, pair)
+    where, model = asked_place(prepared, position), prepared.model
+    choices = choices_of(prepared)
+    ablated, parts = selected(prepared.m.config, heads, layers, feedforwards)
+    refuse(not ablated, NOTHING_NAMED)
+
+    def logits() -> Tensor:
+        return choices.scores(prepared.run().required_logits)[0, where or 0].float().cpu()  # C
+
+    means = means_for(how, means, lambda: means_of_text(prepared))
+    with torch.no_grad():
+        before = logits()
+        with _off(model, parts, means):
+            after = logits()
+    return compared(prepared, ablated, how, where, before, after, top)
+
+
+def means_of_text(prepared: Prepared) -> Means:
+    """Return the mean of what every head and sublayer gives, over the tokens of one text."""
+    return _averaged(prepared.model, [{"ids": prepared.main, **prepared.given}])
+
+
+def compared(
+    prepared: Prepared,
+    ablated: tuple[str, ...],
+    how: How,
+    where: int | None,
+    before: Tensor,
+    after: Tensor,
+    top: int,
+) -> Effect:
+    """Return what changed between logits [C] with and without some parts."""
+    choices = choices_of(prepared)
+    log_p, log_q = (x.double().log_softmax(-1) for x in (before, after))
+    p, q = (x.double().softmax(-1) for x in (before, after))
+    kl = float((p * (log_p - log_q)).sum().clamp(min=0)) / math.log(2)
+    best = {int(one) for row in (p, q) for one in row.topk(min(top, len(p))).indices}
+    listed = tuple(
+        ChoiceEffect(choices.name(one), one, float(p[one]), float(q[one]))
+        for one in sorted(best, key=lambda one: float(-p[one]))
+    )
+    return Effect(ablated, how, prepared.tokens.labels, where, before, after, kl, listed)
+
+
+def asked_place(prepared: Prepared, position: int | None) -> int | None:
+    """Return the token at which a model is asked, None: the whole text; refuse one that chooses nothing."""
+    head, ids, length = prepared.m.config.head, prepared.tokens.ids, len(prepared.tokens)
+    refuse(
+        head not in ("lm", "mlm", "classifier", "tagger"),
+        f"a model with head {head} chooses nothing that could change: "
+        "take one with lm, mlm, classifier or tagger",
+    )
+    if head == "classifier":
+        return None
+    if position is None:
+        mask = prepared.m.special.get("mask")
+        position = ids.index(mask) if head == "mlm" and mask is not None and mask in ids else -1
+    refuse(
+        not -length <= position < length,
+        f"there is no token {position}: the text has tokens 0 to {length - 1}",
+    )
+    return position % length
+
+
+# Each part alone --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class EachEffect(Result):
+    """What a model says of one text without each of its parts."""
+
+    effects: dict[str, Effect]  # by part: a head "3.2", "cross.1.0", "feedforward:1", "layer:encoder.0"
+
+    @property
+    def kl(self) -> dict[str, float]:
+        """KL(before || after) of each part, bits."""
+        return {name: one.kl for name, one in self.effects.items()}
+
+
+def single_parts(config: ModelConfig) -> dict[str, dict[str, str]]:
+    """Return every part that can be off by itself, by name, as an argument of `effect`."""
+    layers = list(layer_names(config))
+    return {
+        **{str(head): {"heads": str(head)} for head in heads_in(attentions(config))},
+        **{f"feedforward:{layer}": {"feedforwards": layer} for layer in layers},
+        **{f"layer:{layer}": {"layers": layer} for layer in layers},
+    }
+
+
+def effect_of_each(
+    m: AnyModel,
+    given: Any,
+    how: How = "zero",
+    *,
+    target: Target = None,
+    pair: str | None = None,
+    position: int | None = None,
+    top: int = 10,
+    on_progress: OnRows = lambda done, total: None,
+) -> EachEffect:
+    """Return the effect of each part alone; the arguments are `effect`'s.
+
+    `on_progress` is told how many parts are done, after each batch.
+    """
+    prepared = prepare(m, given, target, pair)
+    where = asked_place(prepared, position)
+    parts = single_parts(prepared.m.config)
+    found = {name: selected(prepared.m.config, **{**NOTHING, **one}) for name, one in parts.items()}
+    sites = {name: _sites(taps) for name, (_, taps) in found.items()}
+    replaced = _replacements(prepared, {site.tap for some in sites.values() for site in some}, how)
+    rows: Sequence[Sequence[Site]] = [(), *sites.values()]
+    scores = patched_scores(prepared, replaced, rows, where or 0, on_progress)  # [1 + parts, C]
+    effects = {
+        name: compared(prepared, found[name][0], how, where, scores[0], after, top)
+        for name, after in zip(sites, scores[1:])
+    }
+    return EachEffect(effects)
+
+
+NOTHING: dict[str, Any] = {"heads": (), "layers": (), "feedforwards": ()}
+
+
+def _sites(taps: Mapping[str, Any]) -> tuple[Site, ...]:
+    """Return where something is put, for what `selected` found."""
+    return tuple(
+        site
+        for tap, heads in taps.items()
+        for site in ([Site(tap, head=one) for one in heads] if isinstance(heads, list) else [Site(tap)])
+    )
+
+
+def _replacements(prepared: Prepared, taps: set[str], how: str) -> dict[str, Tensor]:
+    """Return what takes the place of each activation, [1, ...] as the text has it: zeros, or means."""
+    _, seen = prepared.record(*taps)
+    if how == "zero":
+        return {tap: torch.zeros_like(seen[tap]) for tap in taps}
+    refuse(how != "mean", f'how "{how}" is not known: choose zero or mean')
+    means = means_of_text(prepared)
+    return {tap: means[tap].to(seen[tap]).expand(seen[tap].shape) for tap in taps}

@@ -1,0 +1,361 @@
+"""Which tokens an answer came from: by path through every head, by occlusion, by gradient x input.
+
+    found = paths(m, "The cat sat on the", against=" floor")
+    found.direct["3"]                     # [H, R, S] of layer 3: what each head brings, by source token
+    found.sources, found.rest             # [T] by source token; what came by no head
+    found.strongest(5)                    # edges, the largest first
+    looks(m, "The cat sat on the", "3.1", reader=4, source=1)   # what made head 3.1 look there
+    found = occlusion(m, "a dull film", token="bad")
+    found.units, found.dropped            # "a", "dull", "film"; what the logit loses without each
+    found.gradient                        # a first-order estimate of the same, from one backward pass
+
+A head's output at a reader is its pattern times its values. With every norm held at its actual size the logit
+is linear in that output, so pattern x value x output, read on the logit, is one number for each source token.
+These numbers and the terms of no head add up to the logit; see `lens.contributions`.
+
+Why a head looks where it looks is in its scores: the log-odds of one weight are its score less those of all
+other keys. `looks` takes them back to what earlier heads carried by gradient x activation, which is first
+order and does not add up exactly.
+
+Occlusion puts the mask token in the place of a word's tokens, or the unknown or padding token where the model
+has no mask; for a patch, the image's mean colour.
+
+Shapes: H heads, T readers, S sources, R readers that the head of the model reads, E head width, U units.
+"""
+
+import math
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from clearhead.core.config import ModelConfig
+from clearhead.core.taps import Recording, record, tap_names
+from clearhead.core.transformer import evaluating
+from clearhead.errors import refuse
+from clearhead.hub.tokens.text import labels
+from clearhead.inside import inputs, names, results
+from clearhead.inside.alignments import positions
+from clearhead.inside.inputs import choices_of, find_column
+from clearhead.inside.logit_attribution import AddedPart, AskedLogit, Term, exact, parts_of, terms_of
+
+LOOKED_THROUGH = 300  # of the largest edges, where one that moved something is looked for
+
+
+@dataclass(frozen=True)
+class Edge:
+    """What one part carried from one token to another; a feed-forward and an embedding stay at theirs."""
+
+    part: str  # a head: "3.2", "cross.1.0", "encoder.0.1"; or "feedforward 3", "embedding"
+    reader: int
+    source: int
+    value: float
+
+
+@dataclass(frozen=True)
+class Paths(results.Result):
+    """A logit, taken apart by source token."""
+
+    columns: tuple[str, ...]
+    column: int  # where it is read
+    choice: str
+    against: str | None
+    tokens: tuple[str, ...]  # T
+    rows: tuple[int, ...]  # R readers that the head of the model reads
+    direct: dict[str, Tensor]  # [H, R, S] by attention: "3", "cross.3"
+    terms: tuple[
+        Term, ...
+    ]  # what no head carried: embeddings, feed-forwards, biases, layers without a pattern
+    logit: float
+
+    @cached_property
+    def sources(self) -> Tensor:
+        """What came from each token of the stack that feeds the head, by its own heads: [T]."""
+        own = [table.sum((0, 1)) for name, table in self.direct.items() if "." not in name]
+        return torch.stack(own).sum(0) if own else torch.zeros(len(self.tokens))
+
+    @cached_property
+    def memory(self) -> Tensor | None:
+        """What came from each token of the encoder, by cross-attention: [S]; None without one."""
+        own = [table.sum((0, 1)) for name, table in self.direct.items() if name.startswith("cross.")]
+        return torch.stack(own).sum(0) if own else None
+
+    @property
+    def rest(self) -> float:
+        """What came by no head."""
+        return math.fsum(term.value for term in self.terms)
+
+    @property
+    def total(self) -> float:
+        """The sum of everything: `logit`, except for rounding."""
+        return math.fsum((self.rest, *(float(table.sum()) for table in self.direct.values())))
+
+    def strongest(self, count: int) -> list[Edge]:
+        """Return the largest edges of heads, of either sign."""
+        return _largest(
+            (
+                Edge(f"{name}.{head}", self.rows[row], source, value)
+                for name, table in self.direct.items()
+                for head, row, source, value in _cells(table, count)
+            ),
+            count,
+        )
+
+    def leading(self) -> Edge | None:
+        """Return what moved most to the choice: the largest edge for it that comes from another token.
+
+        Where there is none, the largest for it; None where no head speaks for it.
+        """
+        found = [edge for edge in self.strongest(LOOKED_THROUGH) if edge.value > 0]
+        moved = (edge for edge in found if "." in edge.part.rpartition(".")[0] or edge.source != edge.reader)
+        return next(moved, found[0] if found else None)
+
+
+def paths(
+    m: inputs.AnyModel,
+    given: inputs.Given | inputs.Prepared,
+    token: str | int | None = None,
+    position: int = -1,
+    target: inputs.Target = None,
+    against: str | int | None = None,
+    pair: str | None = None,
+) -> Paths:
+    """Return what each head carried from each token, for one logit; the arguments are `contributions`'."""
+    config = inputs.as_model(m).config
+    own = {str(one): one for one in _patterned(config) if one.kind != "encoder"}
+    taps = [f"{one.part}.{tap}" for one in own.values() for tap in ("pattern", "v")]
+    asked = AskedLogit.of(m, given, token, position, target, against, pair, *taps)
+    parts, read = parts_of(asked)
+    direct: dict[str, Tensor] = {}
+    others: list[AddedPart] = []
+    for part in parts:
+        name = part.terms[0].name.rpartition(".")[0]
+        if part.terms[0].head is None or name not in own:
+            others.append(part)
+            continue
+        direct[name] = _carried(asked.seen, own[name], part.slope, read.rows)
+    return Paths(
+        columns=asked.choices.columns,
+        column=asked.column,
+        choice=asked.name,
+        against=asked.against,
+        tokens=asked.prepared.tokens.labels,
+        rows=tuple(read.rows.tolist()),
+        direct=direct,
+        terms=terms_of(asked, others),
+        logit=asked.logit,
+    )
+
+
+def looks(
+    m: inputs.AnyModel,
+    given: inputs.Given | inputs.Prepared,
+    head: str,
+    reader: int,
+    source: int,
+    target: inputs.Target = None,
+    pair: str | None = None,
+    count: int = 20,
+) -> list[Edge]:
+    """Return what made a head look from one token at another: the parts before it that moved its log-odds.
+
+    An edge's value is the slope of the log-odds of the weight, times what the part carried. The arguments
+    are `prepare`'s, and a head by its name with its reader and source by their places; `count` is how many
+    edges are kept, the largest first.
+    """
+    prepared = inputs.prepare(m, given, target, pair)
+    config = prepared.m.config
+    (found,) = names.find_heads(config, [head])
+    known = _patterned(config)
+    refuse(
+        found.part not in {one.part for one in known}, f"head {head} has no attention pattern to look into"
+    )
+    refuse(
+        f"{found.part}.scores" not in tap_names(config),
+        f"head {head} has no scores, by which it would look at one token and not at another: its shares come "
+        "from features",
+    )
+    stacks = {spec.prefix: spec for spec in config.stacks}
+    others = [
+        f"{prefix}{tap}"
+        for prefix, spec in stacks.items()
+        for tap in ("embedding", *(f"blocks.{layer}.feedforward.out" for layer in range(spec.n_layers)))
+    ]
+    taps = [f"{one.part}.{tap}" for one in known for tap in ("z", "pattern", "v")]
+    seen = prepared.record_graph(f"{found.part}.scores", *taps, *others)
+    with torch.enable_grad():
+        scores = seen[f"{found.part}.scores"][0, found.number]
+        _check_place(reader, len(scores), "reader")
+        _check_place(source, scores.shape[1], "source")
+        rest = scores[reader].index_fill(0, torch.tensor([source], device=scores.device), -math.inf)
+        odds = scores[reader, source] - rest.logsumexp(0)
+        wanted = [name for name in seen if name.endswith((".z", "embedding", "feedforward.out"))]
+        slopes = torch.autograd.grad(odds, [seen[name] for name in wanted], None, True, allow_unused=True)
+    slope = {name: results.on_cpu(x[0]) for name, x in zip(wanted, slopes) if x is not None}
+    edges: list[Edge] = []
+    for one in known:
+        if f"{one.part}.z" in slope and slope[f"{one.part}.z"].any():
+            table = _carried(seen, one, slope[f"{one.part}.z"], to=results.on_cpu)
+            cells = _cells(table, count)
+            edges += [Edge(f"{one}.{number}", row, place, value) for number, row, place, value in cells]
+    for name in others:
+        if name in slope:
+            part = name.replace("blocks.", "").replace(".feedforward.out", "")
+            part = name if name.endswith("embedding") else f"feedforward {part}"
+            values = (results.on_cpu(seen[name][0]) * slope[name]).sum(-1).tolist()
+            edges += [Edge(part, place, place, value) for place, value in enumerate(values)]
+    return _largest((edge for edge in edges if edge.value), count)
+
+
+def _patterned(config: ModelConfig) -> list[names.AttentionName]:
+    """Return every attention with heads and a pattern; none is not refused."""
+    return [one for one, kind in names.kinds_of(config).items() if kind.patterned and one.n_heads]
+
+
+def _check_place(place: int, count: int, what: str) -> None:
+    refuse(not 0 <= place < count, f"there is no {what} {place}: tokens go from 0 to {count - 1}")
+
+
+def _cells(table: Tensor, count: int) -> list[tuple[int, int, int, float]]:
+    """Return the largest cells of a table of either sign: three indices and the value."""
+    best = table.abs().flatten().topk(min(count, table.numel())).indices
+    _, rows, columns = table.shape
+    places = (best // (rows * columns), best // columns % rows, best % columns)
+    return list(zip(*(place.tolist() for place in places), table.flatten()[best].tolist()))
+
+
+def _largest(edges: Iterable[Edge], count: int) -> list[Edge]:
+    return sorted(edges, key=lambda edge: -abs(edge.value))[:count]
+
+
+def _carried(
+    seen: Recording,
+    one: names.AttentionName,
+    slope: Tensor,
+    rows: Tensor | None = None,
+    to: Callable[[Tensor], Tensor] = exact,
+) -> Tensor:
+    """Return pattern x value x slope, slopes [H, R, E] -> [H, R, S].
+
+    A gate behind the values scales what every source gave.
+    """
+    z, pattern, v = (seen[f"{one.part}.{tap}"][0] for tap in ("z", "pattern", "v"))
+    if rows is not None:
+        pattern, z = pattern[:, rows], z[:, rows]
+    z, pattern, v = to(z), to(pattern), to(v)
+    v = v.repeat_interleave(len(pattern) // len(v), 0)  # H S E
+    mixed = pattern @ v
+    gate = torch.where(mixed == 0, 0.0, z / torch.where(mixed == 0, 1.0, mixed))
+    return pattern * ((slope * gate) @ v.transpose(1, 2))
+
+
+# Occlusion --------------------------------------------------------------------------------------------------
+
+
+ROWS = 32  # inputs that are run at once
+STANDS_FOR_NOTHING = ("mask", "unk", "pad")
+
+
+@dataclass(frozen=True)
+class Occlusion(results.Result):
+    """What each part of an input is worth to one logit."""
+
+    units: tuple[str, ...]  # words, single tokens where only ids are known, or patches
+    places: tuple[tuple[int, ...], ...]  # the tokens of each
+    column: int
+    choice: str
+    logit: float
+    without: str  # what stands in their place
+    dropped: Tensor  # [U] the logit less the one without the unit
+    gradient: Tensor  # [U] slope x input, added up over the unit's tokens
+
+
+def occlusion(
+    m: inputs.AnyModel,
+    given: inputs.Given | inputs.Prepared,
+    token: str | int | None = None,
+    position: int = -1,
+    pair: str | None = None,
+) -> Occlusion:
+    """Leave out each unit of an input in turn; `token` and `position` are as for `contributions`."""
+    config = given.m.config if isinstance(given, inputs.Prepared) else inputs.as_model(m).config
+    refuse(
+        len(config.stacks) == 2,
+        "occlusion is for a model of one stack: patch the two texts of an encoder-decoder instead",
+    )
+    prepared = inputs.prepare(m, given, pair=pair)
+    choices = choices_of(prepared)
+    column = find_column(position, choices.columns)
+    output, _ = prepared.record(logits="none")
+    with torch.no_grad(), evaluating(prepared.model):
+        scores = choices.column_scores(output.hidden, column)[0]
+    choice = int(scores.argmax()) if token is None else choices.find(token)
+    units = _units(prepared)
+    rows, without = _left_out(prepared, [places for _, places in units])
+    after = []
+    with torch.no_grad(), evaluating(prepared.model):
+        for some in torch.split(rows, ROWS):
+            given_more = {name: x.expand(len(some), *x.shape[1:]) for name, x in prepared.given.items()}
+            hidden = prepared.model(some, **given_more, logits="none").hidden
+            after.append(choices.column_scores(hidden, column)[:, choice].double().cpu())
+    slopes = _gradient(prepared, column, choice)
+    return Occlusion(
+        units=tuple(name for name, _ in units),
+        places=tuple(places for _, places in units),
+        column=column,
+        choice=choices.name(choice),
+        logit=float(scores[choice]),
+        without=without,
+        dropped=(float(scores[choice]) - torch.cat(after)).float(),
+        gradient=torch.stack([slopes[list(places)].sum() for _, places in units]).float(),
+    )
+
+
+Unit = tuple[str, tuple[int, ...]]
+
+
+def _units(prepared: inputs.Prepared) -> list[Unit]:
+    """Return words with their tokens; without a text each token by itself. Marks of the model are left in."""
+    tokens = prepared.tokens
+    special = tokens.special or (False,) * len(tokens)
+    alone: list[Unit] = [(name, (place,)) for place, name in enumerate(tokens.labels) if not special[place]]
+    if not tokens.text or not tokens.spans or (prepared.types is not None and bool(prepared.types.any())):
+        return alone
+    words = [(match[0], match.span()) for match in re.finditer(r"\w+|[^\w\s]", tokens.text)]
+    found = positions([span for _, span in words], tokens.text_spans)
+    units: dict[tuple[int, ...], str] = {}
+    for (word, _), places in zip(words, found):
+        if places:
+            units[places] = units.get(places, "") + word
+    return [(name, places) for places, name in units.items()] or alone
+
+
+def _left_out(prepared: inputs.Prepared, units: list[tuple[int, ...]]) -> tuple[Tensor, str]:
+    """Return the input without each unit, [U, T] or [U, C, height, width], and what stands in its place."""
+    rows = prepared.main.repeat(len(units), *[1] * (prepared.main.ndim - 1))
+    if prepared.main.is_floating_point():
+        spec = prepared.m.config.stacks[0]
+        side, across = spec.patch_size, spec.image_size[1] // spec.patch_size
+        mean = prepared.main.mean((0, 2, 3))[:, None, None]
+        for row, (place,) in zip(rows, units):
+            y, x = divmod(place - int(spec.class_token), across)
+            row[:, y * side : (y + 1) * side, x * side : (x + 1) * side] = mean
+        return rows, "the mean colour"
+    known = [name for name in STANDS_FOR_NOTHING if prepared.m.special.get(name) is not None]
+    refuse(not known, "this model has no mask, unknown or padding token to put in the place of a word")
+    nothing = prepared.m.special[known[0]]
+    for row, places in zip(rows, units):
+        row[list(places)] = nothing
+    return rows, labels(prepared.m.tokenizer, [nothing])[0]
+
+
+def _gradient(prepared: inputs.Prepared, column: int, choice: int) -> Tensor:
+    """Return slope x input of each token, [T]."""
+    with torch.enable_grad(), record(prepared.model, "embedding", detach=False) as seen:
+        output = prepared.run(logits="none")
+        logit = choices_of(prepared).column_scores(output.hidden, column)[0, choice]
+        (slope,) = torch.autograd.grad(logit, seen["embedding"])
+    return (slope * seen["embedding"].detach())[0].double().sum(-1).cpu()

@@ -1,0 +1,482 @@
+"""Direct logit attribution: a logit as a sum over what every part, and every neuron, adds to the stream.
+
+    found = firing(m, "The cat sat on the", count=5)
+    found.neurons[0].name, found.neurons[0].value       # "2.117", in logits
+
+A norm divides by a size that it measures. With that size held at its actual value the norm is linear, and a
+logit is a sum over everything that was added to the stream. A direction g stands for the number <g, x>;
+`back` takes a direction after a norm to the one before it, and `shift` is what the norm's own bias adds.
+A feed-forward writes its neurons' activations times their output vectors, and a bias, so each neuron adds one
+number too; with the bias they are the feed-forward's own term of `contributions`.
+
+Shapes: R rows (tokens) that the head reads, T tokens, D model, H heads, E head width, F neurons of a
+feed-forward. All in float64.
+"""
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+import torch.nn.functional as nnf
+from torch import Tensor, nn
+
+from clearhead.core import masks
+from clearhead.core.attention import Attention
+from clearhead.core.dtypes import precise, wide
+from clearhead.core.heads import ClassifierHead, Head, LanguageHead, PooledHead, TokenHead
+from clearhead.core.norms import LayerNorm, RMSNorm
+from clearhead.core.taps import Recording, tap_names
+from clearhead.core.transformer import Output, evaluating
+from clearhead.errors import refuse
+from clearhead.inside import inputs, names, results
+from clearhead.inside.inputs import Choices, choices_of, find_column
+from clearhead.run.quant.layers import weight_of
+
+
+@dataclass(frozen=True)
+class FrozenNorm:
+    """A norm whose size is held at its actual value; without a norm, the identity."""
+
+    scale: Tensor | float = 1.0  # [D]
+    size: Tensor | float = 1.0  # [R, 1] the standard deviation, or the root mean square, that it divides by
+    bias: Tensor | float = 0.0  # [D]
+    centred: bool = False  # is the mean subtracted?
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return what the norm gives: [R, D] -> [R, D]."""
+        return (x - x.mean(-1, keepdim=True) if self.centred else x) / self.size * self.scale + self.bias
+
+    def back(self, direction: Tensor) -> Tensor:
+        """Return the direction before the norm from the one behind it: [R, D] -> [R, D]."""
+        before = direction * self.scale / self.size
+        return before - before.mean(-1, keepdim=True) if self.centred else before
+
+    def shift(self, direction: Tensor) -> float:
+        """Return what the bias adds: [R, D] -> a number."""
+        return float((direction * self.bias).sum())
+
+
+def freeze(norm: nn.Module | None, x: Tensor) -> FrozenNorm:
+    """Return a norm as it is at its actual input [R, D]."""
+    if norm is None:
+        return FrozenNorm()
+    assert isinstance(norm, LayerNorm | RMSNorm)
+    centred = isinstance(norm, LayerNorm)
+    spread = x - x.mean(-1, keepdim=True) if centred else x
+    size = (spread.square().mean(-1, keepdim=True) + norm.eps).sqrt()
+    bias = norm.bias if isinstance(norm, LayerNorm) else None
+    scale = exact(norm.weight) + float(norm.unit_offset)
+    return FrozenNorm(scale, size, 0.0 if bias is None else exact(bias), centred)
+
+
+@dataclass(frozen=True)
+class LinearReadout:
+    """A number that a head says, as a sum: <directions, hidden states at `rows`> + transform + bias."""
+
+    rows: Tensor  # [R] which tokens are read
+    directions: Tensor  # [R, D]
+    # What a dense layer before the output adds: biases, and what its tangent leaves over.
+    transform: float = 0.0
+    bias: float = 0.0  # of the output layer
+
+
+def read_back(head: Head, hidden: Tensor, column: int, choice: int, against: int | None) -> LinearReadout:
+    """Return how a score, or the difference of two, depends on the hidden states [T, D]; before a soft cap.
+
+    `column` and the choices are as in `Choices`. An activation on the way is replaced by its tangent at the
+    actual state; what that leaves over is in `transform`.
+    """
+    assert isinstance(head, ClassifierHead | TokenHead | LanguageHead)
+    _check_straight(head)
+    direction, bias = _difference(head.out, choice, against)
+    if isinstance(head, ClassifierHead):
+        return _from_pool(head, hidden, direction, bias)
+    transform = 0.0
+    if isinstance(head, TokenHead):
+        direction, transform = _through_pooler(head, hidden[column], direction)
+    elif isinstance(head, LanguageHead):
+        direction, transform = _through_transform(head, hidden[column], direction * head.scale)
+    return LinearReadout(torch.tensor([column]), direction[None], transform, bias)
+
+
+def read_span(head: Head, column: int, place: int, against: int | None) -> LinearReadout:
+    """Return the same for a span, where a choice is a token: its score, perhaps less another token's."""
+    assert isinstance(head, TokenHead)
+    _check_straight(head)
+    refuse(
+        head.pooler is not None,
+        "a pooler bends the states of a span before they are scored: ask about a model without it",
+    )
+    direction, bias = _difference(head.out, column, None)
+    if against is None:
+        return LinearReadout(torch.tensor([place]), direction[None], bias=bias)
+    return LinearReadout(torch.tensor([place, against]), torch.stack([direction, -direction]))
+
+
+def _check_straight(head: Head) -> None:
+    refuse(
+        isinstance(head, TokenHead) and head.up is not None,
+        "head_layer stands between the states and their scores, which are no sum of parts: "
+        "ask about a model without it",
+    )
+
+
+def exact(x: Tensor) -> Tensor:
+    """Return a tensor in float64, on the CPU, without gradients."""
+    return precise(x.detach()).cpu()
+
+
+def through_linear(layer: nn.Linear, direction: Tensor) -> tuple[Tensor, float]:
+    """Return the direction before a linear layer, and what its bias adds: [..., D]."""
+    return direction @ exact(layer.weight), bias_term(layer.bias, direction)
+
+
+def bias_term(bias: Tensor | None, direction: Tensor) -> float:
+    """Return what the bias of a linear layer adds along a direction [..., D]."""
+    return 0.0 if bias is None else float((direction @ exact(bias)).sum())
+
+
+def _difference(out: nn.Linear, choice: int, against: int | None) -> tuple[Tensor, float]:
+    """Return one row of an output layer, perhaps less another, and the same of its bias: [D] and a number."""
+    numbers = [choice] if against is None else [choice, against]
+    weight = exact(out.weight[numbers])
+    sign = weight.new_tensor([1.0, -1.0][: len(numbers)])
+    return sign @ weight, 0.0 if out.bias is None else float(sign @ exact(out.bias[numbers]))
+
+
+def _through_transform(head: LanguageHead, state: Tensor, direction: Tensor) -> tuple[Tensor, float]:
+    """Return the direction before the head's dense layer, and what stays behind: hidden state [D]."""
+    if head.transform is None:
+        return direction, 0.0
+    shift = left = 0.0
+    if head.activation is not None and head.norm is not None:
+        dense = _linear(head.transform, state)
+        norm = freeze(head.norm, head.activation(dense))
+        shift = norm.shift(direction)
+        direction, left = _tangent(head.activation, dense, norm.back(direction))
+    direction, bias = through_linear(head.transform, direction)
+    return direction, shift + left + bias
+
+
+def _from_pool(head: ClassifierHead, hidden: Tensor, direction: Tensor, bias: float) -> LinearReadout:
+    """Return directions at the tokens that are pooled: hidden states [T, D]."""
+    tokens = hidden.shape[0]
+    rows = {"cls": [0], "last": [tokens - 1]}.get(head.pooling or "mean", list(range(tokens)))
+    direction, transform = _through_pooler(head, hidden[rows].mean(0), direction)
+    return LinearReadout(torch.tensor(rows), direction.expand(len(rows), -1) / len(rows), transform, bias)
+
+
+def _through_pooler(head: PooledHead, state: Tensor, direction: Tensor) -> tuple[Tensor, float]:
+    """Return the direction before the head's dense layer, and what stays behind: a state [D]."""
+    if head.pooler is None:
+        return direction, 0.0
+    dense, shift = _linear(head.pooler, state), 0.0
+    if head.pooler_norm is not None:
+        norm = freeze(head.pooler_norm, head.bend(dense))
+        shift, direction = norm.shift(direction), norm.back(direction)
+    direction, left = _tangent(head.bend, dense, direction)
+    direction, inner = through_linear(head.pooler, direction)
+    return direction, shift + left + inner
+
+
+def _linear(layer: nn.Linear, x: Tensor) -> Tensor:
+    return nnf.linear(x, exact(layer.weight), None if layer.bias is None else exact(layer.bias))
+
+
+def _tangent(bend: Callable[[Tensor], Tensor], x: Tensor, direction: Tensor) -> tuple[Tensor, float]:
+    """Return the direction before an activation, taken as its tangent at x, and what that leaves over."""
+    with torch.enable_grad():
+        x = x.clone().requires_grad_()
+        y = bend(x)
+        (slope,) = torch.autograd.grad(y.sum(), x)
+    return direction * slope, float(direction @ (y - slope * x).detach())
+
+
+# Direct contributions of each part --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Term:
+    """One part and what it adds."""
+
+    name: str  # "3.2" for a head, "feedforward 3", "token embedding", ...
+    kind: str  # self or cross: a head; feedforward, embedding, bias
+    value: float = 0.0
+    layer: int | None = None
+    head: int | None = None
+
+
+@dataclass(frozen=True)
+class AddedPart:
+    """A vector that is added to the stream, and the slope of the logit with respect to it."""
+
+    terms: tuple[Term, ...]  # the heads of z share one vector
+    vector: Tensor  # [..., R, D], or [H, R, E]
+    slope: Tensor  # of the same shape
+
+
+@dataclass(frozen=True)
+class AskedLogit:
+    """The logit that is asked about, perhaps less another one, and the forward pass that it was read from."""
+
+    prepared: inputs.Prepared
+    choices: Choices
+    column: int
+    choice: int
+    other: int | None
+    scores: Tensor  # [N] of the column
+    output: Output
+    seen: Recording
+
+    @classmethod
+    def of(
+        cls,
+        m: inputs.AnyModel,
+        given: inputs.Given | inputs.Prepared,
+        token: str | int | None,
+        position: int,
+        target: inputs.Target,
+        against: str | int | None,
+        pair: str | None,
+        *taps: str,
+    ) -> "AskedLogit":
+        """Run the model, record what `parts_of` reads and `taps` besides; see `contributions`."""
+        prepared = inputs.prepare(m, given, target, pair)
+        choices = choices_of(prepared)
+        column = find_column(position, choices.columns)
+        routed = ("blocks.*.router", "blocks.*.passed") if prepared.model.config.depth_capacity != 1 else ()
+        output, seen = prepared.record(
+            *("blocks.*.z", "blocks.*.attention.out", "blocks.*.feedforward.out", *routed, *taps),
+            logits="none",
+        )
+        with torch.no_grad(), evaluating(prepared.model):
+            scores = choices.column_scores(output.hidden, column)[0]
+        choice = int(scores.argmax()) if token is None else choices.find(token)
+        other = None if against is None else choices.find(against)
+        refuse(
+            other == choice,
+            f'"{choices.name(choice)}" against itself is always 0: choose another to compare it with',
+        )
+        return cls(prepared, choices, column, choice, other, scores, output, seen)
+
+    @property
+    def name(self) -> str:
+        """Whose logit it is."""
+        return self.choices.name(self.choice)
+
+    @property
+    def against(self) -> str | None:
+        """Whose logit is subtracted."""
+        return None if self.other is None else self.choices.name(self.other)
+
+    def difference(self, scores: Tensor) -> Tensor:
+        """Return the logit, less the other one, of scores [N]: a number with its graph."""
+        return scores[self.choice] if self.other is None else scores[self.choice] - scores[self.other]
+
+    @cached_property
+    def said(self) -> float:
+        """What the model says, behind a soft cap where it has one."""
+        return float(self.difference(self.scores.double()))
+
+    @cached_property
+    def logit(self) -> float:
+        """What the model says before the soft cap."""
+        head = self.uncapped
+        if head is None:
+            return self.said
+        with torch.no_grad():
+            return float(
+                self.difference(head(self.output.hidden[:, self.column][:, None], None)[0, 0].double())
+            )
+
+    @property
+    def capped(self) -> float | None:
+        """What the model says behind its soft cap; None where it has none."""
+        return None if self.uncapped is None else self.said
+
+    @property
+    def uncapped(self) -> LanguageHead | None:
+        """The head without its soft cap; None where it has none."""
+        head = self.prepared.model.head
+        if not isinstance(head, LanguageHead) or head.softcap is None:
+            return None
+        uncapped = copy.copy(head)
+        uncapped.softcap = None
+        return uncapped
+
+
+def parts_of(asked: AskedLogit) -> tuple[list[AddedPart], LinearReadout]:
+    """Return every vector that is added to the stream, in the order of the forward pass, and what reads it.
+
+    The stream is added up again with frozen norms: the logit is linear in each vector that is added, so a
+    term is that vector times the logit's gradient with respect to it.
+    """
+    prepared, seen, stack = asked.prepared, asked.seen, asked.prepared.model.main
+    read = _readout(asked)
+    added: list[tuple[tuple[Term, ...], Tensor]] = []  # a vector may be of several terms: the heads of its z
+
+    def add(vector: Tensor, *terms: Term) -> Tensor:
+        added.append((terms, vector.clone().requires_grad_()))
+        return added[-1][1]
+
+    def normed(norm: nn.Module | None, x: Tensor, name: str, layer: int | None = None) -> Tensor:
+        frozen = freeze(norm, x.detach())
+        if isinstance(frozen.bias, Tensor):
+            frozen = replace(frozen, bias=add(frozen.bias, Term(name, "bias", layer=layer)))
+        return frozen.forward(x)
+
+    def attended(layer: int, part: str, attention: nn.Module) -> Tensor:
+        kind = "self" if part == "attention" else "cross"
+        if not isinstance(attention, Attention):  # its heads are gated before they are joined
+            given = exact(seen[f"blocks.{layer}.{part}.out"][0][read.rows])
+            return add(given, Term(f"{part} {layer}", kind, layer=layer))
+        heads = names.AttentionName(kind, layer, attention.n_heads).heads
+        terms = [Term(str(head), kind, layer=layer, head=head.number) for head in heads]
+        z = add(exact(seen[f"blocks.{layer}.{part}.z"][0][:, read.rows]), *terms)  # H R E
+        y = z.transpose(0, 1).flatten(1) @ exact(attention.out.weight).T  # R H·E -> R D
+        if attention.out.bias is None:
+            return y
+        return y + add(exact(attention.out.bias), Term(f"{part} bias {layer}", "bias", layer=layer))
+
+    with torch.enable_grad():
+        vectors = {name: exact(y[0])[read.rows] for name, y in _embeddings(prepared).items()}  # R D
+        x = torch.stack([add(y, Term(name, "embedding")) for name, y in vectors.items()]).sum(0)
+        x = normed(stack.embedding.norm, x, "embedding bias")
+        project = stack.embedding.project
+        if project is not None:
+            x = x @ exact(project.weight).T
+            if project.bias is not None:
+                x = x + add(exact(project.bias), Term("embedding bias", "bias"))
+        for layer, block in enumerate(stack.layers()):
+            for part, attention, residual in (
+                ("attention", block.attention, block.attention_residual),
+                ("cross", block.cross, block.cross_residual),
+                ("feedforward", None, block.feedforward_residual),
+            ):
+                if residual is not None:
+                    if attention is None:
+                        given = exact(seen[f"blocks.{layer}.feedforward.out"][0][read.rows])
+                        y = add(given, Term(f"feedforward {layer}", "feedforward", layer=layer))
+                    else:
+                        y = attended(layer, part, attention)
+                    bias = f"{part} norm bias {layer}"
+                    y = residual.scale * normed(residual.inside, y, bias, layer)
+                    if block.router is not None:  # it lets so much of the layer through, or nothing
+                        router, passed = (seen[f"blocks.{layer}.{one}"][0] for one in ("router", "passed"))
+                        y = y * exact(router * passed)[read.rows, None]
+                    x = normed(residual.after, x + y, bias, layer)
+        logit = (normed(stack.norm, x, "final norm bias") * read.directions).sum()
+    slopes = torch.autograd.grad(logit, [vector for _, vector in added])
+    return [AddedPart(terms, x.detach(), slope) for (terms, x), slope in zip(added, slopes)], read
+
+
+def terms_of(asked: AskedLogit, parts: Iterable[AddedPart]) -> tuple[Term, ...]:
+    """Return what each part adds, in the order of the forward pass; biases that add nothing are left out."""
+    values = defaultdict[Term, float](float)
+    for part in parts:
+        each = (part.slope * part.vector).reshape(len(part.terms), -1).sum(1).tolist()
+        for term, value in zip(part.terms, each):
+            values[term] += value
+    read = _readout(asked)
+    values |= {Term("head transform", "bias"): read.transform, Term("head bias", "bias"): read.bias}
+    return tuple(replace(term, value=value) for term, value in values.items() if value or term.kind != "bias")
+
+
+def _readout(asked: AskedLogit) -> LinearReadout:
+    """Return how the logit depends on the hidden states."""
+    head = asked.prepared.model.head
+    if asked.choices.kind == "place":
+        return read_span(head, asked.column, asked.choice, asked.other)
+    return read_back(head, exact(asked.output.hidden[0]), asked.column, asked.choice, asked.other)
+
+
+def _embeddings(prepared: inputs.Prepared) -> dict[str, Tensor]:
+    """Return what the tables add, [1, T, D] each: the input itself, segments, positions."""
+    stack = prepared.model.main
+    with torch.no_grad():
+        front = stack.embedding.front(prepared.main)
+        found = {"patch embedding" if prepared.main.is_floating_point() else "token embedding": front}
+        if stack.embedding.types is not None:
+            first = torch.zeros(front.shape[:2], dtype=torch.long, device=front.device)
+            found["segment embedding"] = stack.embedding.types(
+                first if prepared.types is None else prepared.types
+            )
+        where = stack.positions.embed(
+            masks.tokens_from(1, front.shape[1], front.device).positions, stack.dtype
+        )
+    return found if where is None else found | {"position embedding": where}
+
+
+# Neurons ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class FiringNeuron(results.Result):
+    """One neuron: its activation where it is read, and what it adds to the logit."""
+
+    name: str  # as in `memories`: "2.117"
+    activation: float
+    value: float
+
+
+@dataclass(frozen=True)
+class Firing(results.Result):
+    """The neurons that add most to a logit, or take most from it."""
+
+    column: int
+    choice: str
+    neurons: tuple[FiringNeuron, ...]  # largest first, of either sign
+    sums: dict[str, float]  # by feed-forward, "feedforward 2": all of its neurons together, without its bias
+
+
+def firing(
+    m: inputs.AnyModel,
+    given: inputs.Given | inputs.Prepared,
+    token: str | int | None = None,
+    position: int = -1,
+    target: inputs.Target = None,
+    against: str | int | None = None,
+    pair: str | None = None,
+    count: int = 10,
+) -> Firing:
+    """Return the neurons that matter most to one logit; the arguments are `contributions`'."""
+    model = inputs.as_model(m).model
+    taps = [
+        f"blocks.{layer}.feedforward.post"
+        for layer in range(model.main.spec.n_layers)
+        if f"blocks.{layer}.feedforward.post" in tap_names(model)
+    ]
+    refuse(not taps, "this model has no plain feed-forward whose neurons could be looked at")
+    asked = AskedLogit.of(m, given, token, position, target, against, pair, *taps)
+    parts, read = parts_of(asked)
+    blocks = model.main.layers()
+    values: dict[int, Tensor] = {}
+    posts: dict[int, Tensor] = {}
+    for part in parts:
+        (term, *_) = part.terms
+        tap = f"blocks.{term.layer}.feedforward.post"
+        if term.kind == "feedforward" and term.layer is not None and tap in taps:
+            posts[term.layer] = exact(asked.seen[tap][0][read.rows])  # R F
+            # As float64 it would be a long copy.
+            down = wide(weight_of(blocks[term.layer], "feedforward.down").detach())  # D F
+            values[term.layer] = (posts[term.layer] * exact(part.slope.to(down) @ down)).sum(0)
+    best = sorted(
+        (
+            (layer, int(unit), float(table[unit]))
+            for layer, table in values.items()
+            for unit in table.abs().topk(min(count, len(table))).indices
+        ),
+        key=lambda one: -abs(one[2]),
+    )[:count]
+    return Firing(
+        asked.column,
+        asked.name,
+        tuple(
+            FiringNeuron(f"{layer}.{unit}", float(posts[layer][-1, unit]), value)
+            for layer, unit, value in best
+        ),
+        {f"feedforward {layer}": float(table.sum()) for layer, table in values.items()},
+    )

@@ -1,1 +1,0 @@
-"""What a model's parts are for: switched off, ranked, taken away."""
