@@ -33,7 +33,7 @@ def chosen(monkeypatch) -> list[bool]:
         found.append(torch.backends.cuda.cudnn_sdp_enabled())
         return right(*given, **named)
 
-    monkeypatch.setattr(attention.F, "scaled_dot_product_attention", watched)
+    monkeypatch.setattr(attention.nnf, "scaled_dot_product_attention", watched)
     return found
 
 
