@@ -39,11 +39,10 @@ from playwright.sync_api import Browser, Page, sync_playwright
 
 import clearhead as ch
 from clearhead.app.explorer.app import make_app
-from clearhead.app.explorer.pages import page_files, single_file
-from clearhead.app.explorer.record import record_run
+from clearhead.app.explorer.record import page_files, record_run, single_file
 from clearhead.app.explorer.session import Opened, Session
-from clearhead.app.explorer.table import view
 from clearhead.app.explorer.views import begin
+from clearhead.app.views import page_view as view
 from common import KeptParts
 
 FRAMES = """async (seconds) => {

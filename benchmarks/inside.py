@@ -128,8 +128,8 @@ def silence(model: ch.Transformer, ids: torch.Tensor, forward: float) -> dict[st
 
 def deep(to: str) -> None:
     """In a process of its own: 48 layers over 1,024 tokens, recorded and drawn."""
-    from clearhead.app.plot.attention import draw_model
-    from clearhead.app.plot.canvas import save as save_picture
+    from clearhead.app.plot import save as save_picture
+    from clearhead.app.plot.prompts import draw_model
 
     config = ch.ModelConfig(vocab_size=1000, d_model=256, n_layers=DEEP, n_heads=16, max_positions=LONG)
     model = ch.Transformer(config).eval()

@@ -41,9 +41,9 @@ import torch.nn.functional as nnf
 from torch import Tensor
 
 import clearhead as ch
-from clearhead.app.plot.canvas import name as entitle
-from clearhead.app.plot.canvas import new, single
-from clearhead.app.plot.canvas import save as save_picture
+from clearhead.app.plot import name as entitle
+from clearhead.app.plot import new, single
+from clearhead.app.plot import save as save_picture
 from clearhead.core.config.kinds import KINDS
 from clearhead.inside.long_text import peak_bytes
 from clearhead.variants.linear import attend_linear, favor, orthogonal_features

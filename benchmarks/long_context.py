@@ -20,8 +20,8 @@ import numpy as np
 import torch
 
 import clearhead as ch
-from clearhead.app.plot.canvas import save as save_picture
-from clearhead.app.plot.long import draw_long
+from clearhead.app.plot import save as save_picture
+from clearhead.app.plot.models import draw_long
 from common import device_name, save
 
 ROOT = Path(__file__).resolve().parents[1]

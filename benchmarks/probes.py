@@ -17,8 +17,8 @@ import argparse
 import importlib.metadata
 from pathlib import Path
 
-from clearhead.app.plot.canvas import save as save_figure
-from clearhead.app.plot.states import probe_figure
+from clearhead.app.plot import save as save_figure
+from clearhead.app.plot.models import probe_figure
 from clearhead.inside.probe import Probes, probe
 from clearhead.run.api import load
 from common import device_name, save

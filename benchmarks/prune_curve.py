@@ -20,8 +20,8 @@ import numpy as np
 import torch
 
 import clearhead as ch
-from clearhead.app.plot.canvas import save as save_picture
-from clearhead.app.plot.parts import draw_curves
+from clearhead.app.plot import save as save_picture
+from clearhead.app.plot.models import draw_curves
 from clearhead.inside.ablation import Examples, examples_from, judge
 from clearhead.inside.names import all_heads
 from clearhead.inside.pruning import PruneCurve, least, prune, prune_curve, scores

@@ -30,9 +30,8 @@ import torch
 
 import clearhead as ch
 from clearhead.hub.files import read_json
-from clearhead.labs.retrieval.index import MANIFEST, Index, build_index
-from clearhead.labs.retrieval.parts import PARTS
-from clearhead.labs.retrieval.words import words_of
+from clearhead.labs.retrieval.index import MANIFEST, PARTS, Index, build_index
+from clearhead.labs.retrieval.ranking import words_of
 from common import device_name, processor_name, save
 
 Judged = dict[str, set[str]]  # of each query: the documents that fit

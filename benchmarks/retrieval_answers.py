@@ -26,8 +26,8 @@ import torch
 
 import clearhead as ch
 from clearhead.labs.retrieval.index import build_index
-from clearhead.labs.retrieval.prompts import before_prompt
-from clearhead.labs.retrieval.words import WORD
+from clearhead.labs.retrieval.passages import before_prompt
+from clearhead.labs.retrieval.ranking import WORD
 from clearhead.learn.evaluation.metrics import answer_match
 from clearhead.learn.tasks.chat import chat_ids
 from common import device_name, processor_name, save

@@ -31,7 +31,7 @@ from sentence_transformers import SentenceTransformer
 
 import clearhead as ch
 from clearhead.labs.retrieval.index import Index, build_index, embedded
-from clearhead.labs.retrieval.order import nearest_rows
+from clearhead.labs.retrieval.ranking import nearest_rows
 from common import device_name, processor_name, save
 from retrieval import Clock, WordVectors, cranfield, judge, quality, scifact
 

@@ -20,10 +20,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from clearhead.app.plot.canvas import save as save_picture
-from clearhead.labs.lab.climbing import LARGER, RUNGS, embedded
-from clearhead.labs.lab.curves import draw_budgets, draw_law
-from clearhead.labs.lab.scaling import climb, ladder, predict
+from clearhead.app.plot import save as save_picture
+from clearhead.labs.lab.extrapolation import LARGER, RUNGS, draw_budgets, draw_law, embedded
+from clearhead.labs.lab.scaling import ladder, predict, train_ladder
 from common import device_name, processor_name, save
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
@@ -61,7 +60,7 @@ def main() -> None:
     else:
         text, unseen = read(given.data / "train.txt.gz"), read(given.data / "test.txt.gz")
     start, points = time.perf_counter(), []
-    for rung, point in climb(rungs, text, unseen, 256, given.seeds, device, given.workers):
+    for rung, point in train_ladder(rungs, text, unseen, 256, given.seeds, device, given.workers):
         points.append(point)
         took = time.perf_counter() - start
         shape = f"{rung.n_layers} x {rung.d_model}"
@@ -75,7 +74,7 @@ def main() -> None:
     print(
         f"predicted at N {weights:,}, D {tokens:,}: {before.loss:.4f} ({before.low:.4f} to {before.high:.4f})"
     )
-    ((_, trained),) = climb([beyond], text, unseen, 256, given.seeds, device)
+    ((_, trained),) = train_ladder([beyond], text, unseen, 256, given.seeds, device)
     error = trained.loss / before.loss - 1
     took = time.perf_counter() - start
     print(f"trained: {trained.loss:.4f}, {error:+.2%} of the prediction; {took:.0f} s in all")

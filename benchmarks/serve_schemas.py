@@ -26,8 +26,8 @@ from benchmarks.serve_mixes import bytes_tokenizer
 from tests.serve import mixes
 
 from clearhead.errors import InputError
+from clearhead.run.generate.grammar import check_constraint
 from clearhead.run.serve.answers import completion
-from clearhead.run.serve.constraints import check_form
 from clearhead.run.serve.engine import ServeEngine
 from clearhead.run.serve.limits import Limits
 from clearhead.run.serve.protocol import CompletionBody
@@ -125,7 +125,7 @@ def main(count: int) -> None:
         if len(asked) == count:
             break
         try:
-            check_form(("json_schema", json.dumps(schema)))
+            check_constraint(("json_schema", json.dumps(schema)))
         except InputError as error:
             refused[re.sub(r"^.*JSON schema: |[\d\"'].*$", "", str(error))] += 1
             continue

@@ -32,8 +32,8 @@ import torch
 import torch.nn.functional as nnf
 
 import clearhead as ch
-from clearhead.app.plot.canvas import save as save_picture
-from clearhead.app.plot.canvas import single
+from clearhead.app.plot import save as save_picture
+from clearhead.app.plot import single
 from clearhead.run.generate.decode import Continuation, Ends, Prompts, decode, prefill
 from clearhead.run.generate.request import Request
 from clearhead.run.kernels.prepare import prepared

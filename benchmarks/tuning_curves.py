@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from clearhead.app.plot.canvas import BLUE, RED, name, new, save
+from clearhead.app.plot import BLUE, RED, name, new, save
 
 ROOT = Path(__file__).resolve().parents[1]
 

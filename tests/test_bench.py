@@ -9,11 +9,10 @@ import transformers
 import clearhead as ch
 from clearhead.app.cli import main
 from clearhead.errors import InputError
-from clearhead.labs.speed import machine
+from clearhead.labs.speed import jobs
 from clearhead.labs.speed.compare import compare
-from clearhead.labs.speed.jobs import SpeedSizes, jobs_of
+from clearhead.labs.speed.jobs import Machine, SpeedSizes, jobs_of
 from clearhead.labs.speed.llama import Llama, written
-from clearhead.labs.speed.machine import Machine
 from clearhead.labs.speed.peers import PEERS, Rival, check_answer, ours
 from tests.test_plain_faults import refused
 from tests.test_tasks import saved
@@ -24,8 +23,8 @@ SMALL = SpeedSizes(prompt=8, new=4, batches=(1, 3))
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     """Measure the machine by small matrices: what it says of this machine is not what is tested."""
-    monkeypatch.setitem(machine.READ, "cpu", 2**20)
-    monkeypatch.setitem(machine.WIDTH, "cpu", 64)
+    monkeypatch.setitem(jobs.READ, "cpu", 2**20)
+    monkeypatch.setitem(jobs.WIDTH, "cpu", 64)
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,6 @@
 """The command line as a user meets it: help, JSON, exit codes, one line for a mistake."""
 
 import dataclasses
-import importlib
 import json
 import os
 import re
@@ -17,9 +16,10 @@ import torch
 
 import clearhead as ch
 from clearhead.app import cli, tour
-from clearhead.app.commands.common import show_result
+from clearhead.app.commands.common import command_of, show_result
 from clearhead.app.commands.parts import _grid_tables
 from clearhead.app.report import table
+from clearhead.app.views import ROWS, imported
 from clearhead.core.cache import GrowingKeys
 from clearhead.inside.pruning import HeadTable
 from clearhead.learn.recipe import Recipe, recipe_names
@@ -61,8 +61,8 @@ def test_every_command_has_examples_and_its_options_are_known(command, capsys):
     listed = set(
         re.findall(r"(?m)^[│ ]*(?:-h, |--data \w+, )?(--[a-z][a-z-]*)", re.sub(r"\x1b\[[0-9;]*m", "", out))
     )
-    module, function = cli.COMMANDS[command].target.split(":")
-    described = getattr(importlib.import_module(f"clearhead.app.commands.{module}"), function)
+    target = f"clearhead.app.{cli.COMMANDS[command].target}"
+    described = command_of(command) if command in ROWS else imported(target)
     assert listed | ({"--data"} if "--data " in out else set()) == {"--help", *cli._options(described)}
 
 

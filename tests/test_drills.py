@@ -44,15 +44,43 @@ import torch, clearhead as ch
 from clearhead.hub.registry import ARCHITECTURES
 assert ARCHITECTURES["smalltalk"].classes
 """,
+    "generation-option": """
+import torch, clearhead as ch
+from clearhead.app.commands.requests import GroupedRequest
+from clearhead.run.serve.engine import ServeEngine
+from clearhead.run.serve.protocol import CompletionBody
+import tyro
+torch.manual_seed(0)
+m = ch.Model(ch.Transformer(ch.preset("micro-decoder").replace(vocab_size=29)).eval())
+options = {"temperature": 0.1, "seed": 5, "max_new_tokens": 12}
+plain, wanted = (m.generate([1, 2], **options, top_a=share).ids for share in (0.0, 1.0))
+assert m.generate([1, 2], **options).ids == plain != wanted
+command = tyro.cli(GroupedRequest, args=["--temperature=0.1", "--seed=5", "--max-new-tokens=12", "--top-a=1"])
+assert m.generate([1, 2], **command.given()).ids == wanted
+named = {"max_tokens": 12, "temperature": 0.1, "top_a": 1.0, "seed": 5}
+body = CompletionBody.model_validate({"prompt": [1, 2], **named})
+engine = ServeEngine(m)
+served = engine.submit([1, 2], body.options() | {"seed": 5})
+while engine.busy:
+    engine.step()
+assert served.wait(0).ids == wanted
+for wrong in (lambda: m.generate([1, 2], top_a=2.0), lambda: m.generate([1, 2], top_a=0.5, num_beams=2)):
+    try:
+        wrong()
+        raise SystemExit("not refused")
+    except ch.InputError as error:
+        assert "top_a" in str(error)
+""",
 }
+DRILLED = ["position-scheme", "attention-option", "task", "architecture", "generation-option"]
 
 
-@pytest.mark.parametrize("drill", ["position-scheme", "attention-option", "task", "architecture"])
+@pytest.mark.parametrize("drill", DRILLED)
 def test_a_drill_touches_the_files_it_says(drill):
     touched = re.findall(r"^diff --git a/(\S+)", (DRILLS / f"{drill}.patch").read_text(), re.MULTILINE)
-    told = re.search(rf"docs/drills/{drill}\.patch\),\s+(\w+)\s+files", GUIDE)
+    told = re.search(rf"docs/drills/{drill}\.patch\),\s+(\w+)\s+files?", GUIDE)
     assert told is not None
-    assert len(touched) == {"two": 2, "three": 3, "four": 4}[told[1]]
+    assert len(touched) == {"one": 1, "two": 2, "three": 3, "four": 4}[told[1]]
     assert all(name.startswith("src/clearhead/") for name in touched)
 
 
@@ -69,7 +97,7 @@ def test_a_drill_that_is_not_in_the_tree_applies_and_works(drill, tmp_path):
     assert proof.returncode == 0, proof.stderr
 
 
-@pytest.mark.parametrize("drill", ["position-scheme", "attention-option", "task", "architecture"])
+@pytest.mark.parametrize("drill", DRILLED)
 def test_the_code_of_a_drill_passes_lint(drill, tmp_path):
     patch = DRILLS / f"{drill}.patch"
     touched = re.findall(r"^diff --git a/(\S+)", patch.read_text(), re.MULTILINE)

@@ -11,11 +11,17 @@ import torch
 
 from clearhead.app.cli import main
 from clearhead.errors import ClearheadError
-from clearhead.labs.lab import recurrent, report
-from clearhead.labs.lab.experiment import Claim, Conditions, Experiment, Picture, conduct, interval
-from clearhead.labs.lab.pool import spread
-from clearhead.labs.lab.run import find
-from clearhead.labs.lab.table import EXPERIMENTS
+from clearhead.labs.lab import EXPERIMENTS, attention, report
+from clearhead.labs.lab.experiment import (
+    Claim,
+    Conditions,
+    Experiment,
+    Picture,
+    conduct,
+    find,
+    interval,
+    run_trials,
+)
 
 # What is beyond doubt shows with a small share of the steps: which arm has less, which has more, by how much.
 DIRECTIONS = [
@@ -70,20 +76,20 @@ def check(experiment: Experiment, numbers) -> None:
 @pytest.mark.parametrize("name", [name for name in EXPERIMENTS if name not in {one[0] for one in DIRECTIONS}])
 @pytest.mark.slow
 def test_every_experiment_measures_its_figures(name, monkeypatch):
-    monkeypatch.setattr(recurrent, "RATES", (1e-2,))
+    monkeypatch.setattr(attention, "RATES", (1e-2,))
     experiment = find(name)
     check(experiment, experiment.run(list(experiment.arms.values())[-1], Conditions(effort=0.01)))
 
 
 def test_each_model_gets_the_best_of_the_rates_that_do_not_diverge(monkeypatch):
     ends = {0.1: (0.5, 1.0), 0.03: (0.9, 0.0), 0.01: (0.7, 0.0), 0.003: (0.8, 0.0)}  # loss, diverged
-    monkeypatch.setattr(recurrent, "RATES", tuple(ends))
+    monkeypatch.setattr(attention, "RATES", tuple(ends))
 
     def train(kind, plan, setting):
         loss, diverged = ends[plan.lr]
         return {"curve": [[1, 9.0], *([step, loss] for step in range(2, 6))], "diverged": diverged}
 
-    found = recurrent.at_best_rate(train, "LSTM", recurrent.PLAN, Conditions())
+    found = attention.at_best_rate(train, "LSTM", attention.TEXT_PLAN, Conditions())
     assert found["rate"] == 0.01
     assert dict(map(tuple, found["rates"])) == pytest.approx(
         {math.log10(rate): loss for rate, (loss, diverged) in ends.items() if not diverged}
@@ -201,7 +207,7 @@ def test_the_command_lists_refuses_runs_and_redraws(tmp_path, capsys):
 @pytest.mark.slow
 def test_trials_of_other_processes_are_those_of_this_one(tmp_path):
     brief, said = Conditions(effort=0.005), []
-    spread({"induction": tmp_path / "apart"}, 1, brief, 1, said.append)
+    run_trials({"induction": tmp_path / "apart"}, 1, brief, 1, said.append)
     apart = conduct("induction", find("induction"), tmp_path / "apart", 1, brief)
     alone = conduct("induction", find("induction"), tmp_path / "alone", 1, brief)
     assert len(said) == 3

@@ -33,7 +33,7 @@ LAYERS = [
     {"learn.training"},
     {"inside", "labs.retrieval"},
     {"labs.speed"},
-    {"app.plot", "app.explorer", "app.report", "run.serve", "labs.lab"},
+    {"app.plot", "app.explorer", "app.report", "app.views", "run.serve", "labs.lab"},
     {"app.tour"},
     {"app.commands"},
     {"app.cli", "__main__"},

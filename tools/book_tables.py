@@ -15,8 +15,8 @@ from tools.config_pictures import PICTURES
 
 from clearhead.core.config import ModelConfig
 from clearhead.core.config.fields import Fields, StackFields
-from clearhead.labs.lab.run import find
-from clearhead.labs.lab.table import EXPERIMENTS
+from clearhead.labs.lab import EXPERIMENTS
+from clearhead.labs.lab.experiment import find
 from clearhead.learn.recipe import SECTIONS
 from clearhead.variants.presets import PRESETS
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 import clearhead as ch
-from clearhead.app.plot.canvas import BLUE, RED, Axes, Figure, draw, name, new, save
+from clearhead.app.plot import BLUE, RED, Axes, Figure, draw, name, new, save
 from clearhead.core.attention import eager
 from clearhead.core.config import RopeScaling
 from clearhead.core.feedforward import ACTIVATIONS

@@ -41,9 +41,9 @@ from clearhead.inside.quantize import QuantReport as QuantReport
 from clearhead.inside.quantize import quantize as quantize
 from clearhead.inside.trace import Trace as Trace
 from clearhead.inside.trace import trace as trace
-from clearhead.labs.retrieval.index import Hit as Hit
 from clearhead.labs.retrieval.index import Index as Index
 from clearhead.labs.retrieval.index import build_index as build_index
+from clearhead.labs.retrieval.passages import Hit as Hit
 from clearhead.learn.evaluation.evaluate import Evaluation as Evaluation
 from clearhead.learn.evaluation.evaluate import evaluate as evaluate
 from clearhead.learn.losses import balance_loss as balance_loss
@@ -68,6 +68,7 @@ from clearhead.learn.training.run import Trained as Trained
 from clearhead.learn.training.run import train as train
 from clearhead.run.api import Model as Model
 from clearhead.run.api import load as load
+from clearhead.run.generate.request import Request as Request
 from clearhead.run.generate.request import Sampling as Sampling
 from clearhead.run.kernels.fixed_cache import FixedCache as FixedCache
 from clearhead.run.quant.apply import QuantPlan as QuantPlan

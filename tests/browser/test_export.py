@@ -7,7 +7,8 @@ import pytest
 
 import clearhead as ch
 from clearhead.app.explorer.record import export, record, show
-from clearhead.run.generate.sampling import Sampling, distribution
+from clearhead.run.generate.request import Request
+from clearhead.run.generate.sampling import distribution
 from tests.browser.test_numbers import FAMILIES, INPUTS, SETTINGS
 from tests.explorer.toys import toy
 
@@ -102,7 +103,7 @@ def test_sliders_and_steps_of_a_file(watched, tmp_path):
         ):
             seen.page.fill(f"#next-{name}", str(value))
         expected = distribution(
-            logits[None], Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+            logits[None], Request(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
         )[0]
         ids = [int(one) for one in seen.values("#next-table tbody tr", "data-id")]
         assert seen.values("#next-table td.number:not(.soft)") == pytest.approx(

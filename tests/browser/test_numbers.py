@@ -15,7 +15,8 @@ from clearhead.inside.attention import attention
 from clearhead.inside.inputs import choices_of, prepare
 from clearhead.inside.lens import contributions, lens
 from clearhead.inside.trace import trace
-from clearhead.run.generate.sampling import Sampling, distribution
+from clearhead.run.generate.request import Request
+from clearhead.run.generate.sampling import distribution
 from tests.explorer.toys import picture, toy
 
 FAMILIES = ("decoder", "encoder", "encoder-decoder", "classifier", "vit")
@@ -281,7 +282,7 @@ def test_sliders_are_the_sampling_functions(live, family):
         ):
             watched.page.fill(f"#next-{name}", str(value))
         expected = distribution(
-            logits[None], Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+            logits[None], Request(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
         )[0]
         ids = [int(one) for one in watched.values("#next-table tbody tr", "data-id")]
         assert watched.values("#next-table td.number:not(.soft)") == pytest.approx(

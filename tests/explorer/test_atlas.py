@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from clearhead.app.explorer import atlas
+from clearhead.app.explorer.interventions import _activations, ablated
 from clearhead.app.explorer.record import record_run
-from clearhead.app.explorer.session import Opened, Session
-from clearhead.app.explorer.table import view
+from clearhead.app.explorer.session import Ended, Opened, Session
 from clearhead.app.explorer.views import begin
+from clearhead.app.views import page_view as view
 from clearhead.errors import InputError
 from clearhead.inside.ablation import effect, single_parts
 from clearhead.inside.lens import followed, lens
@@ -58,8 +58,8 @@ def test_patches_are_those_of_patch_and_taking_a_head_is_one_of_them(session):
         assert body == json.loads(json.dumps(expected.to_dict()))
     # What `ablate` says with a head from the second text is the patch of that head the other way round.
     made = patch(m, TWO, ONE, parts=("heads",))
-    taken = session.run(one).ablate(["1.2"], [], [], "second", 5, session.run(two))
-    whole = effect(m, ONE, ["1.2"], how="mean", means=atlas._activations(session.run(one), session.run(two)))
+    taken = ablated(session.run(one), ["1.2"], [], [], "second", 5, session.run(two))
+    whole = effect(m, ONE, ["1.2"], how="mean", means=_activations(session.run(one), session.run(two)))
     good, bad = (session.run(one).choices.find(name) for name in (made.answer, made.wrong))
     difference = float(whole.after[good] - whole.after[bad])
     share = (difference - made.corrupt_difference) / (made.clean_difference - made.corrupt_difference)
@@ -70,9 +70,9 @@ def test_patches_are_those_of_patch_and_taking_a_head_is_one_of_them(session):
 def test_what_cannot_be_taken_is_refused(session):
     one, longer = (session.begin({"text": text})["run"] for text in (ONE, f"{ONE} and the men"))
     with pytest.raises(InputError, match="equal length"):
-        session.run(one).ablate(["0.0"], [], [], "second", 0, session.run(longer))
+        ablated(session.run(one), ["0.0"], [], [], "second", 0, session.run(longer))
     with pytest.raises(InputError, match="no second text"):
-        session.run(one).ablate(["0.0"], [], [], "second", 0)
+        ablated(session.run(one), ["0.0"], [], [], "second", 0)
     with pytest.raises(InputError, match="tokens"):  # the first answer may be that it is being computed
         finished(session, one, f"patch/{longer}/heads")
     with pytest.raises(InputError, match="no second run"):
@@ -80,12 +80,12 @@ def test_what_cannot_be_taken_is_refused(session):
 
 
 def test_a_job_that_nobody_asks_about_ends_and_begins_again(session, monkeypatch):
-    monkeypatch.setattr(atlas, "FORGOTTEN", -1.0)
+    monkeypatch.setattr("clearhead.app.explorer.session.FORGOTTEN", -1.0)
     run, path = session.begin({"text": ONE})["run"], "effects/zero?position=0"
     session.job(run, path)
     first = session.jobs._jobs[f"{run}/{path}"]
     first.thread.join(60)
-    assert isinstance(first.error, atlas.Ended) and first.body is None
+    assert isinstance(first.error, Ended) and first.body is None
     assert first.view()["ready"] is False  # who asks just after it ended is told to ask again
     monkeypatch.undo()
     assert finished(session, run, path)["parts"]

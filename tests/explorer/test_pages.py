@@ -15,9 +15,8 @@ import pytest
 
 from clearhead.app.cli import main
 from clearhead.app.commands.models import bind
-from clearhead.app.explorer.pack import finite, packed_bytes, packed_floats
-from clearhead.app.explorer.pages import modules, page_files, script, single_file
-from clearhead.app.explorer.record import record, show
+from clearhead.app.explorer.record import modules, page_files, record, script, show, single_file
+from clearhead.app.explorer.views import finite, packed_bytes, packed_floats
 from clearhead.errors import InputError
 from clearhead.inside.names import attentions
 from tests import fresh

@@ -12,11 +12,11 @@ from PIL import Image
 import clearhead as ch
 from clearhead.app.explorer import app as routes
 from clearhead.app.explorer.app import HEADERS, is_loopback
-from clearhead.app.explorer.pages import page_files
-from clearhead.app.explorer.record import record
+from clearhead.app.explorer.interventions import ablated
+from clearhead.app.explorer.record import page_files, record
 from clearhead.app.explorer.session import KEPT, Opened, Session, named_roles
-from clearhead.app.explorer.table import view
 from clearhead.app.explorer.views import begin
+from clearhead.app.views import page_view as view
 from clearhead.inside.heads import MIXED, head_roles
 from tests.explorer.toys import TEXTS, picture, serving, toy, unpacked
 
@@ -109,7 +109,7 @@ def test_good_answers(server, run):
     longer = server.json(f"run/{run}/extend", {"token": 5})
     assert longer["tokens"]["ids"] == [*begin(m, TEXTS["decoder"]).prepared.tokens.ids, 5]
     off = {"heads": ["0.1"], "layers": [1], "feedforwards": [], "how": "mean", "position": 2}
-    made = begin(m, TEXTS["decoder"]).ablate(["0.1"], ["1"], [], "mean", 2)
+    made = ablated(begin(m, TEXTS["decoder"]), ["0.1"], ["1"], [], "mean", 2)
     assert server.json(f"run/{run}/ablate", off) == json.loads(json.dumps(made))
     image = server.json("run", {"model": 1})
     assert image["model"] == 1
@@ -332,7 +332,7 @@ def test_headers_are_on_every_answer(server, run, monkeypatch):
     def fails(*_):
         raise ZeroDivisionError("by <b>zero</b>")
 
-    monkeypatch.setattr(routes, "view", fails)
+    monkeypatch.setattr(routes, "page_view", fails)
     answers = {
         path: server.ask(path)
         for path in ("/", "/style.css", "/none", "/inside/model", "/inside/none", f"/inside/run/{run}/trace")

@@ -21,7 +21,7 @@ from clearhead.run.generate.decode import (
     greedy,
 )
 from clearhead.run.generate.request import Request
-from clearhead.run.generate.sampling import Dice, Sampling, adjust, distribution, draw
+from clearhead.run.generate.sampling import Dice, adjust, distribution, draw
 from tests.harness import scramble
 
 V = 64
@@ -48,8 +48,8 @@ SHAPES = {
     "bart": {"family": "encoder-decoder", "positions": "learned", "norm_position": "post"},
 }
 WAYS = {
-    "greedy": Sampling(),
-    "sampled": Sampling(temperature=0.9, top_k=20, top_p=0.95, repetition_penalty=1.1),
+    "greedy": Request(),
+    "sampled": Request(temperature=0.9, top_k=20, top_p=0.95, repetition_penalty=1.1),
 }
 LENGTHS = (1, 2, 5, 13, 27, 40)
 START, STOP = 3, 17
@@ -73,7 +73,7 @@ def decoded(model, prompts, count, ends=LENGTH_ALONE, cache=None, step=None, **o
 
 
 def recomputed(
-    model: ch.Transformer, prompt: list[int], count: int, sampling: Sampling, seed: int
+    model: ch.Transformer, prompt: list[int], count: int, sampling: Request, seed: int
 ) -> list[int]:
     """One row, without a cache: the whole row through the model for every token."""
     dice = Dice([seed])
@@ -133,7 +133,7 @@ def test_tensors_may_be_padded_on_either_side(shape, side):
     else:
         made = greedy(model, ids, count, mask, stop=STOP)
     for row, prompt in zip(made.tolist(), prompts):
-        wanted = recomputed(model, prompt, count, Sampling(), seed=0)
+        wanted = recomputed(model, prompt, count, Request(), seed=0)
         assert row == (wanted + [STOP] * count)[: made.shape[1]]
 
 
@@ -175,7 +175,7 @@ def test_a_long_prompt_is_read_in_pieces():
     model = scramble(ch.Transformer(ch.ModelConfig(**{**TINY, **LLAMA, "window": (8, None)})), seed=1).eval()
     prompts = prompts_of((PREFILL_CHUNK + 70, 3))
     for row in decoded(model, prompts, 4):
-        assert row.ids == recomputed(model, row.prompt, 4, Sampling(), seed=0)
+        assert row.ids == recomputed(model, row.prompt, 4, Request(), seed=0)
 
 
 def test_a_step_may_be_handed_in():
@@ -254,7 +254,7 @@ def test_a_prompt_too_long_is_refused_or_cut(shape):
     if shape != "llama":
         with pytest.raises(ch.InputError, match="positions"):
             m.generate(prompt, 10)
-    with pytest.raises(ch.InputError, match="refuse or window"):
+    with pytest.raises(ch.InputError, match="overflow 'wrap' is not allowed"):
         m.generate(prompt, 10, overflow="wrap")
     if shape != "bart":
         with pytest.raises(ch.InputError, match="no room"):

@@ -12,7 +12,7 @@ import transformers
 
 import clearhead as ch
 from clearhead.app.cli import main
-from clearhead.run.generate.own import UNKNOWN
+from clearhead.run.generate.request import UNKNOWN
 from tests.parity import harness, seq2seq
 
 VOCABULARY, EOS, START = 23, 2, 3
@@ -205,12 +205,12 @@ def test_the_command_writes_past_the_positions_and_says_so_once(tmp_path, capsys
     m.save(tmp_path / "model")
     (tmp_path / "prompts.txt").write_text("abc\ndef\n" * 3)
     options = ["--file", str(tmp_path / "prompts.txt"), "--batch-size", "2", "--json"]
-    main(["generate", str(tmp_path / "model"), *options])
+    main(["generate", str(tmp_path / "model"), *options, "--overflow", "slide"])
     out, err = capsys.readouterr()
     assert [len(json.loads(line)["ids"]) for line in out.splitlines()] == [50] * 6
     assert err.splitlines() == [
         "warning: texts passed the model's 16 positions: past them, it read the last 16 tokens"
     ]
     with pytest.raises(SystemExit, match="1"):
-        main(["generate", str(tmp_path / "model"), *options, "--overflow", "refuse"])
-    assert "positions and the model has 16" in capsys.readouterr().out  # of each row
+        main(["generate", str(tmp_path / "model"), *options])
+    assert "or choose overflow slide" in capsys.readouterr().out  # of each row

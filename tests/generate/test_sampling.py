@@ -6,19 +6,15 @@ import pytest
 import torch
 
 from clearhead.errors import InputError
+from clearhead.run.generate.request import Request, keep_min_p, keep_top_k, keep_top_p, keep_typical
 from clearhead.run.generate.sampling import (
     Dice,
     History,
-    Sampling,
     adjust,
     adjust_by,
     argmax,
     distribution,
     draw,
-    min_p,
-    top_k,
-    top_p,
-    typical,
 )
 
 PROBABILITIES = torch.tensor([0.5, 0.3, 0.1, 0.06, 0.04])
@@ -42,13 +38,13 @@ def kept(logits):
 @pytest.mark.ledger("G1")
 def test_each_filter_keeps_what_it_says():
     logits = PROBABILITIES.log()
-    assert kept(top_k(logits, 2)) == [0, 1]
-    assert kept(top_p(torch.tensor([0.5, 0.3, 0.1, 0.1]).log(), 0.6)) == [0, 1]
-    assert kept(top_p(logits, 0.5)) == [0]
-    assert kept(top_p(logits, 0.81)) == [0, 1, 2]
-    assert kept(min_p(logits, 0.19)) == [0, 1, 2]
-    assert kept(min_p(logits, 1.0)) == [0]
-    assert kept(typical(logits, 0.25)) == [1]  # nearest to the entropy, not the most probable
+    assert kept(keep_top_k(logits, 2)) == [0, 1]
+    assert kept(keep_top_p(torch.tensor([0.5, 0.3, 0.1, 0.1]).log(), 0.6)) == [0, 1]
+    assert kept(keep_top_p(logits, 0.5)) == [0]
+    assert kept(keep_top_p(logits, 0.81)) == [0, 1, 2]
+    assert kept(keep_min_p(logits, 0.19)) == [0, 1, 2]
+    assert kept(keep_min_p(logits, 1.0)) == [0]
+    assert kept(keep_typical(logits, 0.25)) == [1]  # nearest to the entropy, not the most probable
 
 
 @pytest.mark.ledger("G1")
@@ -57,9 +53,9 @@ def test_the_smallest_p_keeps_the_best_token(dtype):
     generator = torch.Generator().manual_seed(0)
     for _ in range(50):
         logits = (torch.randn(1, 1000, generator=generator) * 3).to(dtype)
-        for filtered in (top_p(logits, 1e-8), min_p(logits, 1.0), top_k(logits, 1)):
+        for filtered in (keep_top_p(logits, 1e-8), keep_min_p(logits, 1.0), keep_top_k(logits, 1)):
             assert filtered[0, logits[0].argmax()] == logits.amax()
-        one = distribution(adjust(logits, Sampling()), Sampling(temperature=1.0, top_p=1e-8))
+        one = distribution(adjust(logits, Request()), Request(temperature=1.0, top_p=1e-8))
         assert one.count_nonzero() == 1
         assert logits[0, one.argmax()] == logits.amax()
 
@@ -83,7 +79,7 @@ def test_draws_follow_the_exact_distribution(options):
     """A chi-squared test of 200,000 draws, at odds of one in a million of failing by chance."""
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(20, generator=generator) * 1.5
-    sampling = Sampling(**{"temperature": 1.0, **options})
+    sampling = Request(**{"temperature": 1.0, **options})
     exact = reference(logits, sampling)
     n = 200_000
     uniform = torch.rand(n, generator=generator, dtype=torch.float64)
@@ -134,8 +130,8 @@ def reference(logits, sampling):
 
 def test_temperature_zero_is_greedy():
     logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(distribution(logits, Sampling()).argmax(-1), logits.argmax(-1))
-    assert distribution(logits, Sampling()).max() == 1
+    assert torch.equal(distribution(logits, Request()).argmax(-1), logits.argmax(-1))
+    assert distribution(logits, Request()).max() == 1
 
 
 def test_a_row_draws_the_same_alone_or_in_a_batch():
@@ -150,7 +146,7 @@ def test_a_row_draws_the_same_alone_or_in_a_batch():
 @pytest.mark.cpu
 def test_a_history_followed_is_a_history_read():
     """Counted token by token, or all at once: the same penalties."""
-    options = Sampling(repetition_penalty=1.3, presence_penalty=0.2, frequency_penalty=0.1, no_repeat_ngram=3)
+    options = Request(repetition_penalty=1.3, presence_penalty=0.2, frequency_penalty=0.1, no_repeat_ngram=3)
     tokens = torch.randint(6, (60,), generator=torch.Generator().manual_seed(0)).tolist()
     logits, history = torch.randn(1, 6), History(tokens[:10], options, 6, torch.device("cpu"))
     for end in range(10, 60):
@@ -165,15 +161,15 @@ def test_a_history_followed_is_a_history_read():
 
 def test_penalties_and_repeats():
     logits = torch.tensor([[2.0, -2.0, 1.0, 0.5]])
-    out = adjust(logits, Sampling(repetition_penalty=2.0), [[0, 1]], [2])
+    out = adjust(logits, Request(repetition_penalty=2.0), [[0, 1]], [2])
     assert out.tolist() == [[1.0, -4.0, 1.0, 0.5]]
-    out = adjust(logits, Sampling(presence_penalty=0.5, frequency_penalty=0.25), [[0, 2, 2, 3]], [1])
+    out = adjust(logits, Request(presence_penalty=0.5, frequency_penalty=0.25), [[0, 2, 2, 3]], [1])
     assert out.tolist() == [[2.0, -2.0, 0.0, -0.25]]
-    assert kept(adjust(logits, Sampling(no_repeat_ngram=3), [[1, 2, 3, 1, 2]], [0])[0]) == [0, 1, 2]
-    assert kept(adjust(logits, Sampling(no_repeat_ngram=3), [[1, 2]], [0])[0]) == [0, 1, 2, 3]
-    assert kept(adjust(logits, Sampling(no_repeat_ngram=1), [[1, 2]], [1])[0]) == [0, 3]
-    assert kept(adjust(logits, Sampling(no_repeat_ngram=2), [[0, 3, 0]], [0])[0]) == [0, 1, 2]
-    assert kept(adjust(logits, Sampling(banned=(0,), allowed=(0, 1, 2)))[0]) == [1, 2]
+    assert kept(adjust(logits, Request(no_repeat_ngram=3), [[1, 2, 3, 1, 2]], [0])[0]) == [0, 1, 2]
+    assert kept(adjust(logits, Request(no_repeat_ngram=3), [[1, 2]], [0])[0]) == [0, 1, 2, 3]
+    assert kept(adjust(logits, Request(no_repeat_ngram=1), [[1, 2]], [1])[0]) == [0, 3]
+    assert kept(adjust(logits, Request(no_repeat_ngram=2), [[0, 3, 0]], [0])[0]) == [0, 1, 2]
+    assert kept(adjust(logits, Request(banned=(0,), allowed=(0, 1, 2)))[0]) == [1, 2]
 
 
 @pytest.mark.parametrize(
@@ -191,5 +187,5 @@ def test_penalties_and_repeats():
 )
 def test_bad_options_are_one_line(options):
     with pytest.raises(InputError) as error:
-        Sampling(**options)
+        Request(**options)
     assert "\n" not in str(error.value)

@@ -10,7 +10,7 @@ import torch
 
 import clearhead as ch
 from clearhead.run.generate.decode import Prompts
-from clearhead.run.generate.request import Request, Sampling
+from clearhead.run.generate.request import Request
 from clearhead.run.generate.sampling import adjust, distribution, draw
 from clearhead.run.generate.speculate import Draft, Guess, Lookup, accept, speculate
 from tests.harness import build
@@ -98,7 +98,7 @@ def test_a_draft_gives_the_same_greedy_tokens(shape, options):
 def test_accepted_and_replaced_guesses_follow_p(options):
     """A chi-squared test of 200,000 draws; the same test finds fault with rules that are nearly right."""
     n, generator = 200_000, torch.Generator().manual_seed(1)
-    sampling = Sampling(**OPTIONS[options])
+    sampling = Request(**OPTIONS[options])
     logits = torch.randn(2, 12, generator=generator) * 1.5
     logits[1] = logits[0] + 0.7 * logits[1]
     p, q = distribution(adjust(logits, sampling), sampling)
@@ -249,7 +249,7 @@ def test_cancelled_streamed_and_stopped_alike(byte_tokenizer):
         ({"lookup": -1}, "lookup -1"),
         ({"lookup": 2.5}, "lookup 2.5"),
         ({"draft": "rope, grouped", "draft_tokens": 0}, "draft_tokens 0"),
-        ({"draft": "rope, grouped", "lookup": 4}, "choose one"),
+        ({"draft": "rope, grouped", "lookup": 4}, "lookup with draft"),
         ({"draft": "two stacks"}, "family"),
         ({"draft": "larger"}, "vocab_size is 14 and the model's 13"),
     ],

@@ -14,8 +14,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 import clearhead as ch
 from clearhead.app.cli import main
-from clearhead.app.plot import attention as pictures
-from clearhead.app.plot.canvas import save
+from clearhead.app.plot import prompts as pictures
+from clearhead.app.plot import save
 from clearhead.core import attention as attention_module
 from clearhead.core.attention import KERNELS
 from clearhead.errors import InputError

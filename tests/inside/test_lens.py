@@ -13,7 +13,7 @@ from torch import nn
 
 import clearhead as ch
 from clearhead.app.cli import main
-from clearhead.app.plot.lens import draw_contributions, draw_lens
+from clearhead.app.plot.prompts import draw_contributions, draw_lens
 from clearhead.core.norms import LayerNorm, RMSNorm
 from clearhead.inside.lens import contributions, lens, stopped_at
 from clearhead.inside.names import states

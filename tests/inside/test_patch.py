@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 import clearhead as ch
 from clearhead.app.cli import main
-from clearhead.app.plot.lens import draw_patching
+from clearhead.app.plot.prompts import draw_patching
 from clearhead.inside import patch as module
 from clearhead.inside.inputs import InputTokens, prepare
 from clearhead.inside.patch import PARTS, Site, aligned, patch, patched_scores

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 
 import clearhead as ch
 from clearhead.app.cli import main
-from clearhead.app.plot.states import probe_figure
+from clearhead.app.plot.models import probe_figure
 from clearhead.inside import probe_data
 from clearhead.inside.probe import (
     Probes,

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 import clearhead as ch
 from clearhead import InputError
 from clearhead.app.cli import main
-from clearhead.app.commands.steps import steps_table
+from clearhead.app.commands.prompts import steps_table
 from clearhead.inside.trace_words import LEGEND
 from tests.harness import build, scramble, some_ids, worst
 from tests.inside.replay import Replay

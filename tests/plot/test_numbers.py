@@ -9,8 +9,8 @@ import pytest
 from matplotlib.colors import to_rgb
 
 import clearhead as ch
-from clearhead.app.plot import canvas
-from clearhead.app.plot.lens import draw_lens
+from clearhead.app import plot as canvas
+from clearhead.app.plot.prompts import draw_lens
 from clearhead.learn.training.events import LOG, draw  # now: the suite replaces it by nothing
 from tests.harness import build, some_ids
 

@@ -23,10 +23,10 @@ from clearhead.errors import CheckpointError, ClearheadError, InputError, Missin
 from clearhead.hub import files as hub_files
 from clearhead.hub.tokens.training import READER, byte_tokenizer
 from clearhead.labs.retrieval import index as indexing
-from clearhead.labs.retrieval import order
+from clearhead.labs.retrieval import ranking
 from clearhead.labs.retrieval.index import Index, build_index
-from clearhead.labs.retrieval.order import fuse, nearest_rows
 from clearhead.labs.retrieval.passages import read_passages
+from clearhead.labs.retrieval.ranking import fuse, nearest_rows
 
 WORDS = [
     "river",
@@ -99,7 +99,7 @@ def loop_bm25(query: str, rows: list[str]) -> list[float]:
 @pytest.mark.parametrize(("count", "k", "block"), [(0, 3, 2**24), (5, 9, 1), (41, 1, 100), (41, 7, 2**24)])
 def test_nearest_rows_equal_a_sort(count, k, block, monkeypatch):
     """Of equal products the earlier row stands first, also where the k-th equals the next."""
-    monkeypatch.setattr(order, "SCORES", block)
+    monkeypatch.setattr(ranking, "SCORES", block)
     rng = np.random.default_rng(count + k)
     vectors = rng.integers(-1, 2, (count, 4)).astype(np.float32)  # many are equal, all products are exact
     asked = rng.integers(-1, 2, (6, 4)).astype(np.float32)
@@ -108,6 +108,14 @@ def test_nearest_rows_equal_a_sort(count, k, block, monkeypatch):
         scores = [sum(a * b for a, b in zip(row, other)) for other in vectors.tolist()]
         wanted = sorted(range(count), key=lambda number: (-scores[number], number))[:k]
         assert list(mine.items()) == [(number, scores[number]) for number in wanted]
+
+
+@pytest.mark.parametrize("encoding", ["cp1252", "utf-16"])
+def test_other_encodings_are_read_and_told(encoding, tmp_path):
+    path = tmp_path / "old.txt"
+    path.write_bytes("Das Café schließt früh.".encode(encoding))
+    with pytest.warns(UserWarning, match=f"old.txt is not UTF-8: read as {encoding}"):
+        assert [one.text for one in read_passages(path)[1]] == ["Das Café schließt früh."]
 
 
 @pytest.mark.ledger("J4")
@@ -218,7 +226,7 @@ def test_a_killed_first_build_is_refused_and_goes_on(model, texts, tmp_path, mon
 def test_a_graph_finds_what_exact_search_finds(model, texts, tmp_path, monkeypatch):
     pytest.importorskip("usearch")
     monkeypatch.setattr(indexing, "BLOCK", 7)  # many parts
-    monkeypatch.setattr("clearhead.labs.retrieval.graph.SEARCHING", 16)  # of 60 passages
+    monkeypatch.setattr("clearhead.labs.retrieval.ranking.SEARCHING", 16)  # of 60 passages
     folder = tmp_path / "index"
     built = build_index(folder, model, [texts], words=12, nearest="hnsw")
     exact = Index(folder, model, exact=True)
@@ -299,11 +307,13 @@ def test_what_does_not_fit_is_refused_by_name(model, texts, tmp_path):
     (folder / "index.json").write_text("{}")
     with pytest.raises(CheckpointError, match="not the manifest of an index"):
         Index(folder)
-    (texts / "raw.bin").write_bytes(b"\xff\xfe")
-    with pytest.raises(InputError, match=r"raw.bin is no text: byte 1 is not UTF-8; leave it out, or skip"):
+    (texts / "raw.bin").write_bytes(b"\x00\x01")
+    with pytest.raises(
+        InputError, match=r"raw.bin is no text: byte 0 is zero \(a binary file\); leave it out, or skip"
+    ):
         build_index(tmp_path / "new", model, [texts])
     assert not (tmp_path / "new").exists()  # nothing half-written
-    with pytest.warns(UserWarning, match=r"left out: .*raw.bin is no text: byte 1"):
+    with pytest.warns(UserWarning, match=r"left out: .*raw.bin is no text: byte 0"):
         assert len(build_index(tmp_path / "new", model, [texts], skip=True)) > 40
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"title": "no text"}\n')

@@ -40,6 +40,8 @@ def test_a_batch_broken_off_at_any_row_loses_and_repeats_nothing(writer, tmp_pat
     chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4, "temperature": 0}
     rows.append({"custom_id": "mine", "method": "POST", "url": "/v1/chat/completions", "body": chat})
     rows.append({"custom_id": "wrong", "body": {"prompt": "x", "best_of": 2}})
+    rows.append({"custom_id": "other", "body": {"prompt": "x", "model": "gpt-4o"}})
+    rows.append({"custom_id": "named", "body": {"prompt": "x", "model": "m"}})
     given.write_text("\n".join(map(json.dumps, rows)))
     for _ in range(9):  # each time a new process takes a row or two, and leaves half a line
         engine = ServeEngine(writer, Limits(block=4, running=3))
@@ -57,6 +59,8 @@ def test_a_batch_broken_off_at_any_row_loses_and_repeats_nothing(writer, tmp_pat
     assert found["mine"]["body"]["object"] == "chat.completion"
     assert found["wrong"]["status_code"] == 400
     assert "best_of" in found["wrong"]["body"]["error"]["message"]
+    assert 'model "gpt-4o" is not the model of this batch, "m"' in found["other"]["body"]["error"]["message"]
+    assert found["named"]["status_code"] == 200
 
 
 def test_lines_that_cannot_be_are_refused(writer, tmp_path):

@@ -1,4 +1,4 @@
-"""Structured outputs over the engine and HTTP: the form is kept, in company too, and bombs are refused."""
+"""Structured outputs over the engine and HTTP: kept, in company too, and bombs are refused."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import re
 import pytest
 
 from clearhead.errors import BusyError, InputError
-from clearhead.run.serve import constraints
-from clearhead.run.serve.constraints import check_form
+from clearhead.run.generate import grammar
+from clearhead.run.generate.grammar import check_constraint
 from clearhead.run.serve.engine import ServeEngine
 from clearhead.run.serve.limits import Limits
 from tests.serve import mixes
@@ -38,17 +38,17 @@ def address(writer):
         yield at
 
 
-def test_rows_with_and_without_a_form_equal_each_alone(writer):
+def test_rows_with_and_without_a_constraint_equal_each_alone(writer):
     """Blocks are so few that requests are preempted, and read their tokens anew."""
     draws = {"temperature": 1.0, "max_new_tokens": 25, "num_beams": 1}
-    forms = [
+    constraints = [
         {"regex": "[a-z]{2,9}!"},
         {},
         {"grammar": 'root ::= "(" root ")" | [0-9]'},
         {"json_schema": "true"},
     ]
     engine = ServeEngine(writer, Limits(tokens=16, block=4, cache_tokens=72))
-    asked = [draws | forms[n % 4] | {"seed": n} for n in range(8)]
+    asked = [draws | constraints[n % 4] | {"seed": n} for n in range(8)]
     jobs = [engine.submit("some text " * (n % 3 + 1), one) for n, one in enumerate(asked)]
     while engine.busy:
         engine.step()
@@ -60,7 +60,7 @@ def test_rows_with_and_without_a_form_equal_each_alone(writer):
 
 
 @pytest.mark.parametrize(
-    ("body", "form"),
+    ("body", "wanted"),
     [
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "p", "schema": PERSON}}}, None),
         ({"json_schema": PERSON}, None),
@@ -72,19 +72,19 @@ def test_rows_with_and_without_a_form_equal_each_alone(writer):
         ({"response_format": {"type": "text"}}, "(?s:.*)"),
     ],
 )
-def test_a_form_in_the_words_of_openai_vllm_and_llama_cpp(address, body, form):
+def test_a_constraint_in_the_words_of_openai_vllm_and_llama_cpp(address, body, wanted):
     status, _, found = call(address, "/v1/chat/completions", CHAT | body)
     assert status == 200, found
     (choice,) = found["choices"]
     text = choice["message"]["content"]
     if choice["finish_reason"] == "length":
         assert found["usage"]["completion_tokens"] == 60
-    elif form is None:
+    elif wanted is None:
         person = json.loads(text)
         assert set(person) == {"name", "old"}
         assert type(person["old"]) is bool
-    if form is not None:
-        assert re.fullmatch(form, text)
+    if wanted is not None:
+        assert re.fullmatch(wanted, text)
 
 
 def test_json_mode_writes_an_object_without_white_space(address):
@@ -108,7 +108,7 @@ def test_json_mode_writes_an_object_without_white_space(address):
         ({"json_schema": {"type": "string", "pattern": "(?!a)"}}, "look"),
     ],
 )
-def test_a_form_that_cannot_be_kept_is_refused(address, body, named):
+def test_a_constraint_that_cannot_be_kept_is_refused(address, body, named):
     status, _, found = call(address, "/v1/chat/completions", CHAT | body)
     assert (status, named in found["error"]["message"]) == (400, True), found
 
@@ -118,7 +118,7 @@ def nested(depth: int) -> str:
 
 
 @pytest.mark.parametrize(
-    "form",
+    "wanted",
     [
         ("json_schema", nested(100)),
         ("json_schema", nested(3000)),
@@ -127,31 +127,31 @@ def nested(depth: int) -> str:
         ("grammar", "start: " + "(" * 5000 + '"a"' + ")" * 5000),
         ("regex", "x" * 70_000),
     ],
-    ids=lambda form: form[1][:12],
+    ids=lambda wanted: wanted[1][:12],
 )
-def test_bombs_are_refused(form):
+def test_bombs_are_refused(wanted):
     with pytest.raises(InputError):
-        check_form(form)
+        check_constraint(wanted)
 
 
 def test_what_takes_too_long_meets_the_system_s_limits(monkeypatch):
     """Patterns that must all match make the library search without an end."""
     patterns = [{"type": "string", "pattern": f"^.*{'ab' * n}.*$"} for n in range(1, 40)]
     with pytest.raises(InputError, match="takes more than 2 seconds or 1024 MiB"):
-        check_form(("json_schema", json.dumps({"allOf": patterns})))
+        check_constraint(("json_schema", json.dumps({"allOf": patterns})))
 
 
 def test_a_text_that_is_prescribed_a_billion_times_is_written_token_by_token(writer):
     assert writer.generate("x", 5, regex="(((a{1000}){1000}){1000})").text == "aaaaa"
 
 
-def test_no_more_than_a_few_forms_are_tried_at_once(monkeypatch):
-    monkeypatch.setattr(constraints, "WAITING", 0.01)
-    for _ in range(constraints.AT_ONCE):
-        constraints.TRIALS.acquire()
+def test_no_more_than_a_few_are_tried_at_once(monkeypatch):
+    monkeypatch.setattr(grammar, "WAITING", 0.01)
+    for _ in range(grammar.AT_ONCE):
+        grammar.TRIALS.acquire()
     try:
-        with pytest.raises(BusyError, match="forms are being tried"):
-            check_form(("regex", "never-tried-before"))
+        with pytest.raises(BusyError, match="constraints are being tried"):
+            check_constraint(("regex", "never-tried-before"))
     finally:
-        for _ in range(constraints.AT_ONCE):
-            constraints.TRIALS.release()
+        for _ in range(grammar.AT_ONCE):
+            grammar.TRIALS.release()

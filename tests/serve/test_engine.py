@@ -122,7 +122,7 @@ def test_a_cancelled_request_frees_its_blocks_at_the_next_step(byte_tokenizer):
 
 def test_a_deadline_ends_a_request_that_waits(byte_tokenizer):
     engine = ServeEngine(mixes.model("learned", byte_tokenizer))
-    job = engine.submit(PROMPT, {}, Asked(seconds=1e-9))
+    job = engine.submit(PROMPT, {"seconds": 1e-9})
     engine.step()
     assert job.wait(0).stop_reason == "time"
 

@@ -8,7 +8,6 @@ import contextlib
 import dataclasses
 import functools
 import gc
-import importlib
 import inspect
 import io
 import os
@@ -22,6 +21,7 @@ from typing import Annotated, Any, NoReturn, TextIO, get_args, get_origin, get_t
 
 import clearhead
 from clearhead.app.commands import COMMANDS, GROUPS
+from clearhead.app.views import ROWS, imported
 from clearhead.errors import ClearheadError, nearest
 from clearhead.learn.parallel import first_here, started
 
@@ -117,9 +117,10 @@ def _parsed(name: str, arguments: list[str]) -> Callable[[], None]:
     """Return the command with its arguments, ready to run."""
     import tyro
 
-    module, function = COMMANDS[name].target.split(":")
+    from clearhead.app.commands.common import command_of
+
     config = (tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone)
-    command = getattr(importlib.import_module(f"clearhead.app.commands.{module}"), function)
+    command = command_of(name) if name in ROWS else imported(f"clearhead.app.{COMMANDS[name].target}")
 
     @functools.wraps(command)
     def parsed(*given: Any, **options: Any) -> Callable[[], None]:

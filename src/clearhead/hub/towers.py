@@ -16,7 +16,7 @@ from clearhead.hub.files import read_json, read_json_if_any, refuse
 from clearhead.hub.registry import TOWERS
 from clearhead.hub.rules import Rule, matches
 from clearhead.hub.stored import common_dtype
-from clearhead.hub.tower_tables import PREFIXES, Tower, TowersTable
+from clearhead.hub.vision import PREFIXES, Tower, TowersTable
 from clearhead.hub.weights import cast, finite, open_weights
 from clearhead.hub.writing import Outgoing
 from clearhead.variants.towers import Towers, TowersConfig

@@ -26,7 +26,7 @@ from clearhead.learn.tasks.generation import (
 from clearhead.learn.tasks.one_or_many import as_prompts, best_of_each, unwrapped
 from clearhead.learn.tasks.results import Answer, Candidate, Classification, Generation, Score, Tags
 from clearhead.run.bundle import Bundle, best_device, float_dtype
-from clearhead.run.generate.request import MAX_NEW_TOKENS
+from clearhead.run.generate.request import Request
 from clearhead.run.quant.apply import QuantPlan, plan_of, refuse_quantized, rounded
 
 One = str | Sequence[int]  # a prompt: text or ids
@@ -74,7 +74,7 @@ class Model(Bundle):
     def generate(
         self,
         prompt: One | Many,
-        max_new_tokens: int = MAX_NEW_TOKENS,
+        max_new_tokens: int = Request.max_new_tokens,
         *,
         num_return: int = 1,
         on_text: OnText | None = None,
@@ -162,14 +162,17 @@ class Model(Bundle):
         return best_of_each(made, num_return, single)
 
     def chat(
-        self, messages: Sequence[Mapping[str, Any]], max_new_tokens: int = MAX_NEW_TOKENS, **options: Any
+        self, messages: Sequence[Mapping[str, Any]], max_new_tokens: int | None = None, **options: Any
     ) -> Generation:
         """Answer a conversation, a list of {"role": ..., "content": ...}, by the model's chat template.
 
-        Options are those of `generate`, and `template`: what the template takes besides, such as tools.
+        An answer has `max_new_tokens` at most; by default 512, or as many as still fit. Options are those of
+        `generate`, and `template`: what the template takes besides, such as tools.
         """
         hooks = Hooks(options.pop("on_text", None), options.pop("cancel", None), options.pop("draft", None))
-        return chat.chat(self, messages, {"max_new_tokens": max_new_tokens, **options}, hooks)
+        if max_new_tokens is not None:
+            options["max_new_tokens"] = max_new_tokens
+        return chat.chat(self, messages, options, hooks)
 
     def score(self, text: One, source: One | None = None) -> Score:
         """Return the log-probability of each token of a text; with an encoder, given a `source`."""

@@ -34,7 +34,7 @@ from clearhead.hub.writing import Outgoing, write_tensors
 from clearhead.learn.batches.padding import padded, real_tokens
 from clearhead.learn.parallel.shards import is_split
 from clearhead.run.generate.engine import Engine
-from clearhead.run.generate.own import own_options
+from clearhead.run.generate.request import own_options
 from clearhead.run.kernels.lora import merged
 from clearhead.run.quant.layers import few_bits, quantized_parts
 

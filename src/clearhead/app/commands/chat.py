@@ -20,9 +20,9 @@ from clearhead.app.commands.common import Device, Dtype, Folder, load_model, opt
 from clearhead.app.commands.models import page_server
 from clearhead.app.commands.requests import GroupedRequest, options_with
 from clearhead.errors import ClearheadError, InputError, refuse
-from clearhead.run.generate.request import make_request
+from clearhead.run.generate.request import ANSWER_TOKENS, make_request
 
-ASKED = options_with(max_new_tokens=512)  # of an answer at most, where the command does not say
+OPTIONS = options_with(max_new_tokens=ANSWER_TOKENS)
 HELP = """\
 /reset         forget the conversation, but not the system message
 /system TEXT   set the system message (no text: none), forget the conversation
@@ -39,7 +39,7 @@ def chat(
         option("what to say first, in place of the lines of stdin", metavar="TEXT"),
     ] = None,
     system: Annotated[str | None, option("the system message")] = None,
-    asking: Annotated[GroupedRequest, arg(name="")] = ASKED,
+    asking: Annotated[GroupedRequest, arg(name="")] = OPTIONS,
     port: Annotated[int, option("of the page that /look opens; 0: any that is free")] = 0,
     no_open: Annotated[bool, option("/look prints its address and opens no browser")] = False,
     device: Device = "auto",
@@ -52,9 +52,8 @@ def chat(
       clearhead chat my-model/ --system "Be brief." --temperature 0.7 --seed 1
       echo "What is a heron?" | clearhead chat my-model/
     """
-    request = asking.request()
-    asked = {"max_new_tokens": request.max_new_tokens, **request.given()}
-    make_request(asked)  # a mistake is said before the model is loaded
+    given = {"max_new_tokens": asking.length.max_new_tokens, **asking.given()}
+    make_request(given)  # a mistake is reported before the model is loaded
     model = load_model(folder, device=device, dtype=dtype)
     from clearhead.learn.tasks.chat import chat_template
 
@@ -63,7 +62,7 @@ def chat(
         f"chat needs a decoder with head lm, and this is {model.config.family} with {model.config.head}",
     )
     chat_template(model)  # refuses a model without one
-    talk = Talk(model, asked, system, port, browser=not no_open)
+    talk = Talk(model, given, system, port, browser=not no_open)
     for line in lines(text):
         try:
             if talk.take(line):
@@ -139,9 +138,9 @@ class Talk:
     """A conversation: its messages, and the commands that begin with a slash."""
 
     def __init__(
-        self, model: ch.Model, asked: dict[str, Any], system: str | None, port: int, browser: bool
+        self, model: ch.Model, options: dict[str, Any], system: str | None, port: int, browser: bool
     ) -> None:
-        self.model, self.asked, self.system, self.port, self.browser = model, asked, system, port, browser
+        self.model, self.options, self.system, self.port, self.browser = model, options, system, port, browser
         self.turns: list[dict[str, str]] = []
         self.read: list[int] = []  # the ids of the last answer, after those of what it answers
         self.show: Callable[[list[int]], str] | None = None
@@ -180,14 +179,14 @@ class Talk:
             streamed.append(new)
             out.add(new)
 
-        prompt, asked = chat_ids(self.model, messages, {}), {"reuse": True, **self.asked}
-        if "overflow" not in asked:
+        prompt, options = chat_ids(self.model, messages, {}), {"reuse": True, **self.options}
+        if "overflow" not in options:
             room = self.model.max_length - len(prompt)
             refuse(room < 1, f"the conversation fills the {self.model.max_length:,} tokens: type /reset")
-            asked["max_new_tokens"] = min(asked["max_new_tokens"], room)
+            options["max_new_tokens"] = min(options["max_new_tokens"], room)
         ids: list[int] = []
         try:
-            made = self.model.chat(messages, **asked, on_text=show)
+            made = self.model.chat(messages, **options, on_text=show)
             ids = made.ids
         except KeyboardInterrupt:
             ids = self.model.text_tokenizer.encode("".join(streamed), add_special_tokens=False).ids

@@ -1,19 +1,26 @@
-"""What the commands share: common options, loading a model, progress, printing a result, writing lines."""
+"""What the commands share: common options, loading a model, progress, printing a result, writing lines.
+
+`command_of` makes a command of an analysis, a row of `clearhead.app.views`.
+"""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import json
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 from tyro.conf import Positional, UseAppendAction, arg
 
 import clearhead as ch
+from clearhead.app.views import ROWS, Analysis, ModelArgument
 from clearhead.errors import ConfigError, InputError, nearest, no_model, refuse
 
 
@@ -31,7 +38,6 @@ Folder = Annotated[
     Positional[Path],
     option("a model directory, clearhead's or Hugging Face's; or a GGUF file", metavar="DIR"),
 ]
-Given = Annotated[Positional[str], option("the text; for a model of images, an image file", metavar="TEXT")]
 TokenIds = Annotated[
     bool,
     option('the text is token ids, such as "15 27 3"; JSON lines may have lists of them anyway'),
@@ -46,7 +52,12 @@ Beams = Annotated[int | None, option("search with this many beams; default: the 
 LengthPenalty = Annotated[
     float | None, option("above 0 favours long texts; default: the model's own, else 1")
 ]
-Device = Annotated[str, option("cpu, cuda, cuda:1, mps; auto: the best there is")]
+Device = Annotated[
+    str,
+    option(
+        "where the model runs; cuda:1: the second GPU; auto: the best there is", metavar="cpu|cuda|mps|auto"
+    ),
+]
 Dtype = Annotated[
     Literal["float32", "bfloat16", "float16"] | None, option("dtype of the weights; default: as they are")
 ]
@@ -56,6 +67,112 @@ Settings = Annotated[
     UseAppendAction[tuple[str, ...]],
     arg(metavar="KEY=VALUE", help="how to read the data, such as data.header=true"),
 ]
+
+SHARED: dict[str, Any] = {  # arguments that mean the same in every analysis
+    "target": Target,
+    "pair": Pair,
+    "set": Settings,
+    "seed": Annotated[int, option("random seed")],
+    "plot": Plot,
+    "tokenizer": Tokenizer,
+    "device": Device,
+    "dtype": Dtype,
+    "quantize": Annotated[
+        Literal["int8", "int4"] | None,
+        option("round weights first; llama.cpp then has Q8_0 or Q4_0, and other programs do not round"),
+    ],
+    "overwrite": Annotated[bool, option("write into OUT although there is something already")],
+    "json": Json,
+}
+DEFAULTS = {"device": "auto", "json": False}
+
+
+# Commands of analyses ---------------------------------------------------------------------------------------
+
+_ENTRY = re.compile(r" {4}(\w+)(?: \(([^)]*)\))?: (.*)")
+
+
+def _described(function: Callable[..., Any]) -> tuple[str, dict[str, tuple[str, str]]]:
+    """Return a docstring without its `Args:`, and of each argument (what is in brackets, its help)."""
+    before, _, rest = (inspect.getdoc(function) or "").partition("Args:\n")
+    listed, _, after = rest.partition("\n\n")
+    helps: dict[str, tuple[str, str]] = {}
+    for line in listed.splitlines():
+        if entry := _ENTRY.fullmatch(line):
+            name, helps[entry[1]] = entry[1], (entry[2] or "", entry[3])
+        else:
+            helps[name] = (helps[name][0], f"{helps[name][1]} {line.strip()}")
+    return before + after, helps
+
+
+def _argument(hint: Any, brackets: str, help: str, positional: bool, repeated: bool) -> Any:
+    """Return the type of an argument for tyro; `brackets` has its metavar and aliases: "FILE --data"."""
+    aliases = tuple(word for word in brackets.split() if word.startswith("--"))
+    metavar = next((word for word in brackets.split() if not word.startswith("--")), None)
+    markers: list[Any] = [get_args(Positional[str])[1]] if positional else []
+    if repeated:
+        return Annotated[hint, get_args(UseAppendAction[str])[1], arg(help=help, metavar=metavar)]
+    return Annotated[hint, *markers, option(help, metavar=metavar, aliases=aliases or None)]
+
+
+def command_of(name: str) -> Callable[..., None]:
+    """Return the command of an analysis, with the signature that tyro makes arguments of."""
+    row = ROWS[name]
+    function = row.function
+    text, helps = _described(function)
+    taken = inspect.signature(function).parameters
+    own = {key: one for key, one in taken.items() if one.annotation not in ("ModelArgument", "OnProgress")}
+    types = type("Types", (), {"__annotations__": {key: one.annotation for key, one in own.items()}})
+    hints = get_type_hints(types, function.__globals__)
+    arguments: dict[str, tuple[Any, Any]] = {}
+    if len(own) < len(taken) and "model" not in own:
+        arguments["folder"] = (Folder, inspect.Parameter.empty)
+    for key, one in own.items():
+        arguments[key] = (SHARED.get(key), one.default)
+        if key in helps:
+            hint, flagged = hints[key], one.kind is one.KEYWORD_ONLY
+            hint = str if one.annotation == "Prompt" else hint
+            repeated = one.annotation == "Repeated"
+            arguments[key] = (_argument(hint, *helps[key], not flagged, repeated), one.default)
+        if one.annotation == "Prompt":
+            arguments["ids"] = (TokenIds, False)
+    for key in (*(["plot"] if row.plot else []), *row.loads, "json"):
+        arguments.setdefault(key, (SHARED[key], DEFAULTS.get(key)))
+
+    def command(**given: Any) -> None:
+        _run(row, given)
+
+    command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [
+            inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
+            for key, (hint, default) in arguments.items()
+        ]
+    )
+    command.__annotations__ = {key: hint for key, (hint, _) in arguments.items()}
+    command.__doc__ = text
+    return command
+
+
+def _run(row: Analysis, given: dict[str, Any]) -> None:
+    """Compute an analysis from the arguments of its command, print it, and write its picture."""
+    taken = inspect.signature(row.function).parameters
+    loading = {name: given[name] for name in row.loads}
+    json, plot = given.pop("json"), given.get("plot")
+    if given.pop("ids", False):
+        given["text"] = token_ids(given["text"])
+    if "folder" in given:
+        folder = given["folder"]
+        given["model"] = ModelArgument(folder, functools.partial(load_model, folder, plot=plot, **loading))
+    with progress() as on_progress:
+        given["on_progress"] = on_progress
+        view = row.function(**{name: value for name, value in given.items() if name in taken})
+    print_notes(view.notes)
+    show_result(view.body, json, view.parts, plot, view.draw, view.width)
+    if view.exit_code:
+        sys.exit(view.exit_code)
+
+
+# Inputs and outputs -----------------------------------------------------------------------------------------
 
 
 def token_ids(text: str) -> list[int]:
@@ -90,7 +207,7 @@ def may_be_tower(path: Path) -> bool:
 def check_picture(plot: Path | None) -> None:
     """Refuse an unknown format of picture."""
     if plot is not None:
-        from clearhead.app.plot.canvas import FORMATS
+        from clearhead.app.plot import FORMATS
 
         refuse(
             plot.suffix.lower() not in FORMATS,
@@ -170,7 +287,7 @@ def show_result(
         width: columns to use, even where the terminal has fewer.
     """
     if plot is not None and draw is not None:
-        from clearhead.app.plot.canvas import save
+        from clearhead.app.plot import save
 
         print_notes([f"saved {save(draw(), plot)}"])
         body = {**body, "plot": str(plot)}

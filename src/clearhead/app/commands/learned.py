@@ -1,113 +1,111 @@
-"""Commands that measure what a model has learned: heads, probe."""
+"""Analyses of what a model has learned: heads, probe, geometry, memories."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from tyro.conf import Positional
-
-from clearhead.app.commands.common import (
-    Device,
-    Folder,
-    Json,
-    Plot,
-    Tokenizer,
-    check_inputs,
-    load_model,
-    option,
-    print_notes,
-    progress,
-    show_result,
-)
-from clearhead.app.report import table
+import clearhead as ch
+from clearhead.app.commands.common import check_inputs
+from clearhead.app.report import Cell, table
+from clearhead.app.views import ModelArgument, OnProgress, Repeated, View, drawing
 from clearhead.errors import refuse
 from clearhead.learn.data.files import missing, read_lines
+from clearhead.learn.data.plan import DataPlan
 from clearhead.learn.data.tables import counted
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from clearhead.inside import alignments
+    from clearhead.inside.geometry import Nearest, PositionMap, Projection, SameWord
     from clearhead.inside.heads import HeadRoles
+    from clearhead.inside.memories import Found, Neuron
+    from clearhead.inside.neurons import Given
     from clearhead.inside.probe import Probes
 
 ROLE_TEXTS = 50  # of a treebank that roles are measured on, where no text is given
 LEAST = 50  # arcs of a relation that is shown in the table
 RANKED = 10  # heads of an alignment that are shown in the table
 LIFT = 0.1  # above an indifferent head, for a second role to be shown
-COLUMNS = (
-    "of a treebank: upos, xpos, deprel, relation (deprel without subtypes), arc (where the governor stands), "
-    "lemma, feats.Number, ...; default: upos. Other data has one column"
-)
 KINDS = {"words": "each word type", "texts": "each text", "images": "each image"}
+LISTED, ON_A_MAP, COLUMNS = 10, 60, 8
+What = Literal["neighbours", "analogy", "map", "positions", "similarity", "word"]
+TAKES = {  # how many words each takes: least, most, in words
+    "neighbours": (1, 1, "one word"),
+    "analogy": (3, 3, "three words: A is to B as C is to what"),
+    "map": (0, None, "words, or none for the most frequent tokens"),
+    "positions": (0, 0, "no words"),
+    "similarity": (0, 0, "no words"),
+    "word": (3, 3, "a word and two sentences that have it"),
+}
+SIDE = 18  # letters of a context on each side: it stays on one line of 80 columns
+SHOWN = 5  # contexts and tokens of each neuron, where many neurons are listed
+Sort = Literal["agreement", "activation"]
+
+
+# Heads ------------------------------------------------------------------------------------------------------
 
 
 def heads(
-    folder: Folder,
-    texts: Annotated[
-        Positional[tuple[str, ...]],
-        option(
-            "texts, or images for a model of patches; default: sentences from Python's standard library",
-            metavar="TEXT",
-        ),
-    ] = (),
-    file: Annotated[Path | None, option("a file of texts, one on each line", aliases=("--data",))] = None,
-    treebank: Annotated[
-        Path | None, option("sentences with their trees: FILE.conllu or FILE.conllu.gz")
-    ] = None,
-    alignment: Annotated[
-        Path | None,
-        option('pairs of spans, a JSON object on each line: {"text", "pairs": [[[0, 3], [4, 7]]]}'),
-    ] = None,
-    limit: Annotated[int | None, option("most texts, sentences and alignments to read")] = None,
-    seed: Annotated[int, option("random seed of the sequences that show induction")] = 0,
-    device: Device = "auto",
-    tokenizer: Tokenizer = None,
-    plot: Plot = None,
-    json: Json = False,
-) -> None:
+    model: ModelArgument,
+    texts: tuple[str, ...] = (),
+    *,
+    file: Path | None = None,
+    treebank: Path | None = None,
+    alignment: Path | None = None,
+    limit: int | None = None,
+    seed: int = 0,
+    plot: Path | None = None,
+) -> View:
     """Show what each attention head does: its role, and what it follows in a treebank or an alignment.
 
     Roles: previous, next, itself, first (a sink), separator (a sink), same (token), rare (token), position (a
-    fixed distance), local, uniform, induction. Each score stands beside that of an indifferent head.
+    fixed distance), local, uniform, induction. Each score stands next to that of an indifferent head.
+
+    Args:
+        texts (TEXT): texts, or images for a model of patches; default: sentences from Python's standard
+            library
+        file (--data): a file of texts, one on each line
+        treebank: sentences with their trees: FILE.conllu or FILE.conllu.gz
+        alignment: pairs of spans, a JSON object on each line: {"text", "pairs": [[[0, 3], [4, 7]]]}
+        limit: most texts, sentences and alignments to read
+        seed: random seed of the sequences that show induction
 
     For example:
       clearhead heads my-model/ --plot heads.png
       clearhead heads my-model/ "The cat sat on the mat." "The dog saw the cat."
       clearhead heads my-model/ --treebank dev.conllu.gz --limit 500 --json
     """
-    check_inputs(folder, plot)
+    check_inputs(model.folder, plot)
     refuse(limit is not None and limit < 1, f"limit {limit} leaves nothing to read: ask for 1 or more")
-    from clearhead.app.plot.parts import role_map
     from clearhead.inside import alignments
     from clearhead.inside.heads import head_roles
     from clearhead.inside.names import unpatterned
     from clearhead.learn.data.treebank import read_treebank
 
-    given = [*texts, *([] if file is None else _lines(file))][:limit]
+    read = [*texts, *([] if file is None else _lines(file))][:limit]
     sentences = None if treebank is None else read_treebank(treebank, limit)
     pairs = None if alignment is None else alignments.read_alignments(alignment)[:limit]
-    model = load_model(folder, tokenizer=tokenizer, device=device)
-    if not given and sentences is not None:
-        given = [sentence.text for sentence in sentences[:ROLE_TEXTS]]
-    roles = head_roles(model, given or None, seed)
-    print_notes(unpatterned(model.config))
-    followed = None if sentences is None else alignments.syntax(model, sentences)
-    agreed = None if pairs is None else alignments.agreement(model, pairs)
-    found = {"roles": roles, "syntax": followed, "agreement": agreed}
-    show_result(
-        {name: part.to_dict() for name, part in found.items() if part is not None},
-        json,
+    m = model()
+    if not read and sentences is not None:
+        read = [sentence.text for sentence in sentences[:ROLE_TEXTS]]
+    roles = head_roles(m, read or None, seed)
+    followed = None if sentences is None else alignments.syntax(m, sentences)
+    agreed = None if pairs is None else alignments.agreement(m, pairs)
+    results = {"roles": roles, "syntax": followed, "agreement": agreed}
+    return View(
+        {name: part.to_dict() for name, part in results.items() if part is not None},
         [
-            _roles_table(roles, folder),
+            _roles_table(roles, model.folder),
             *([_syntax_table(followed)] if followed is not None else []),
             *([_agreement_table(agreed)] if agreed is not None else []),
         ],
-        plot,
-        lambda: role_map(roles, folder.absolute().name, followed),
+        drawing("models:role_map", roles, model.folder.absolute().name, followed),
+        unpatterned(m.config),
     )
 
 
@@ -178,65 +176,55 @@ def _agreement_table(found: alignments.Agreement) -> Table:
     return table(title, ("head", "direction", ">right, %", ">chance, %", ">attention"), rows)
 
 
+# Probes -----------------------------------------------------------------------------------------------------
+
+
 def probe(
-    folder: Folder,
-    data: Annotated[
-        Positional[str],
-        option("a treebank (CoNLL-U), tagged words, or texts or images with labels", metavar="FILE"),
-    ],
-    column: Annotated[str | None, option(COLUMNS)] = None,
-    test: Annotated[str | None, option("a file to test on; default: a fifth of the sentences")] = None,
-    stack: Annotated[
-        Literal["encoder", "decoder"] | None,
-        option("which stack, of a model that has both; default: the encoder"),
-    ] = None,
-    pool: Annotated[
-        Literal["mean", "first", "last"] | None,
-        option("vector of a word from its tokens; default: mean. Of a text: as the model does it, else mean"),
-    ] = None,
-    words: Annotated[
-        int, option("most words to train on, and to test on; whole sentences are drawn")
-    ] = 20_000,
-    classes: Annotated[int, option("most labels that a column may have")] = 200,
-    penalty: Annotated[float, option("L2 penalty: times half the squared weights of a probe")] = 0.005,
-    iterations: Annotated[int, option("most iterations of fitting a probe")] = 100,
-    seed: Annotated[
-        int, option("random seed of the split, the sentences, the control task and the intervals")
-    ] = 0,
-    device: Device = "auto",
-    tokenizer: Tokenizer = None,
-    plot: Plot = None,
-    json: Json = False,
-) -> None:
-    """Measure how well each layer shows a property, beside a control task that can only be learned by heart.
+    model: ModelArgument,
+    data: str,
+    *,
+    column: str | None = None,
+    test: str | None = None,
+    stack: Literal["encoder", "decoder"] | None = None,
+    pool: Literal["mean", "first", "last"] | None = None,
+    words: int = 20_000,
+    classes: int = 200,
+    penalty: float = 0.005,
+    iterations: int = 100,
+    seed: int = 0,
+    on_progress: OnProgress = lambda stage, done, total: None,
+) -> View:
+    """Measure how well each layer shows a property, next to a control task that can only be learned by heart.
+
+    Args:
+        data (FILE): a treebank (CoNLL-U), tagged words, or texts or images with labels
+        column: of a treebank: upos, xpos, deprel, relation (deprel without subtypes), arc (where the
+            governor stands), lemma, feats.Number, ...; default: upos. Other data has one column
+        test: a file to test on; default: a fifth of the sentences
+        stack: which stack, of a model that has both; default: the encoder
+        pool: vector of a word from its tokens; default: mean. Of a text: as the model does it, else mean
+        words: most words to train on, and to test on; whole sentences are drawn
+        classes: most labels that a column may have
+        penalty: L2 penalty: times half the squared weights of a probe
+        iterations: most iterations of fitting a probe
+        seed: random seed of the split, the sentences, the control task and the intervals
 
     For example:
       clearhead probe my-model/ train.conllu --test dev.conllu --plot upos.png
       clearhead probe my-model/ train.conllu --column feats.Number --words 5000
       clearhead probe my-model/ reviews.tsv --json
     """
-    model = load_model(folder, tokenizer=tokenizer, device=device, plot=plot)
-    from clearhead.app.plot.states import probe_figure
+    m = model()
     from clearhead.inside.probe import probe as run
 
-    with progress() as on_progress:
-        found = run(
-            model,
-            data,
-            column,
-            test,
-            stack=stack,
-            pool=pool,
-            words=words,
-            classes=classes,
-            penalty=penalty,
-            iterations=iterations,
-            seed=seed,
-            on_progress=on_progress,
-        )
-    print_notes(found.said)
-    parts = _probe_parts(found, folder)
-    show_result(found.to_dict(), json, parts, plot, lambda: probe_figure(found, folder.absolute().name))
+    probes = run(
+        m, data, column, test, stack=stack, pool=pool, words=words, classes=classes, penalty=penalty,
+        iterations=iterations, seed=seed, on_progress=on_progress,
+    )  # fmt: skip
+    parts = _probe_parts(probes, model.folder)
+    return View(
+        probes, parts, drawing("models:probe_figure", probes, model.folder.absolute().name), probes.said
+    )
 
 
 def _probe_parts(found: Probes, folder: Path) -> Iterator[Any]:
@@ -257,3 +245,254 @@ def _probe_parts(found: Probes, folder: Path) -> Iterator[Any]:
     yield f"most frequent label {found.majority:.4f}; {by_type}"
     if found.unit == "words":
         yield f"{found.seen:.1%} of the words tested have a type that is in the training words"
+
+
+# Geometry ---------------------------------------------------------------------------------------------------
+
+
+def geometry(
+    model: ModelArgument,
+    what: What,
+    words: tuple[str, ...] = (),
+    *,
+    k: int | None = None,
+    table: Literal["input", "output"] = "input",
+    length: int | None = None,
+    stack: Literal["main", "encoder"] = "main",
+) -> View:
+    """Show where words and positions stand: neighbours, analogies, maps, one word in two sentences.
+
+    Args:
+        what (WHAT): neighbours WORD; analogy A B C; map [WORDS]; positions and similarity (of positions);
+            word WORD SENTENCE SENTENCE
+        words (WORDS): what WHAT takes
+        k: how many neighbours, default: 10; or tokens on a map without words, default: 60
+        table: vectors that tokens are read as, or that the output layer compares with
+        length: how many positions; default: what the model takes, 64 at most
+        stack: whose positions, in a model with an encoder and a decoder
+
+    For example:
+      clearhead geometry my-model/ neighbours king
+      clearhead geometry my-model/ analogy man king woman --k 5
+      clearhead geometry my-model/ map red green blue one two three --plot map.png
+      clearhead geometry my-model/ positions --length 40 --plot positions.png
+      clearhead geometry my-model/ word bank "the river bank" "the bank lends"
+    """
+    least, most, takes = TAKES[what]
+    fits = least <= len(words) and (most is None or len(words) <= most)
+    refuse(not fits, f"{what} takes {takes}, and {len(words)} were given")
+    refuse(k is not None and k < 1, f"k {k} must be 1 or more")
+    m = model()
+    from clearhead.inside import geometry as inside
+
+    result: Any
+    match what:
+        case "neighbours":
+            result = inside.neighbours(m, words[0], k or LISTED, table)
+        case "analogy":
+            result = inside.analogy(m, words[0], words[1], words[2], k or LISTED, table)
+        case "map":
+            result = inside.projection(m, words or None, k or ON_A_MAP, table)
+        case "positions":
+            result = inside.position_map(m, length, stack)
+        case "similarity":
+            result = inside.position_similarity(m, length, stack)
+        case "word":
+            result = inside.same_word(m, words[1], words[2], words[0])
+    tables: dict[str, tuple[Callable[[Any], Table], str]] = {
+        "Nearest": (_nearest_table, "draw_nearest"),
+        "Projection": (_map_table, "draw_projection"),
+        "PositionMap": (_position_table, "draw_positions"),
+        "SameWord": (_word_table, "draw_same_word"),
+    }
+    show, draw = tables[type(result).__name__]
+    return View(result, [show(result)], drawing(f"models:{draw}", result))
+
+
+def _nearest_table(found: Nearest) -> Table:
+    means = [
+        f"{word} is the mean of {' '.join(tokens)}" for word, tokens in found.words.items() if len(tokens) > 1
+    ]
+    return table(
+        f"nearest to {found.query} ({found.table} table)",
+        ("token", ">id", ">score"),
+        zip(found.labels, map(str, found.ids), (f"{score:.4f}" for score in found.scores)),
+        "; ".join(means) or None,
+    )
+
+
+def _map_table(found: Projection) -> Table:
+    return table(
+        f"words of the {found.table} table, with the share of their variance along each axis",
+        ("word", *(f">component {axis + 1} ({share:.1%})" for axis, share in enumerate(found.explained))),
+        _number_rows(found.labels, found.points, "+.4f"),
+    )
+
+
+def _position_table(found: PositionMap) -> Table:
+    height, width = found.values.shape
+    return table(
+        f"{found.scheme} positions, {height} x {width}: {found.measure}; --plot draws all of it",
+        (found.row_name, *(f">{name}" for name in found.columns[:COLUMNS])),
+        _number_rows(found.rows, found.values[:, :COLUMNS], ".3f"),
+        f"columns: {found.column_name}",
+    )
+
+
+def _word_table(found: SameWord) -> Table:
+    return table(
+        f"{found.word} in two sentences, as {' and '.join(' '.join(names) for names in found.tokens)}",
+        ("after layer", ">likeness", ">other tokens"),
+        _number_rows(found.layers, zip(found.similarity, found.baseline), ".4f"),
+    )
+
+
+def _number_rows(names: Iterable[str], numbers: Iterable[Iterable[float]], form: str) -> Iterator[list[str]]:
+    """Give a row of cells for each name: the name, and its numbers in the form given."""
+    for name, row in zip(names, numbers):
+        yield [name, *(format(float(value), form) for value in row)]
+
+
+# Memories ---------------------------------------------------------------------------------------------------
+
+
+def memories(
+    model: ModelArgument,
+    corpus: str | None = None,
+    *,
+    text: Repeated = (),
+    layer: str | None = None,
+    neuron: Repeated = (),
+    token: str | None = None,
+    top: int = 10,
+    sort: Sort | None = None,
+    limit: int = 30_000,
+) -> View:
+    """Show the feed-forward as a memory: what fires each neuron, what it promotes, and whether the two agree.
+
+    Args:
+        corpus (CORPUS): a file, a folder or an embedded corpus; default: stdlib-docs; for an encoder-decoder,
+            dates
+        text: a text, or an image file, in place of a corpus; source, tab, target for an encoder-decoder
+        layer: a layer, such as 2 or encoder.0; default: all
+        neuron: a neuron, such as 2.117 or encoder.0.5
+        token: the neurons that promote this token or class, and those it fires
+        top: contexts and tokens kept for each neuron, and neurons listed
+        sort: order of the list; default: by agreement where it is known
+        limit: most tokens of the corpus to read; 0: all
+
+    For example:
+      clearhead memories my-model/ corpus.txt
+      clearhead memories my-model/ corpus.txt --neuron 2.117 --plot neuron.png
+      clearhead memories my-model/ pairs.tsv --layer encoder.0 --sort activation
+      clearhead memories my-model/ --token the
+    """
+    refuse(bool(text) and corpus is not None, "a corpus and --text were both given: choose one")
+    refuse(limit < 0, f"limit {limit} is negative: it is a number of tokens, 0 for all")
+    m = model()
+    from clearhead.inside.memories import memories as run
+
+    found = run(m, _inputs(m, corpus, text), layer, top, neuron or None, limit or None)
+    body: dict[str, Any] = {"tokens": found.tokens, "note": found.note}
+    if token is not None:
+        hits = found.search(token, top)
+        body |= hits.to_dict()
+        tables = [_search_table(hits)]
+    else:
+        listed = [found.neuron(name) for name in neuron] or found.ranked(sort, top)
+        body |= {"top": found.top, "depth": found.depth, "neurons": [one.to_dict() for one in listed]}
+        tables = [_list_table(listed)]
+        if neuron:
+            tables = [shown for one in listed for shown in _neuron_tables(one)]
+    notes = [
+        f"{found.tokens:,} tokens read, {found.top} contexts kept for each neuron.",
+        *([f"Agreement: the answer is among the first {found.depth} promoted."] if found.agrees else ()),
+        f"Promoted tokens: {found.note}.",
+    ]
+    draw = drawing("models:draw_agreement", found)
+    if neuron or not found.agrees:
+        draw = drawing("models:draw_neuron", found.neuron(neuron[0]) if neuron else found.ranked(sort, 1)[0])
+    return View(body, [*tables, *notes], draw)
+
+
+def _inputs(model: ch.Model, corpus: str | None, texts: tuple[str, ...]) -> Iterator[Given]:
+    """Give what the model is to read, texts, pairs or images: `texts`, else the examples of a data set."""
+    from clearhead.learn.data.examples import Images, Pair, Question
+    from clearhead.learn.tasks.corpus import open_data
+
+    both, images = model.config.family == "encoder-decoder", model.config.input != "tokens"
+    for text in texts:
+        source, tab, target = text.partition("\t")
+        yield (source, target) if both and tab else text
+    if texts:
+        return
+    refuse(
+        corpus is None and images,
+        "this model reads images: name a folder of them, or image files with --text",
+    )
+    corpus = corpus or ("dates" if both else "stdlib-docs")
+    task = "seq2seq" if both else None
+    rows = open_data(DataPlan(paths=(corpus,), task="image" if images else task), split=False).validation
+    if isinstance(rows, Images):
+        refuse(not images, f"{corpus} holds images, and this model reads text: name a file of text")
+        yield from rows.pixels
+        return
+    for row in rows:
+        if isinstance(row, Pair) and both:
+            yield row.source, row.target
+        else:
+            yield row.context if isinstance(row, Question) else row.texts()[0]
+
+
+def _list_table(listed: list[Neuron]) -> Table:
+    rows: list[Sequence[Cell]] = []
+    for memory in listed:
+        shares = {"agreement": memory.agreement, "chance": memory.chance}
+        figures = [f"{name} {value:.0%}" for name, value in shares.items() if value is not None]
+        about = "\n".join([memory.name, *figures, f"highest {memory.activation:.2f}"])
+        promoted = "\n".join(name for name, _ in memory.promoted[:SHOWN])
+        contexts = [piece for context in memory.contexts[:SHOWN] for piece in ("\n", *_context(context))]
+        rows += [(about, promoted, contexts[1:]), ()]
+    return table("what fires neurons, and what they promote", ("neuron", "promotes", "fired by"), rows)
+
+
+def _neuron_tables(memory: Neuron) -> list[Table]:
+    """Show what fires a neuron, and below what it promotes and suppresses."""
+    fired = [
+        (f"{context.activation:.3f}", _context(context), context.answer or "") for context in memory.contexts
+    ]
+    promoted, suppressed = (
+        [(name, f"{value:+.3f}") for name, value in side] for side in (memory.promoted, memory.suppressed)
+    )
+    agreed = f", agreement {memory.agreement:.0%}, by chance {memory.chance:.0%}"
+    title = f"neuron {memory.name}{'' if memory.agreement is None else agreed}"
+    sides = _side_by_side((2, promoted), (2, suppressed))
+    return [
+        table(title, (">activation", "fired by", "goes on with"), fired),
+        table("", ("promotes", ">by", "suppresses", ">by"), sides),
+    ]
+
+
+def _search_table(hits: Found) -> Table:
+    promoting = [(name, f"{score:+.3f}") for name, score in hits.promoting]
+    fired = [(name, f"{share:.0%}", f"{highest:.2f}") for name, share, highest in hits.fired]
+    return table(
+        f"neurons and the token {hits.token}",
+        ("promoted by", ">score", "fires", ">share of contexts", ">highest"),
+        _side_by_side((2, promoting), (3, fired)),
+    )
+
+
+def _side_by_side(*lists: tuple[int, list[Any]]) -> Iterator[list[Any]]:
+    """Join lists of rows, each with its number of cells; a list that has ended gives empty cells."""
+    for parts in zip_longest(*(rows for _, rows in lists)):
+        yield [cell for part, (width, _) in zip(parts, lists) for cell in part or [""] * width]
+
+
+def _context(context: Any) -> list[str | tuple[str, str]]:
+    """Return a place of the corpus on one line, its token marked."""
+    from clearhead.hub.tokens.text import VISIBLE
+
+    breaks = str.maketrans({sign: shown for sign, shown in VISIBLE.items() if sign != " "})
+    before, token, after = (part.translate(breaks) for part in (context.before, context.token, context.after))
+    return [before[-SIDE:], (f"⟦{token}⟧", "bold"), after[:SIDE]]

@@ -1,9 +1,8 @@
-"""Commands about a model as a whole: demo, cost, check, convert, explore."""
+"""Commands about a model as a whole: demo, convert, explore, lab."""
 
 from __future__ import annotations
 
 import socket
-import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -20,16 +19,14 @@ from clearhead.app.commands.common import (
     load_model,
     option,
     print_notes,
-    read_config,
     show_result,
 )
-from clearhead.app.report import check_details, check_table, cost_table
-from clearhead.errors import CheckpointError, InputError, MissingExtraError, refuse
+from clearhead.app.report import table
+from clearhead.errors import CheckpointError, InputError, MissingExtraError, nearest, refuse
+from clearhead.labs.lab import EXPERIMENTS
 
 if TYPE_CHECKING:
     from clearhead.app.explorer.session import Session
-
-SLOW = 2.0  # seconds after which a row of the suite is worth a line
 
 
 def demo(
@@ -46,81 +43,6 @@ def demo(
     from clearhead.app.tour import tour
 
     tour(seed, steps, out)
-
-
-def cost(
-    model: Annotated[
-        Positional[str],
-        option("a config's JSON file, a model directory, or a preset", metavar="CONFIG|DIR|PRESET"),
-    ],
-    length: Annotated[int | None, option("tokens per row; default: the longest the model takes")] = None,
-    batch: Annotated[int, option("rows in a batch")] = 1,
-    dtype: Annotated[
-        Literal["float32", "bfloat16", "float16"], option("dtype of weights, activations and cache")
-    ] = "float32",
-    json: Json = False,
-) -> None:
-    """Count what a model will take: parameters, FLOPs, memory and cache, from its config alone.
-
-    For example:
-      clearhead cost gpt2
-      clearhead cost llama-3-8b --length 8192 --dtype bfloat16
-      clearhead cost my-model/ --json
-    """
-    figures = ch.cost(read_config(model), length=length, batch=batch, dtype=dtype)
-    show_result(figures.to_dict(), json, [cost_table(figures, model)])
-
-
-def check(
-    folder: Folder,
-    reference: Annotated[bool, option("compare with transformers too: logits and 50 greedy tokens")] = False,
-    device: Annotated[
-        str,
-        option(
-            "where the model runs; elsewhere than on the CPU, the two are compared",
-            metavar="cpu|cuda|mps|auto",
-        ),
-    ] = "auto",
-    compile: Annotated[bool, option("compare with the compiled model too: 15 seconds and more")] = False,
-    large: Annotated[
-        bool, option("above 500 million parameters, run the rows that copy the model too")
-    ] = False,
-    details: Annotated[bool, option("say what each row compares; rows that fail say so in any case")] = False,
-    json: Json = False,
-) -> None:
-    """Run the equality suite on a model, on this machine. The exit code is 1 if a row fails.
-
-    For example:
-      clearhead check my-model/
-      clearhead check my-model/ --reference
-      clearhead check my-model/ --device cuda --compile
-      clearhead check my-model/ --details
-      clearhead check my-model/ --json
-    """
-    model = load_model(folder, device=device)
-    from rich.console import Console
-    from rich.text import Text
-
-    console = Console(stderr=True, highlight=False)
-    with console.status("checking") as status:
-
-        def show(row: Any) -> None:
-            status.update(Text(f"checking: {row.name}"))
-            if not console.is_terminal and isinstance(row, ch.Check) and row.seconds > SLOW:
-                console.print(Text(f"{row.name}: {row.seconds:.1f} s"))
-
-        rows = ch.check(model, reference, compile=compile, large=large, on_row=show)
-    failed = sum(not row.passed for row in rows)
-    skipped = sum(row.verdict == "skipped" for row in rows)
-    counts = f"{len(rows) - failed - skipped} of {len(rows)} equal, {failed} failed, {skipped} skipped"
-    left_out = {"--reference": reference, "--compile": compile, "--details": details or not skipped}
-    hints = ", ".join(option for option, asked in left_out.items() if not asked)
-    last = f"{counts}, in {sum(row.seconds for row in rows):.0f} s"
-    body = {"checks": [row.to_dict() for row in rows], "passed": not failed}
-    table = [check_table(rows), *check_details(rows, details)]
-    show_result(body, json, [*table, last + (f"; see also {hints}" if hints else "")])
-    if failed:
-        sys.exit(1)
 
 
 def convert(
@@ -189,6 +111,7 @@ def convert(
     from clearhead.learn.parallel.estimate import read_bytes
 
     limit = read_bytes(shard_size)
+
     with TemporaryDirectory() as work:
         if source.suffix == ".pt":
             from clearhead.hub.openai_whisper import unpack
@@ -321,3 +244,84 @@ def bind(host: str, port: int) -> socket.socket:
             "choose another --port, or 0 for any that is free"
         ) from None
     return made
+
+
+def lab(
+    name: Annotated[
+        Positional[str | None], option("an experiment, or all; none: list them", metavar="NAME")
+    ] = None,
+    seeds: Annotated[int, option("run every arm with so many seeds; 3 or more decide a claim")] = 3,
+    effort: Annotated[float, option("a factor on the steps of training")] = 1.0,
+    full: Annotated[bool, option("ten times the steps, on a GPU where there is one")] = False,
+    workers: Annotated[int, option("trials that run at once, each in a process with one thread")] = 1,
+    budget: Annotated[float, option("minutes it may take; one that takes longer is not begun")] = 30.0,
+    out: Annotated[
+        Path | None,
+        option("the folder to write; of all: one in it for each; default: lab/NAME", metavar="DIR"),
+    ] = None,
+    redraw: Annotated[bool, option("train nothing: write report and pictures from results.json")] = False,
+    json: Json = False,
+) -> None:
+    """Run an experiment: every arm with every seed, a report with pictures, and a verdict on each claim.
+
+    A stopped experiment goes on where it was when the command is given again.
+
+    For example:
+      clearhead lab
+      clearhead lab residuals
+      clearhead lab lstm --seeds 5 --out my-lab/
+      clearhead lab all --workers 8 --budget 60
+    """
+    if name is None:
+        rows = [[key, one.summary] for key, one in EXPERIMENTS.items()]
+        show_result(dict(rows), json, [table("", ("experiment", "what it asks"), rows)])
+        return
+    refuse(
+        name != "all" and name not in EXPERIMENTS,
+        f'no experiment is called "{name}"{nearest(name, EXPERIMENTS)}: clearhead lab lists them',
+    )
+    refuse(effort <= 0 or budget <= 0, f"--effort {effort} and --budget {budget} must be above 0")
+    refuse(seeds < 1 or workers < 1, f"--seeds {seeds} and --workers {workers} must be 1 or more")
+    import torch
+
+    from clearhead.labs.lab import report
+    from clearhead.labs.lab.experiment import Conditions, conduct, find, pace, run_trials
+
+    base = out or Path("lab") / ("" if name == "all" else name)
+    folders = {one: base / one for one in EXPERIMENTS} if name == "all" else {name: base}
+    if redraw:
+        drawn = {one: str(report.redraw(one, find(one), folder)) for one, folder in folders.items()}
+        show_result(drawn, json, [table("", ("experiment", "written"), [*drawn.items()])])
+        return
+    device = "cuda" if full and torch.cuda.is_available() else "cpu"
+    setting = Conditions(device=device, effort=effort * (10 if full else 1))
+    minutes = sum(find(one).minutes(seeds, setting) for one in folders) * pace(device) / workers
+    refuse(
+        minutes > budget,
+        f"{name} would take about {minutes:.0f} minutes here, and --budget is {budget:g}: "
+        f"give it more, or choose fewer --seeds, a smaller --effort or more --workers",
+    )
+    print_notes([*(find(one).question for one in folders), f"About {max(minutes, 0.1):.1f} minutes."])
+
+    def tell(line: str) -> None:
+        print_notes([line])
+
+    if workers > 1:
+        run_trials(folders, seeds, setting, workers, tell)
+    options = f"--seeds {seeds}" + f" --effort {effort:g}" * (effort != 1) + " --full" * full
+    bodies, rows = [], []
+    for one, folder in folders.items():
+        experiment = find(one)
+        findings = conduct(one, experiment, folder, seeds, setting, *[tell] * (workers == 1))
+        try:
+            written = report.write(findings, folder, f"clearhead lab {one} {options}")
+        except MissingExtraError as error:
+            written = folder / "report.md"
+            print_notes(
+                [f"without pictures, since {error}; then clearhead lab {one} --redraw --out {folder}"]
+            )
+        rows += [[one, judged.verdict, judged.claim.text, judged.sentence()] for judged in findings.judged]
+        bodies.append({**findings.to_dict(), "report": str(written)})
+    body = {"experiments": bodies} if name == "all" else bodies[0]
+    head = ("experiment", "verdict", "claim", "numbers")
+    show_result(body, json, [table("", head, rows, f"written: {base}")])

@@ -1,28 +1,15 @@
-"""Commands that take parts out of a model: ablate, prune."""
+"""Analyses that change a model: ablate, prune, quantize."""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
-
-from tyro.conf import Positional
+from typing import TYPE_CHECKING, Any, Literal
 
 import clearhead as ch
-from clearhead.app.commands.common import (
-    DATA,
-    Folder,
-    Json,
-    Plot,
-    Settings,
-    load_model,
-    option,
-    print_notes,
-    progress,
-    show_result,
-)
-from clearhead.app.report import table
+from clearhead.app.report import size, table
+from clearhead.app.views import ModelArgument, OnProgress, Repeated, View, drawing
 from clearhead.errors import CheckpointError, refuse
 
 if TYPE_CHECKING:
@@ -30,12 +17,10 @@ if TYPE_CHECKING:
 
     from clearhead.inside.ablation import Ablation, Effect, Examples
     from clearhead.inside.pruning import HeadTable
+    from clearhead.inside.quantize import QuantReport
 
 NAMED = 4  # parts named in a title
-HeadNames = Annotated[
-    tuple[str, ...], option("heads, such as 3.2 (layer 3, head 2), encoder.0.5, cross.1.2", metavar="HEAD")
-]
-Most = Annotated[int, option("most rows of the data to read; 0: all")]
+LISTED = 12  # layers in the table of quantize, those of the largest errors, unless all are asked for
 By = Literal["importance", "ablation", "random"]
 OWN_FORMAT = (
     "which heads each layer has left stands in clearhead's own section of config.json, "
@@ -44,30 +29,33 @@ OWN_FORMAT = (
 
 
 def ablate(
-    folder: Folder,
-    data: Annotated[Positional[tuple[str, ...]], option(DATA, metavar="DATA")] = (),
-    text: Annotated[
-        str | None, option("in place of data: one text, and what the model says of it with and without")
-    ] = None,
-    target: Annotated[
-        str | None, option("with --text, of an encoder-decoder: what it has written so far")
-    ] = None,
-    heads: HeadNames = (),
-    layers: Annotated[tuple[str, ...], option("whole layers, such as 3 or encoder.0", metavar="LAYER")] = (),
-    feedforwards: Annotated[
-        tuple[str, ...], option("the feed-forwards of these layers", metavar="LAYER")
-    ] = (),
-    how: Annotated[
-        Literal["zero", "mean"],
-        option("what takes their place: zeros, or their mean over the data or text"),
-    ] = "zero",
-    each: Annotated[bool, option("every head alone: a table of layer by head")] = False,
-    examples: Most = 1000,
-    set: Settings = (),
-    plot: Plot = None,
-    json: Json = False,
-) -> None:
+    model: ModelArgument,
+    data: tuple[str, ...] = (),
+    *,
+    text: str | None = None,
+    target: str | None = None,
+    heads: tuple[str, ...] = (),
+    layers: tuple[str, ...] = (),
+    feedforwards: tuple[str, ...] = (),
+    how: Literal["zero", "mean"] = "zero",
+    each: bool = False,
+    examples: int = 1000,
+    set: Repeated = (),
+    plot: Path | None = None,
+    on_progress: OnProgress = lambda stage, done, total: None,
+) -> View:
     """Measure a model without some heads, layers or feed-forwards: its loss on data, or its next token.
+
+    Args:
+        data (DATA): files, folders, globs, or an embedded corpus
+        text: in place of data: one text, and what the model says of it with and without
+        target: with --text, of an encoder-decoder: what it has written so far
+        heads (HEAD): heads, such as 3.2 (layer 3, head 2), encoder.0.5, cross.1.2
+        layers (LAYER): whole layers, such as 3 or encoder.0
+        feedforwards (LAYER): the feed-forwards of these layers
+        how: what takes their place: zeros, or their mean over the data or text
+        each: every head alone: a table of layer by head
+        examples: most rows of the data to read; 0: all
 
     For example:
       clearhead ablate my-model/ test.txt --heads 0.1 3.2 --how mean
@@ -87,37 +75,26 @@ def ablate(
         plot is not None and not each and text is None,
         "--plot draws --each or --text: add one of them, or leave --plot out",
     )
-    model = load_model(folder, plot=plot)
-    from clearhead.app.plot import parts as pictures
-    from clearhead.inside import ablation
+    m = model()
+    from clearhead.inside import ablation as inside
+    from clearhead.inside.ablation import examples_from
     from clearhead.inside.pruning import ablate_each
 
     if text is not None and not each:
-        found = ablation.effect(model, text, heads, layers, feedforwards, how, target=target)
-        show_result(
-            found.to_dict(),
-            json,
-            _effect_parts(found),
-            plot,
-            lambda: pictures.draw_effect(found, f"without {_listed(found.ablated)}"),
-        )
-        return
+        effect = inside.effect(m, text, heads, layers, feedforwards, how, target=target)
+        title = f"without {_listed(effect.ablated)}"
+        return View(effect, _effect_parts(effect), drawing("models:draw_effect", effect, title))
     one: list[Any] = [text if target is None else (text, target)]
-    read = (
-        _read_examples(model, data, examples, set) if data else ablation.examples_from(model, one, texts=True)
-    )
+    read = _read_examples(m, data, examples, set) if data else examples_from(m, one, texts=True)
     if not each:
-        done = ablation.ablate(model, read, heads, layers, feedforwards, how)
-        show_result(done.to_dict(), json, _ablation_parts(done, folder))
-        return
-    with progress() as on_progress:
-        grid = ablate_each(model, read, how, on_progress=on_progress)
-    show_result(
+        done = inside.ablate(m, read, heads, layers, feedforwards, how)
+        return View(done, _ablation_parts(done, model.folder), notes=read.notes)
+    grid = ablate_each(m, read, how, on_progress=on_progress)
+    return View(
         {"how": how, "rows": read.rows, "targets": read.targets, **grid.to_dict()},
-        json,
-        [f"{folder}: loss increase without each head ({how})", *_grid_tables(grid)],
-        plot,
-        lambda: pictures.draw_map(grid, f"{folder}: each head alone at {how}"),
+        [f"{model}: loss increase without each head ({how})", *_grid_tables(grid)],
+        drawing("models:draw_map", grid, f"{model}: each head alone at {how}"),
+        read.notes,
     )
 
 
@@ -134,14 +111,12 @@ def _grid_tables(grid: HeadTable) -> Iterator[Table]:
 
 
 def _read_examples(model: ch.Model, data: tuple[str, ...], most: int, settings: tuple[str, ...]) -> Examples:
-    """Read data as examples, and print what was guessed about it to stderr."""
+    """Read data as examples."""
     from clearhead.inside.ablation import examples_from
     from clearhead.learn.evaluation.evaluate import data_plan
 
     plan = data_plan(model.folder, data, settings=settings)
-    found = examples_from(model, data, plan, most=most or None)
-    print_notes(found.notes)
-    return found
+    return examples_from(model, data, plan, most=most or None)
 
 
 def _listed(names: tuple[str, ...]) -> str:
@@ -174,35 +149,39 @@ def _effect_parts(found: Effect) -> list[Any]:
 
 
 def prune(
-    folder: Folder,
-    out: Annotated[
-        Positional[Path | None], option("the directory to write the smaller model to", metavar="OUT")
-    ] = None,
-    heads: HeadNames = (),
-    keep: Annotated[
-        float | None, option("in place of --heads: the share of heads that stays, those that count most")
-    ] = None,
-    data: Annotated[
-        tuple[str, ...],
-        option("files, or an embedded corpus, that heads and loss are judged on", metavar="DATA"),
-    ] = (),
-    by: Annotated[
-        By, option("what a head counts by: its gradient, the loss without it, or chance")
-    ] = "importance",
-    whole_groups: Annotated[bool, option("take heads along that share weights with those named")] = False,
-    curve: Annotated[bool, option("loss and accuracy while heads go one after another")] = False,
-    steps: Annotated[int | None, option("points of the curve; default: one for each head")] = None,
-    recompute: Annotated[
-        bool, option("with --curve, rank the heads that are left anew at each point")
-    ] = False,
-    seed: Annotated[int, option("random seed, of --by random")] = 0,
-    examples: Most = 1000,
-    set: Settings = (),
-    overwrite: Annotated[bool, option("write into OUT although there is something already")] = False,
-    plot: Plot = None,
-    json: Json = False,
-) -> None:
+    model: ModelArgument,
+    out: Path | None = None,
+    *,
+    heads: tuple[str, ...] = (),
+    keep: float | None = None,
+    data: tuple[str, ...] = (),
+    by: By = "importance",
+    whole_groups: bool = False,
+    curve: bool = False,
+    steps: int | None = None,
+    recompute: bool = False,
+    seed: int = 0,
+    examples: int = 1000,
+    set: Repeated = (),
+    overwrite: bool = False,
+    plot: Path | None = None,
+    on_progress: OnProgress = lambda stage, done, total: None,
+) -> View:
     """Take heads out of a model: a smaller checkpoint that computes what the whole model does without them.
+
+    Args:
+        out (OUT): the directory to write the smaller model to
+        heads (HEAD): heads, such as 3.2 (layer 3, head 2), encoder.0.5, cross.1.2
+        keep: in place of --heads: the share of heads that stays, those that count most
+        data (DATA): files, or an embedded corpus, that heads and loss are judged on
+        by: what a head counts by: its gradient, the loss without it, or chance
+        whole_groups: take heads along that share weights with those named
+        curve: loss and accuracy while heads go one after another
+        steps: points of the curve; default: one for each head
+        recompute: with --curve, rank the heads that are left anew at each point
+        seed: random seed, of --by random
+        examples: most rows of the data to read; 0: all
+        overwrite: write into OUT although there is something already
 
     For example:
       clearhead prune my-model/ smaller/ --heads 0.1 3.2
@@ -228,7 +207,7 @@ def prune(
     refuse(plot is not None and not curve, "--plot draws the curve: add --curve, or leave --plot out")
     if out is not None:
         refuse(
-            out.resolve() == folder.resolve(),
+            out.resolve() == model.folder.resolve(),
             f"{out} is the model itself: choose another directory",
             CheckpointError,
         )
@@ -238,36 +217,31 @@ def prune(
             f"{out} is there already: choose another directory, or add --overwrite",
             CheckpointError,
         )
-    model = load_model(folder, plot=plot)
-    from clearhead.app.plot.parts import draw_curves
+    m = model()
     from clearhead.inside.pruning import prune_curve
 
-    judged = _read_examples(model, data, examples, set) if data else None
+    judged = _read_examples(m, data, examples, set) if data else None
     body: dict[str, Any] = {}
     parts: list[Any] = []
     if curve and judged is not None:
-        with progress() as on_progress:
-            found = prune_curve(model, judged, steps, by, seed, recompute, on_progress=on_progress)
-        body["curve"] = found.to_dict()
-        points = zip(found.removed, found.loss, found.accuracy)
+        removal = prune_curve(m, judged, steps, by, seed, recompute, on_progress=on_progress)
+        body["curve"] = removal.to_dict()
+        points = zip(removal.removed, removal.loss, removal.accuracy)
         rows = ((str(removed), f"{loss:.4f}", f"{accuracy:.4f}") for removed, loss, accuracy in points)
         parts += [
-            f"{folder}: heads removed by {found.by}, of {found.heads}",
+            f"{model}: heads removed by {removal.by}, of {removal.heads}",
             table("", ("heads removed", ">loss", ">accuracy"), rows),
         ]
     if out is not None:
-        smaller = _pruned(model, heads, keep, judged, by, seed, whole_groups)
+        smaller = _pruned(m, heads, keep, judged, by, seed, whole_groups, on_progress)
         smaller.save(out)
-        pruned = _comparison(model, smaller, judged, out)
+        pruned = _comparison(m, smaller, judged, out)
         body |= pruned
-        parts += _pruned_parts(pruned, folder)
-    show_result(
-        body,
-        json,
-        parts,
-        plot,
-        lambda: draw_curves({f"by {by}": [found]}, f"{folder}: quality against heads removed"),
-    )
+        parts += _pruned_parts(pruned, model.folder)
+    title = f"{model}: quality against heads removed"
+    notes = judged.notes if judged is not None else ()
+    draw = drawing("models:draw_curves", {f"by {by}": [removal]}, title) if curve else None
+    return View(body, parts, draw, notes)
 
 
 def _pruned(
@@ -278,18 +252,18 @@ def _pruned(
     by: By,
     seed: int,
     whole_groups: bool,
+    on_progress: OnProgress,
 ) -> ch.Model:
     """Return the model without the heads that were named, or without those that count least."""
-    from clearhead.inside import pruning
+    from clearhead.inside import pruning as inside
     from clearhead.inside.ablation import Examples
 
     if keep is None:
-        return pruning.prune(model, heads, whole_groups)
-    with progress() as on_progress:
-        ranked = pruning.scores(model, judged or Examples("lm", ()), by, seed, on_progress)
-    chosen = pruning.least(model.config, ranked.numbers(model.config), keep)
+        return inside.prune(model, heads, whole_groups)
+    ranked = inside.scores(model, judged or Examples("lm", ()), by, seed, on_progress)
+    chosen = inside.least(model.config, ranked.numbers(model.config), keep)
     refuse(not chosen, f"--keep {keep} removes no head, since each layer keeps one: choose a smaller share")
-    return pruning.prune(model, chosen, whole_groups)
+    return inside.prune(model, chosen, whole_groups)
 
 
 def _comparison(model: ch.Model, smaller: ch.Model, judged: Examples | None, out: Path) -> dict[str, Any]:
@@ -327,3 +301,120 @@ def _pruned_parts(pruned: dict[str, Any], folder: Path) -> list[Any]:
         f"{folder} -> {pruned['saved']}, saved as {pruned['architecture']}{note}",
         table("", ("", ">before", ">after"), rows),
     ]
+
+
+def quantize(
+    model: ModelArgument,
+    out: Path,
+    *,
+    bits: Literal["4", "8"] = "4",
+    group: Literal["32", "64", "128", "256"] = "32",
+    method: Literal["rtn", "hqq", "imatrix", "gptq", "awq"] | None = None,
+    symmetric: bool = False,
+    asymmetric: bool = False,
+    data: tuple[str, ...] = (),
+    wide: Repeated = (),
+    sensitive: int = 0,
+    calibration: int = 8192,
+    evaluation: int = 4096,
+    report: bool = False,
+    overwrite: bool = False,
+    on_progress: OnProgress = lambda stage, done, total: None,
+) -> View:
+    """Round the weights of a model to 8 or 4 bits, save it, and say what that cost.
+
+    Args:
+        out (OUT): the directory to write
+        bits: bits of a weight
+        group: weights that share a scale
+        method: how weights are rounded; gptq and awq need --data; default: gptq with it, else imatrix
+        symmetric: scales alone, without zero points: 4.5 bits a weight, not 5
+        asymmetric: a zero point with each scale, which 4 bits have by default
+        data (FILE): a text, half to calibrate on, half to measure on: files, folders, globs, or an embedded
+            corpus
+        wide (LAYER): layers that keep 8 bits, such as 'decoder.blocks.0.*'
+        sensitive: attentions and feed-forwards to keep wide, by what rounding each costs on --data
+        calibration: tokens of the text to calibrate on, at most
+        evaluation: tokens of the text to measure on, at most
+        report: list every layer, not only those of the largest errors
+        overwrite: write into OUT although it holds a model already
+
+    For example:
+      clearhead quantize my-gpt/ small/
+      clearhead quantize my-gpt/ small/ --bits 8
+      clearhead quantize my-gpt/ small/ --data book.txt --report --plot small.png
+      clearhead quantize my-gpt/ small/ --data book.txt --method awq --sensitive 4
+    """
+    refuse(
+        (out / "config.json").exists() and not overwrite,
+        f"{out} holds a model already: choose another directory, or add --overwrite",
+        CheckpointError,
+    )
+    refuse(bool(wide) and sensitive != 0, "--wide and --sensitive were both given: choose one")
+    refuse(symmetric and asymmetric, "--symmetric and --asymmetric were both given: choose one")
+    refuse(sensitive < 0, f"--sensitive {sensitive} is negative: it is a number of parts")
+    m = model()
+    from clearhead.inside.quantize import quantize as run
+
+    done = run(
+        m,
+        int(bits),
+        int(group),
+        method=method,
+        symmetric=symmetric if symmetric or asymmetric else None,
+        text=data,
+        wide=sensitive or wide,
+        calibration=calibration,
+        evaluation=evaluation,
+        on_progress=on_progress,
+    )
+    done.model.save(out)
+    body = {"saved": str(out), **done.to_dict()}
+    return View(
+        body, _quantization_parts(done, out, report), drawing("models:draw_quantization", done, model.name)
+    )
+
+
+def _quantization_parts(found: QuantReport, out: Path, every: bool) -> Iterator[Table | str]:
+    """Give the tables and the last line."""
+    layers = sorted(found.layers, key=lambda one: -(one.output_error or one.weight_error))
+    listed = found.layers if every else layers[:LISTED]
+    title = "error by layer" if every else f"the {len(listed)} layers of the largest errors, of {len(layers)}"
+    yield table(
+        title,
+        ("layer", ">bits", ">weights", ">weight error", ">output error"),
+        [
+            (
+                layer.name.removeprefix("decoder."),
+                str(layer.bits),
+                f"{layer.weights:,}",
+                f"{layer.weight_error:.2%}",
+                "-" if layer.output_error is None else f"{layer.output_error:.2%}",
+            )
+            for layer in listed
+        ],
+    )
+    if found.sensitivity:
+        yield table(
+            "divergence when one part alone is rounded",
+            ("part", ">KL, nats a token"),
+            [(one.part, f"{one.divergence:.5f}") for one in found.sensitivity[:LISTED]],
+        )
+    if found.before is not None and found.after is not None:
+        before, after = found.before, found.after
+        change = after.perplexity / before.perplexity - 1
+        yield table(
+            f"{before.tokens:,} tokens that were not calibrated on",
+            ("", ">perplexity", ">KL, nats a token", ">same best token"),
+            [
+                ("before", f"{before.perplexity:.3f}", "0", "100%"),
+                (
+                    f"after ({change:+.2%})",
+                    f"{after.perplexity:.3f}",
+                    f"{after.divergence:.5f}",
+                    f"{after.agreement:.1%}",
+                ),
+            ],
+        )
+    sizes = f"{size(found.bytes_before)} -> {size(found.bytes_after)}"
+    yield f"saved {out}: int{found.bits} by {found.method}, groups of {found.group}, {sizes}"

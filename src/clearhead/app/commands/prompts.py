@@ -1,70 +1,305 @@
-"""Commands that look into the run of a prompt: attention, lens, patch."""
+"""Analyses of a prompt, from its text to its prediction: tokens, trace, attention, lens, patch."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+import shutil
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from tyro.conf import Positional
-
-from clearhead.app.commands.common import (
-    Folder,
-    Given,
-    Json,
-    Pair,
-    Plot,
-    Target,
-    TokenIds,
-    Tokenizer,
-    check_inputs,
-    load_model,
-    option,
-    print_notes,
-    show_result,
-    token_ids,
-)
-from clearhead.app.report import table
-from clearhead.errors import refuse
+import clearhead as ch
+from clearhead.app.commands.common import is_gguf_file
+from clearhead.app.report import Cell, count, size, table
+from clearhead.app.views import ModelArgument, Prompt, View, drawing
+from clearhead.errors import CheckpointError, refuse
+from clearhead.hub.tokens import TokenKind, TokensPlan
 
 if TYPE_CHECKING:
+    import tokenizers
     from rich.table import Table
+    from rich.text import Text
 
+    from clearhead.hub.tokens.text import Stages, TextStages
     from clearhead.inside.attention import AttentionMaps, Axis, HeadPattern
     from clearhead.inside.lens import Contributions, Lens
     from clearhead.inside.patch import Patching
+    from clearhead.inside.trace import Prediction, TraceRow, TraceStep
 
+WIDTH = 190  # columns, where the output is no terminal
+DETAILS = {  # headings, and the width of the terminal that each needs
+    "formula": 165,
+    "shape": 80,
+    "is": 100,
+    "first values": 125,
+    "mean ± std": 145,
+    "range": 185,
+}
 LINKS = 3  # tokens named per place in a table of rollout
 TERMS = 20  # terms in a table of contributions
 PATCHES = 6  # patches per map in the table
 Part = Literal["residual", "attention", "feedforward", "heads"]
 
 
+def tokens(
+    text: str,
+    *,
+    model: Path | None = None,
+    kind: TokenKind | None = None,
+    pair: str | None = None,
+) -> View:
+    """Show how a text becomes tokens, in four stages: normalise, pre-split, subword model, post-process.
+
+    Args:
+        text (TEXT): the text; - reads it from stdin
+        model (DIR|FILE): a model directory, or a tokenizer.json
+        kind: without a model: a tokenizer of this kind, trained on the text itself
+        pair: a second text that belongs to the first
+
+    For example:
+      clearhead tokens "Hello  wörld" --model my-model/
+      clearhead tokens "a rose is a rose is a rose" --kind bpe
+      clearhead tokens "Who?" --pair "Me." --model bert/ --json
+      clearhead tokens - --model my-model/tokenizer.json < text.txt
+    """
+    text = sys.stdin.read() if text == "-" else text
+    refuse(not text, "the text is empty: give some, or pipe it in and write - in its place")
+    refuse(
+        model is not None and kind is not None,
+        f"--kind {kind} trains a tokenizer and --model {model} has one: give one of the two",
+    )
+    from clearhead.hub.tokens.text import stages
+
+    if model is not None:
+        tokenizer, which = _read_tokenizer(model), str(model)
+    else:
+        tokenizer, which = _make_tokenizer(text, kind)
+    seen = stages(tokenizer, text, pair)
+    body = {"tokenizer": which, "vocab_size": tokenizer.get_vocab_size(), **seen.to_dict()}
+    return View(body, _stage_parts(seen, f"{which}, {tokenizer.get_vocab_size():,} tokens"))
+
+
+def _read_tokenizer(model: Path) -> tokenizers.Tokenizer:
+    """Return the tokenizer of a model directory, or of a file."""
+    from tokenizers import Tokenizer
+
+    from clearhead.hub.tokenizer import load_tokenizer
+
+    if model.is_file() and not is_gguf_file(model):
+        try:
+            return Tokenizer.from_file(str(model))
+        except Exception as error:
+            raise CheckpointError(f"{model} is no tokenizer: {str(error).splitlines()[0][:200]}") from None
+    refuse(
+        not model.is_dir() and not is_gguf_file(model),
+        f"{model} is no file and no directory: name a model directory or a tokenizer.json",
+        CheckpointError,
+    )
+    found = load_tokenizer(model)
+    if found is None:
+        raise CheckpointError(f"{model} has no tokenizer: add tokenizer.json, or leave --model out")
+    return found
+
+
+def _make_tokenizer(text: str, kind: TokenKind | None) -> tuple[tokenizers.Tokenizer, str]:
+    """Return a tokenizer of bytes, or one trained on the text, and in words which it is."""
+    from clearhead.hub.tokens.training import GENERATOR, byte_tokenizer, train_tokenizer
+
+    if kind in (None, "byte"):
+        return byte_tokenizer(), "the bytes of UTF-8" + ("" if kind else ", as no --model is given")
+    made = train_tokenizer([text], TokensPlan(kind=kind), GENERATOR, len(text.encode("utf-8", "replace")))
+    return made, f"kind {kind}, trained on this text alone"
+
+
+def _stage_parts(seen: Stages, title: str) -> Iterator[Any]:
+    """Show the first three stages of each text, and the last of both together."""
+    yield f"tokenizer: {title}"
+    texts = {"": seen.text} if seen.pair is None else {"\ntext A": seen.text, "\ntext B": seen.pair}
+    for heading, part in texts.items():
+        if heading:
+            yield heading
+        normalised = "unchanged" if part.normalised == part.text else part.normalised
+        yield _visible("1. normalise", ("text", "normalised"), [(part.text, normalised)])
+        pieces = (
+            (str(number), piece.text, *_source(piece, part)) for number, piece in enumerate(part.pieces)
+        )
+        yield _visible("2. pre-split", (">piece", "as the model reads it", ">offsets", "from"), pieces)
+        made = ((str(one.piece), one.token, str(one.id), *_source(one, part)) for one in part.tokens)
+        yield _visible("3. subword model", (">piece", "token", ">id", ">offsets", "from"), made)
+    sources = {None: None, 0: seen.text, 1: seen.pair}
+    final = ((one.token, str(one.id), str(one.type), *_source(one, sources[one.text])) for one in seen.final)
+    yield _visible("4. post-process", ("token", ">id", ">type", ">offsets", "from"), final)
+
+
+def _source(place: Any, part: TextStages | None) -> tuple[str, str]:
+    """Return the offsets of a token and the text there, which is empty for one that post-processing added."""
+    return f"{place.start}:{place.end}", "" if part is None else part.text[place.start : place.end]
+
+
+def _visible(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    """Return a table in which spaces and line breaks can be seen."""
+    from clearhead.hub.tokens.text import visible
+
+    return table(title, headings, ([visible(cell) for cell in row] for row in rows))
+
+
+def trace(
+    model: ModelArgument,
+    text: Prompt,
+    *,
+    target: str | None = None,
+    pair: str | None = None,
+    depth: int | None = None,
+    layer: int | None = None,
+    top: int = 5,
+    why: bool = False,
+) -> View:
+    """Follow the forward pass, step by step: shapes, values, parameters, FLOPs, bytes, time, predictions.
+
+    Args:
+        text (TEXT|IMAGE): what the model reads: a text, or the path of an image
+        depth: 1: stacks, 2: blocks, 3: sublayers, 4: all steps (default; with --layer: 2)
+        layer: open this block in full
+        top: candidates to show
+        why: say next to each step why it is there
+
+    For example:
+      clearhead trace my-model/ "The cat sat on the"
+      clearhead trace my-model/ "The cat sat on the" --layer 3 --why
+      clearhead trace my-translator/ "Ein Hund schläft" --target "A dog" --depth 3
+      clearhead trace my-vit/ photo.png --json
+    """
+    refuse(
+        depth not in (None, 1, 2, 3, 4),
+        f"depth {depth} is not known: 1 shows stacks, 2 blocks, 3 sublayers, 4 all steps",
+    )
+    m = model()
+    seen = ch.trace(m, text, target, pair, top, keep_values=False)
+    rows = seen.rows(depth or (4 if layer is None else 2), layer)
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else WIDTH
+
+    def parts() -> Iterator[Any]:
+        yield steps_table(seen, rows, width, why)
+        yield _dim("; ".join(f"{letter} {meaning}" for letter, meaning in seen.legend.items()))
+        shown = _shown(seen, m.config, m.special.get("mask"))
+        if shown:
+            yield _predictions_table(shown, m.config)
+        yield _dim(f"walked step by step and run as one, the results differ by {seen.difference:.1e} at most")
+
+    return View(seen, parts(), width=width)
+
+
+def steps_table(seen: ch.Trace, rows: tuple[TraceRow, ...], width: int, why: bool = False) -> Table:
+    """Show each row of the tree, groups with their sums; a narrow terminal gets fewer columns."""
+    details = [heading for heading, needed in DETAILS.items() if width >= needed]
+    headings = ["step", *details, ">parameters", ">FLOPs", ">bytes", ">ms", *(["why"] if why else [])]
+    lines: list[Sequence[Cell]] = []
+    for row in rows:
+        step = row.step
+        name = "  " * (row.level - 1) + row.title
+        values = _details(step) if step else dict.fromkeys(details, "")
+        cells = [values[heading] for heading in details]
+        sums = (count(number) if number else "" for number in (row.parameters, row.flops))
+        reason = [[(step.why if step else "", "dim")]] if why else []
+        lines.append(
+            [
+                name if step else [(name, "bold")],
+                *cells,
+                *sums,
+                size(row.bytes),
+                f"{row.seconds * 1000:.3f}",
+                *reason,
+            ]
+        )
+    totals = (f"{seen.parameters:,}", count(seen.flops), size(seen.bytes), f"{seen.seconds * 1000:.3f}")
+    lines += [(), [[("total", "bold")], *[""] * len(details), *totals]]
+    made = _open_table("the forward pass, step by step", headings, lines)
+    for column in made.columns:
+        column.no_wrap = column.header not in ("formula", "why")
+        column.overflow = "ellipsis"
+    return made
+
+
+def _open_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[Cell]]) -> Table:
+    """Return a table with no lines between its columns."""
+    from rich import box
+
+    return table(title, headings, rows, box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+
+
+def _dim(line: str) -> Text:
+    from rich.text import Text
+
+    return Text(line, style="dim")
+
+
+def _details(step: TraceStep) -> dict[str, str]:
+    """Return what stands in the columns of DETAILS."""
+    peek = step.peek
+    numbers = ["hidden" if value < -1e38 else f"{value:.4g}" for value in peek.first[:3]]
+    words, more = (
+        (step.sample[:6], len(step.sample) > 6) if step.sample else (numbers, math.prod(step.shape) > 3)
+    )
+    return {
+        "formula": step.formula,
+        "shape": step.symbols,
+        "is": " ".join(map(str, step.shape)),
+        "first values": " ".join(words) + (" …" if more else ""),
+        "mean ± std": "" if peek.mean is None or peek.std is None else f"{peek.mean:.3g} ± {peek.std:.3g}",
+        "range": "" if peek.min is None or peek.max is None else f"{peek.min:.3g} … {peek.max:.3g}",
+    }
+
+
+def _shown(seen: ch.Trace, config: ch.ModelConfig, mask: int | None) -> list[Prediction]:
+    """Return the predictions worth a line: what comes next, what stands behind a mask, or all there are."""
+    if config.head == "lm" and config.family == "decoder":
+        return list(seen.predictions[-1:])
+    masked = [one for one in seen.predictions if mask is not None and one.id == mask]
+    return masked if config.head == "mlm" and masked else list(seen.predictions)
+
+
+def _predictions_table(predictions: list[Prediction], config: ch.ModelConfig) -> Table:
+    """Show what the head finds likely; for an encoder-decoder one line for each token it writes."""
+    rows = [
+        (
+            one.at if one.position is None else f"{one.position} {one.at}",
+            one.chosen.label,
+            f"{one.chosen.probability:.4f}",
+            "  ".join(f"{choice.label} {choice.probability:.4f}" for choice in one.candidates),
+        )
+        for one in predictions
+    ]
+    if config.head != "lm":
+        return _open_table("what the head says", ("at", "says", ">probability", "candidates"), rows)
+    title = "token by token" if config.family == "encoder-decoder" else "what comes next"
+    return _open_table(title, ("after", "writes", ">probability", "candidates"), rows)
+
+
 def attention(
-    folder: Folder,
-    text: Given,
-    target: Target = None,
-    pair: Pair = None,
-    kind: Annotated[
-        Literal["self", "encoder", "cross"] | None,
-        option("one kind of attention; default: all that there are"),
-    ] = None,
-    layer: Annotated[int | None, option("one layer, all of its heads")] = None,
-    head: Annotated[str | None, option("one head, layer.head: 3.2, encoder.0.5, cross.1.2")] = None,
-    rollout: Annotated[
-        bool, option("follow attention through all layers: what each place is made of")
-    ] = False,
-    entropy: Annotated[
-        bool, option("draw how spread each head's attention is, in place of the patterns")
-    ] = False,
-    plot: Plot = None,
-    output: Annotated[Path | None, option("write the patterns themselves: FILE.json or .npz")] = None,
-    ids: TokenIds = False,
-    tokenizer: Tokenizer = None,
-    json: Json = False,
-) -> None:
+    model: ModelArgument,
+    text: Prompt,
+    *,
+    target: str | None = None,
+    pair: str | None = None,
+    kind: Literal["self", "encoder", "cross"] | None = None,
+    layer: int | None = None,
+    head: str | None = None,
+    rollout: bool = False,
+    entropy: bool = False,
+    plot: Path | None = None,
+    output: Path | None = None,
+) -> View:
     """Show where each head looks: its entropy and strongest link, patterns and rollout as pictures and files.
+
+    Args:
+        text (TEXT): the text; for a model of images, an image file
+        kind: one kind of attention; default: all that there are
+        layer: one layer, all of its heads
+        head: one head, layer.head: 3.2, encoder.0.5, cross.1.2
+        rollout: follow attention through all layers: what each position is made of
+        entropy: draw how spread each head's attention is, in place of the patterns
+        output: write the patterns themselves: FILE.json or .npz
 
     For example:
       clearhead attention my-model/ "The cat sat on the mat."
@@ -79,26 +314,25 @@ def attention(
         entropy and plot is None,
         "entropy is a picture, and the table has its numbers anyway: name a file with --plot",
     )
-    check_inputs(folder, plot)
+    if output is not None:
+        from clearhead.inside.attention import checked_ending
+
+        checked_ending(output)
+    m = model()
     from clearhead.inside import attention as inside
     from clearhead.inside import names
 
-    if output is not None:
-        inside.checked_ending(output)
-    model = load_model(folder, tokenizer=tokenizer)
     chosen: str | None = "self" if rollout and kind is None else kind
     layers = None if layer is None else [layer]
     if head is not None:
-        found = names.find_heads(model.config, [head])[0]
+        found = names.find_heads(m.config, [head])[0]
         refuse(
             kind not in (None, found.kind),
             f'head "{head}" is of the kind {found.kind}, not {kind}: leave --kind out',
         )
         chosen, layers, head = found.kind, [found.layer], str(found)
-    maps = inside.attention(
-        model, token_ids(text) if ids else text, target, pair, None if chosen is None else [chosen], layers
-    )
-    print_notes(names.unpatterned(model.config))
+    maps = inside.attention(m, text, target, pair, None if chosen is None else [chosen], layers)
+    notes = [*names.unpatterned(m.config)]
     shown = maps.heads() if head is None else [maps.head(head)]
     body: dict[str, Any] = {
         "aggregated": maps.aggregated,
@@ -112,27 +346,22 @@ def attention(
         body["rollout"] = maps.rollout(maps.kinds[0]).to_dict()
     if output is not None:
         body["output"] = str(maps.save(output))
-        print_notes([f"saved {output}"])
+        notes.append(f"saved {output}")
     parts: list[Any] = []
     if plot is None:
         parts.append(_rollout_table(maps) if rollout else _heads_table(shown))
     if maps.aggregated > 1:
         parts.append(f"a long input: {maps.aggregated} tokens per cell; entropies are of single tokens")
-    show_result(body, json, parts, plot, lambda: _draw(maps, head, layer, rollout, entropy))
-
-
-def _draw(maps: AttentionMaps, head: str | None, layer: int | None, rollout: bool, entropy: bool) -> Any:
-    """Draw the view that was asked for."""
-    from clearhead.app.plot import attention as pictures
-
-    kind = maps.kinds[0] if len(maps.kinds) == 1 else "self"
+    of = maps.kinds[0] if len(maps.kinds) == 1 else "self"
     if head is not None:
-        return pictures.draw_head(maps.head(head))
-    if layer is not None:
-        return pictures.draw_layer(maps.layer(layer, kind))
-    if rollout:
-        return pictures.draw_rollout(maps.rollout(kind))
-    return pictures.draw_entropy(maps, kind) if entropy else pictures.draw_model(maps, kind)
+        draw = drawing("prompts:draw_head", maps.head(head))
+    elif layer is not None:
+        draw = drawing("prompts:draw_layer", maps.layer(layer, of))
+    elif rollout:
+        draw = drawing("prompts:draw_rollout", maps.rollout(of))
+    else:
+        draw = drawing(f"prompts:draw_{'entropy' if entropy else 'model'}", maps, of)
+    return View(body, parts, draw, notes)
 
 
 def _heads_table(shown: list[HeadPattern]) -> Table:
@@ -167,25 +396,26 @@ def _named(axis: Axis, place: int) -> str:
 
 
 def lens(
-    folder: Folder,
-    text: Given,
-    target: Target = None,
-    pair: Pair = None,
-    top: Annotated[int, option("how many of the likeliest tokens to keep")] = 5,
-    position: Annotated[int, option("which token's answer to print; -1 is the last")] = -1,
-    contributions: Annotated[
-        bool, option("show what each head, feed-forward and embedding adds to a token's logit")
-    ] = False,
-    token: Annotated[
-        str | None, option("of contributions: whose logit (· is a space); default: what the model says")
-    ] = None,
-    against: Annotated[str | None, option("of contributions: subtract this token's logit")] = None,
-    ids: TokenIds = False,
-    plot: Plot = None,
-    tokenizer: Tokenizer = None,
-    json: Json = False,
-) -> None:
+    model: ModelArgument,
+    text: Prompt,
+    *,
+    target: str | None = None,
+    pair: str | None = None,
+    top: int = 5,
+    position: int = -1,
+    contributions: bool = False,
+    token: str | None = None,
+    against: str | None = None,
+) -> View:
     """Show what the model would say if it stopped after each layer, or what each part adds to a logit.
+
+    Args:
+        text (TEXT): the text; for a model of images, an image file
+        top: how many of the likeliest tokens to keep
+        position: which token's answer to print; -1 is the last
+        contributions: show what each head, feed-forward and embedding adds to a token's logit
+        token: of contributions: whose logit (· is a space); default: what the model says
+        against: of contributions: subtract this token's logit
 
     For example:
       clearhead lens my-model/ "The cat sat on the" --plot lens.png
@@ -196,21 +426,16 @@ def lens(
         not contributions and (token is not None or against is not None),
         "--token and --against choose a logit to take apart: add --contributions",
     )
-    model = load_model(folder, tokenizer=tokenizer, plot=plot)
-    from clearhead.app.plot import lens as pictures
+    m = model()
+    from clearhead.inside import lens as inside
     from clearhead.inside.inputs import find_column
-    from clearhead.inside.lens import contributions as take_apart
-    from clearhead.inside.lens import lens as run
 
-    given = token_ids(text) if ids else text
     if contributions:
-        terms = take_apart(model, given, token, position, target, against, pair)
-        parts = [_contribution_table(terms)]
-        show_result(terms.to_dict(), json, parts, plot, lambda: pictures.draw_contributions(terms))
-    else:
-        found = run(model, given, target, pair, top)
-        parts = [_lens_table(found, find_column(position, found.columns))]
-        show_result(found.to_dict(), json, parts, plot, lambda: pictures.draw_lens(found))
+        terms = inside.contributions(m, text, token, position, target, against, pair)
+        return View(terms, [_contribution_table(terms)], drawing("prompts:draw_contributions", terms))
+    seen = inside.lens(m, text, target, pair, top)
+    parts = [_lens_table(seen, find_column(position, seen.columns))]
+    return View(seen, parts, drawing("prompts:draw_lens", seen))
 
 
 def _lens_table(found: Lens, column: int) -> Table:
@@ -248,44 +473,33 @@ def _contribution_table(found: Contributions) -> Table:
 
 
 def patch(
-    folder: Folder,
-    clean: Annotated[
-        Positional[str], option("the prompt whose activations are put into the other run", metavar="CLEAN")
-    ],
-    corrupt: Annotated[
-        Positional[str],
-        option("the prompt that is run", metavar="CORRUPT"),
-    ],
-    answer: Annotated[
-        str | None, option("what the clean run should say (· is a space); default: what it says")
-    ] = None,
-    wrong: Annotated[str | None, option("what the corrupt run says; default: that, or the runner-up")] = None,
-    part: Annotated[tuple[Part, ...], option("what is patched; heads at all tokens at once")] = (
-        "residual",
-        "attention",
-        "feedforward",
-    ),
-    position: Annotated[int, option("where the answer is read; -1 is the last token")] = -1,
-    target: Annotated[
-        str | None,
-        option("what the decoder of an encoder-decoder has written; default: what it writes for both alike"),
-    ] = None,
-    align: Annotated[
-        Literal["tokens", "words"],
-        option("compare prompts token by token, or, of unequal length, by the words that both have"),
-    ] = "tokens",
-    subject: Annotated[
-        tuple[str, str] | None,
-        option("prompts of unequal length: the text that differs, in CLEAN and in CORRUPT", metavar="TEXT"),
-    ] = None,
-    plot: Plot = None,
-    tokenizer: Tokenizer = None,
-    json: Json = False,
-) -> None:
+    model: ModelArgument,
+    clean: str,
+    corrupt: str,
+    *,
+    answer: str | None = None,
+    wrong: str | None = None,
+    part: tuple[Part, ...] = ("residual", "attention", "feedforward"),
+    position: int = -1,
+    target: str | None = None,
+    align: Literal["tokens", "words"] = "tokens",
+    subject: tuple[str, str] | None = None,
+) -> View:
     """Find which layer, token and head carries the answer: put clean activations into a corrupt run.
 
     Activations are put in one at a time. The logit of the answer less that of the wrong one is 0 in the
     corrupt run and 1 in the clean run.
+
+    Args:
+        clean (CLEAN): the prompt whose activations are put into the other run
+        corrupt (CORRUPT): the prompt that is run
+        answer: what the clean run should say (· is a space); default: what it says
+        wrong: what the corrupt run says; default: that, or the runner-up
+        part: what is patched; heads at all tokens at once
+        position: where the answer is read; -1 is the last token
+        target: what the decoder of an encoder-decoder has written; default: what it writes for both alike
+        align: compare prompts token by token, or, of unequal length, by the words that both have
+        subject (TEXT): prompts of unequal length: the text that differs, in CLEAN and in CORRUPT
 
     For example:
       clearhead patch my-model/ "Ann met Tom. Ann" "Ann met Tom. Tom" --plot map.png
@@ -293,13 +507,12 @@ def patch(
       clearhead patch my-model/ "Paris is in" "New York is in" --align words
       clearhead patch my-model/ "Oslo is" "New York is" --subject Oslo "New York"
     """
-    model = load_model(folder, tokenizer=tokenizer, plot=plot)
-    from clearhead.app.plot.lens import draw_patching
+    m = model()
     from clearhead.inside.patch import patch as run
 
     by: Literal["words"] | None = "words" if align == "words" else None
-    found = run(model, clean, corrupt, answer, wrong, part, position, target, align=by, subject=subject)
-    show_result(found.to_dict(), json, _patches(found), plot, lambda: draw_patching(found))
+    found = run(m, clean, corrupt, answer, wrong, part, position, target, align=by, subject=subject)
+    return View(found, _patches(found), drawing("prompts:draw_patching", found))
 
 
 def _patches(found: Patching) -> Iterator[Any]:

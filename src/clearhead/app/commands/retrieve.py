@@ -25,7 +25,7 @@ from clearhead.app.commands.common import (
 from clearhead.app.commands.texts import Options, TextOptions, texts_of
 from clearhead.app.report import table
 from clearhead.errors import refuse
-from clearhead.labs.retrieval.prompts import cited
+from clearhead.labs.retrieval.passages import cited
 from clearhead.learn.tasks.results import Answer
 
 Retrieve = Annotated[Path | None, option("put the nearest passages of this index before the text")]

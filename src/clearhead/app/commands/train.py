@@ -1,4 +1,4 @@
-"""Commands that train a model and measure it: train, eval."""
+"""Commands that train a model and measure it: train, eval, align."""
 
 from __future__ import annotations
 
@@ -20,23 +20,18 @@ from tyro.conf import Positional, UseAppendAction, arg
 import clearhead as ch
 from clearhead.app.commands.common import (
     DATA,
-    Beams,
     Device,
-    Dtype,
-    Folder,
     Json,
-    LengthPenalty,
-    Settings,
     check_apart,
     check_inputs,
     load_model,
     option,
     print_notes,
-    progress,
     show_result,
     writing,
 )
 from clearhead.app.report import confusion_tables, size, table
+from clearhead.app.views import ModelArgument, OnProgress, Repeated, View, drawing
 from clearhead.errors import refuse
 from clearhead.learn.parallel import first_here, started
 from clearhead.learn.recipe import recipe_names
@@ -46,6 +41,7 @@ ECHO = 3  # seconds within which a second Ctrl-C is the first one, passed on
 EVERY = 10  # seconds between the lines of a run without a terminal
 NEWLINE = "\n"
 DISK = ("bytes on disk, at most", "bytes free there")  # of a rehearsal, shown at its end
+TOWERS = ("clip", "siglip")
 SHOWN = ("task", "examples", "targets", "metrics", "intervals", "signatures")
 
 
@@ -259,34 +255,36 @@ class Watcher:
 
 
 def evaluate(
-    folder: Folder,
-    data: Annotated[Positional[tuple[str, ...]], option(DATA, metavar="DATA")],
-    recipe: Annotated[
-        str | None,
-        option("a recipe whose [data] says how to read them; default: the one of the model's training"),
-    ] = None,
-    set: Settings = (),
-    beams: Beams = None,
-    length_penalty: LengthPenalty = None,
-    max_new_tokens: Annotated[
-        int | None, option("where a text ends at the latest; default: the model's own")
-    ] = None,
-    batch_size: Annotated[int | None, option("rows at a time; default: by their length")] = None,
-    device: Device = "auto",
-    dtype: Dtype = None,
-    output: Annotated[Path | None, option("write what the model said there, a line for each example")] = None,
-    plot: Annotated[
-        Path | None,
-        option("draw a classifier's confusion matrix: FILE.png, .svg or .pdf", metavar="FILE"),
-    ] = None,
-    lowercase: Annotated[bool, option("give BLEU without regard to case too")] = False,
-    tokenize: Annotated[
-        str | None, option("sacreBLEU's tokenizer: 13a, intl, char, none, ...; default: 13a")
-    ] = None,
-    seed: Annotated[int, option("random seed of the intervals, and of the masks of a masked model")] = 0,
-    json: Json = False,
-) -> None:
+    model: ModelArgument,
+    data: tuple[str, ...],
+    *,
+    recipe: str | None = None,
+    set: Repeated = (),
+    beams: int | None = None,
+    length_penalty: float | None = None,
+    max_new_tokens: int | None = None,
+    batch_size: int | None = None,
+    output: Path | None = None,
+    plot: Path | None = None,
+    lowercase: bool = False,
+    tokenize: str | None = None,
+    seed: int = 0,
+    on_progress: OnProgress = lambda stage, done, total: None,
+) -> View:
     """Measure a model on data it has not seen: loss, perplexity, accuracy, F1, BLEU, chrF, with intervals.
+
+    Args:
+        data (DATA): files, folders, globs, or an embedded corpus
+        recipe: a recipe whose [data] says how to read them; default: the one of the model's training
+        beams: search with this many beams; default: the model's own, else 4
+        length_penalty: above 0 favours long texts; default: the model's own, else 1
+        max_new_tokens: where a text ends at the latest; default: the model's own
+        batch_size: rows at a time; default: by their length
+        output: write what the model said there, a line for each example
+        plot (FILE): draw a classifier's confusion matrix: FILE.png, .svg or .pdf
+        lowercase: give BLEU without regard to case too
+        tokenize: sacreBLEU's tokenizer: 13a, intl, char, none, ...; default: 13a
+        seed: random seed of the intervals, and of the masks of a masked model
 
     For example:
       clearhead eval my-model/ test.txt
@@ -295,6 +293,7 @@ def evaluate(
       clearhead eval my-model/ reviews.tsv --plot confusion.png
       clearhead eval my-gpt/ wiki.txt --set data.max_length=256 --json
     """
+    folder = model.folder
     check_inputs(folder, plot)
     refuse(
         not data, "no data is named: name files after the model, such as clearhead eval my-model/ test.txt"
@@ -312,9 +311,9 @@ def evaluate(
     if output is not None:
         recipes = [Path(recipe)] if recipe is not None else []
         check_apart(output, [*expand(name for name in data if name not in CORPORA), *recipes])
-    model = load_model(folder, device=device, dtype=dtype)
+    m = model()
     plan = data_plan(folder, data, recipe, set)
-    task = task_for(model, plan.task)
+    task = task_for(m, plan.task)
     refuse(
         output is not None and task_named(task).shape is TEXT,
         f"--output {output}: a model judged by {task} gives no answers to write: leave it out",
@@ -324,23 +323,21 @@ def evaluate(
         f"--plot {plot} draws the confusion matrix of a classifier, and this model is judged by {task}",
     )
     asked = {"num_beams": beams, "length_penalty": length_penalty, "max_new_tokens": max_new_tokens}
-    with progress() as on_progress:
-        done = ch.evaluate(
-            model,
-            data,
-            plan,
-            seed=seed,
-            batch_size=batch_size,
-            tokenize=tokenize,
-            lowercase=lowercase,
-            on_progress=on_progress,
-            **{name: value for name, value in asked.items() if value is not None},
-        )
+    done = ch.evaluate(
+        m,
+        data,
+        plan,
+        seed=seed,
+        batch_size=batch_size,
+        tokenize=tokenize,
+        lowercase=lowercase,
+        on_progress=on_progress,
+        **{name: value for name, value in asked.items() if value is not None},
+    )
     if output is not None:
         with writing(output) as write:
             for text in done.outputs:
                 write(" ".join(text.splitlines()))
-    print_notes(done.notes)
     body = {name: getattr(done, name) for name in SHOWN}
     title = f"{folder}: {done.task}, {done.examples:,} examples, {done.targets:,} targets"
     rows = (
@@ -352,10 +349,72 @@ def evaluate(
     body |= {"classes": counts.to_dict()} if counts is not None else {}
     shown = [table(title, ("metric", ">value", ">95 % interval"), rows), *signatures]
     parts = [*shown, *(confusion_tables(counts) if counts is not None else ())]
-    show_result(body, json, parts, plot, lambda: _draw(counts, folder))
+    title = f"{model.name}: what each class is taken for"
+    return View(body, parts, drawing("models:draw_confusion", counts, title), done.notes)
 
 
-def _draw(counts: Any, folder: Path) -> Any:
-    from clearhead.app.plot.classes import draw_confusion
+def align(
+    model: Annotated[
+        Positional[str], option("a directory of CLIP or SigLIP; or clip, siglip: a new model", metavar="DIR")
+    ],
+    data: Annotated[
+        Positional[Path],
+        option("rows of image and caption: TSV or CSV with a header, JSON lines", metavar="DATA"),
+    ],
+    out: Annotated[Path, option("the directory of the run")],
+    validation: Annotated[Path | None, option("held-out rows; default: every tenth of DATA")] = None,
+    steps: Annotated[int, option("batches to train on")] = 1000,
+    batch_size: Annotated[int, option("pairs that are told from each other")] = 64,
+    lr: Annotated[float, option("the peak learning rate")] = 5e-4,
+    weight_decay: Annotated[float, option("of matrices")] = 0.1,
+    seed: Annotated[int, option("of new weights, and of the order of pairs")] = 0,
+    validate_every: Annotated[int, option("steps; a checkpoint is written too")] = 100,
+    d_model: Annotated[int | None, option("new model: width of both towers; default: 128")] = None,
+    n_layers: Annotated[
+        int | None, option("new model: of the text tower, default 2; images have twice as many")
+    ] = None,
+    resume: Annotated[bool, option("go on with the run in --out, given all else as before")] = False,
+    device: Device = "auto",
+    json: Json = False,
+) -> None:
+    """Train two towers, so that a picture and its caption come to lie near each other.
 
-    return draw_confusion(counts, f"{folder.resolve().name}: what each class is taken for")
+    The loss is the model's own: CLIP's cross entropy or SigLIP's sigmoid loss.
+
+    For example:
+      clearhead align clip captions.tsv --out run/
+      clearhead align my-clip/ captions.jsonl --out run/ --lr 1e-5
+      clearhead align clip captions.tsv --out run/ --resume
+    """
+    refuse(
+        model not in TOWERS and not Path(model).is_dir(),
+        f"{model} is no directory: name one of CLIP or SigLIP, or clip or siglip for a new model",
+    )
+    refuse(
+        model not in TOWERS and (d_model is not None or n_layers is not None),
+        f"--d-model and --n-layers are sizes of a new model, and {model} has its own: leave them out",
+    )
+    from clearhead.learn.training.captions import CaptionPlan, read_captions, train_towers
+    from clearhead.learn.training.new_towers import new_towers
+    from clearhead.run.bundle import best_device
+
+    plan = CaptionPlan(
+        steps=steps, batch_size=batch_size, lr=lr, weight_decay=weight_decay, seed=seed,
+        validate_every=validate_every,
+    )  # fmt: skip
+    if model in TOWERS:
+        rows = read_captions(data)
+        captions = [row.caption for row in rows]
+        made = new_towers(model, captions, rows[0].image, d_model or 128, n_layers or 2, seed=seed)
+    else:
+        made = load_model(Path(model), dtype="float32")
+    made.to(best_device(device))
+
+    def told(figures: dict[str, float]) -> None:
+        found = f"{figures['image_to_text']:.1%} of images find their caption"
+        chance = f"chance {figures['chance']:.1%}"
+        print_notes([f"step {figures['step']:.0f}: loss {figures['loss']:.4f}, {found} ({chance})"])
+
+    lines = train_towers(made, data, out, plan, validation, resume, told)
+    note = f"wrote {out}: try clearhead classify {out} IMAGE --labels A B"
+    show_result({"validations": lines, "folder": str(out)}, json, [note])

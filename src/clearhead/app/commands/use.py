@@ -13,9 +13,8 @@ from clearhead.app.commands.requests import GroupedRequest
 from clearhead.app.commands.retrieve import Passages, Retrieve, cite, reader
 from clearhead.app.commands.texts import Options, Text, TextOptions, together
 from clearhead.app.report import class_table, fill_table, score_table, tag_table
-from clearhead.core.config import TABLES
 from clearhead.errors import refuse
-from clearhead.labs.retrieval.prompts import before_prompt
+from clearhead.labs.retrieval.passages import before_prompt
 from clearhead.learn.tasks.results import Candidate, Generation
 from clearhead.run.generate.request import make_request
 
@@ -33,7 +32,9 @@ def generate(
     folder: Folder,
     prompt: Prompt = None,
     asking: Annotated[GroupedRequest, arg(name="")] = GroupedRequest(),  # noqa: B008
-    draft: Annotated[Path | None, option("a smaller model that guesses tokens, in place of --lookup")] = None,
+    draft: Annotated[
+        Path | None, option("a smaller model that proposes draft tokens, in place of --lookup")
+    ] = None,
     best: Annotated[
         int | None,
         option("report log-probabilities, and so many of the best tokens at each step", name="logprobs"),
@@ -55,9 +56,8 @@ def generate(
       clearhead generate my-model/ "We met in" --retrieve notes.index
       torchrun --nproc-per-node 2 -m clearhead generate my-model/ "Once upon"
     """
-    request = asking.request()
-    asked = request.given() | ({} if best is None else {"logprobs": True, "alternatives": best})
-    make_request(asked)  # a mistake is said before the model is loaded
+    given = asking.given() | ({} if best is None else {"logprobs": True, "alternatives": best})
+    request = make_request(given)  # a mistake is reported before the model is loaded
     refuse(ids and retrieve is not None, "--retrieve looks for text, and --ids gives none: leave one out")
     find = reader(retrieve, passages)
     live = stream and not options.json and prompt not in (None, "-")
@@ -70,16 +70,14 @@ def generate(
             draft=None if draft is None else options.load(draft),
         )
 
-        def written(given: str | list[int]) -> str:
-            if isinstance(given, str):
-                return given
-            return (
-                "".join(f"{one} " for one in given) if model.tokenizer is None else str(model.decode(given))
-            )
+        def written(prompt: str | list[int]) -> str:
+            if isinstance(prompt, str):
+                return prompt
+            if model.tokenizer is None:
+                return "".join(f"{token} " for token in prompt)
+            return str(model.decode(prompt))
 
         goes_on = model.config.family != "encoder-decoder"  # the new text goes on from the prompt
-        if goes_on and model.config.positions in TABLES:
-            asked.setdefault("overflow", "slide")
 
         def compute(batch: list[dict[str, Any]]) -> list[list[Generation]]:
             for fields in batch if live and goes_on else ():
@@ -92,7 +90,7 @@ def generate(
                     prompts[number], hits, lambda text: len(model.prompt_ids(text)), room
                 )
                 cite(fields, hits, options.json)
-            return generation.generate(model, prompts, asked, hooks)
+            return generation.generate(model, prompts, given, hooks)
 
         def body(fields: dict[str, Any], made: list[Generation]) -> dict[str, Any]:
             found = [_as_json(one) for one in made]

@@ -14,12 +14,11 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 
-from clearhead.app.explorer.pack import finite
-from clearhead.app.explorer.pages import page_files, single_file
-from clearhead.app.explorer.record import record_run
+from clearhead.app.explorer.interventions import ablated, steered
+from clearhead.app.explorer.record import page_files, record_run, single_file
 from clearhead.app.explorer.session import Session
-from clearhead.app.explorer.table import view
-from clearhead.app.explorer.worth import steered_view
+from clearhead.app.explorer.views import finite
+from clearhead.app.views import of_prompts, page_view
 from clearhead.errors import ClearheadError, InputError, refuse
 from clearhead.hub.tokens.text import labels
 from clearhead.variants.costs import cost
@@ -159,6 +158,10 @@ def inside_routes(session: Session) -> APIRouter:
         found = session.models[0].findings
         return {"ready": found is not None, "examples": found or []}
 
+    @router.get("/analyses")
+    def analyses() -> dict[str, Any]:
+        return {"analyses": of_prompts()}
+
     @router.get("/labels")
     def names(ids: str, model: int = 0) -> dict[str, Any]:
         m, numbers = session.model(model), _numbers(ids)
@@ -201,7 +204,7 @@ def inside_routes(session: Session) -> APIRouter:
         how = str(asked.get("how", "zero"))
         second = session.run(str(asked.get("second"))) if how == "second" else None
         with session.lock:
-            return finite(run.ablate(heads, layers, feedforwards, how, position, second))
+            return finite(ablated(run, heads, layers, feedforwards, how, position, second))
 
     @router.post("/run/{name}/steer")
     def steer(name: str, asked: Asked) -> Any:
@@ -213,7 +216,7 @@ def inside_routes(session: Session) -> APIRouter:
         toward, away = map(str, texts)
         layer, position = _whole(asked, "layer"), _whole(asked, "position")
         with session.aside:
-            return finite(steered_view(run, (toward, away), layer, strength, position))
+            return finite(steered(run, (toward, away), layer, strength, position))
 
     @router.get("/export")
     def export(run: str, state: str = "", second: str = "") -> HTMLResponse:
@@ -244,7 +247,7 @@ def inside_routes(session: Session) -> APIRouter:
                 return Response(status_code=499)  # nobody waits for it any more
             await asyncio.sleep(0.005)
         try:
-            return await run_in_threadpool(lambda: Json(view(run, path + query)))
+            return await run_in_threadpool(lambda: Json(page_view(run, path + query)))
         finally:
             turn.release()
 

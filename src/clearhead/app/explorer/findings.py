@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from clearhead.app.explorer.described import TASKS
+from clearhead.app.explorer.views import TASKS
 from clearhead.core.config import ModelConfig
 from clearhead.errors import ClearheadError
 from clearhead.inside.attention import maps_of

@@ -1,23 +1,28 @@
-"""A run recorded: every view that the page can ask for, by its path, in one file that opens anywhere.
+"""The page's files, and a run recorded: every view that the page asks for, in one file that opens anywhere.
 
 A long run is aggregated, so that the file stays small; the page says so. A notebook shows the same page in a
-frame.
+frame. The modules of the page are plain: static imports from files next to them, names at the top level that
+no two files share. So one script is their concatenation in the order of their imports, without the import and
+export words.
 """
 
+import base64
+import hashlib
 import html
+import json
+import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cache
+from importlib import resources
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
 
-from clearhead.app.explorer.described import model_view
-from clearhead.app.explorer.pack import finite
-from clearhead.app.explorer.pages import single_file
 from clearhead.app.explorer.session import given_of
-from clearhead.app.explorer.table import view
-from clearhead.app.explorer.views import PageRun, begin
+from clearhead.app.explorer.views import PageRun, begin, finite, model_view
+from clearhead.app.views import page_view
 from clearhead.core.transformer import Transformer
 from clearhead.errors import CheckpointError, ClearheadError, InputError, refuse
 from clearhead.hub.files import write_text
@@ -37,7 +42,79 @@ EXPLAINED = 12  # edges of the path whose reasons are recorded; of an example an
 BATCH_TOKENS = 100_000  # that interventions of a file may take: longer ones are left out
 STEP_LAYERS = 2  # blocks whose numbers are recorded, step by step
 Examples = Sequence[dict[str, Any]]
+TYPES = {
+    ".html": "text/html",
+    ".css": "text/css",
+    ".js": "text/javascript",
+    ".svg": "image/svg+xml",
+    ".json": "application/json",
+}
+ENTRY = "main.js"
+_IMPORT = re.compile(r'^import \{[^}]*\} from "\./([\w-]+\.js)";\n', re.MULTILINE)
+_EXPORT = re.compile(r"^export (?=(?:async )?(?:function|class|const|let)\b)", re.MULTILINE)
 COST_LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096)
+
+
+# The page's files -------------------------------------------------------------------------------------------
+
+
+@cache
+def page_files(package: str = "clearhead.app.explorer") -> dict[str, tuple[str, str]]:
+    """Return every file of a package's page by its name: text and type.
+
+    A request can name one of these, and nothing else.
+    """
+    folder = resources.files(package) / "static"
+    endings = {entry: "." + entry.name.rpartition(".")[2] for entry in folder.iterdir() if entry.is_file()}
+    return {
+        entry.name: (entry.read_text(encoding="utf-8"), TYPES[ending])
+        for entry, ending in endings.items()
+        if ending in TYPES
+    }
+
+
+@cache
+def modules(name: str = ENTRY) -> tuple[str, ...]:
+    """Return the names of a module and of all that it needs, each after those it imports."""
+    needed = [each for imported in _IMPORT.findall(page_files()[name][0]) for each in modules(imported)]
+    return tuple(dict.fromkeys([*needed, name]))
+
+
+def script() -> str:
+    """Return all modules as one."""
+    bodies = {name: _EXPORT.sub("", _IMPORT.sub("", page_files()[name][0])) for name in modules()}
+    return "\n".join(f"// {name}\n{body}" for name, body in bodies.items())
+
+
+def single_file(record: dict[str, Any], notebook: bool = False) -> str:
+    """Return the page with everything inside.
+
+    No text of the record can end its element: `<` is written as an escape.
+    """
+    page, style, icon = (page_files()[name][0] for name in ("index.html", "style.css", "icon.svg"))
+    code = f"\n{script()}"
+    body = json.dumps(record, ensure_ascii=True, separators=(",", ":")).replace("<", "\\u003c")
+    digest = base64.b64encode(hashlib.sha256(code.encode("utf-8")).digest()).decode()
+    policy = (
+        "default-src 'none'; img-src data: blob:; connect-src 'none'; base-uri 'none'; form-action 'none'; "
+        f"script-src 'sha256-{digest}'; style-src 'unsafe-inline'"
+    )
+    head = [
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
+        f'<link rel="icon" href="data:image/svg+xml;base64,{base64.b64encode(icon.encode()).decode()}">',
+        f"<style>{style}</style>",
+    ]
+    tail = [
+        f'<script type="application/json" id="record">{body}</script>',
+        f'<script type="module">{code}</script>',
+    ]
+    page = re.sub(r"<link[^>]*>\n", "", page).replace('<script type="module" src="main.js"></script>\n', "")
+    page = page.replace("</head>", "\n".join([*head, "</head>"]))
+    page = page.replace("<body>", '<body data-notebook="">' if notebook else "<body>")
+    return page.replace("</body>", "\n".join([*tail, "</body>"]))
+
+
+# A recorded run ---------------------------------------------------------------------------------------------
 
 
 def record(
@@ -111,7 +188,7 @@ def _views_of(run: PageRun, about: dict[str, Any], opened: "Selected", share: in
     views: dict[str, Any] = {}
     for path in _paths(run, kinds, about, opened, share):
         with suppress(ClearheadError):  # a view that this model does not have is not in the file
-            views[f"{here}/{path}"] = view(run, path)
+            views[f"{here}/{path}"] = page_view(run, path)
     for kind in kinds:
         views |= {f"{here}/attention/{kind}/{one['layer']}": finite(one) for one in run.attentions(kind)}
     edges = [
@@ -123,7 +200,7 @@ def _views_of(run: PageRun, about: dict[str, Any], opened: "Selected", share: in
     for edge in edges:
         with suppress(ClearheadError):
             path = f"looks/{edge['part']}/{edge['reader']}/{edge['source']}"
-            views[f"{here}/{path}"] = view(run, path)
+            views[f"{here}/{path}"] = page_view(run, path)
     stops = _stops(run, about, opened, edges, share)
     return views | {f"{here}/stops/{one['head']}/{one['reader']}": finite(one) for one in stops}
 
@@ -223,7 +300,7 @@ def _beside(run: PageRun, second: PageRun, about: dict[str, Any], opened: Select
         wanted += [("recorded", f"patch/second/{part}?{opened.asked}") for part in maps]
     for name, path in wanted:
         with suppress(ClearheadError):
-            views[f"run/{name}/{path}"] = view(replace(paired[name], others=paired.__getitem__), path)
+            views[f"run/{name}/{path}"] = page_view(replace(paired[name], others=paired.__getitem__), path)
     return views
 
 

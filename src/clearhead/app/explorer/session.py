@@ -7,6 +7,7 @@ import base64
 import io
 import itertools
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -16,17 +17,16 @@ from typing import Any
 
 import numpy as np
 
-from clearhead.app.explorer.atlas import PageJobs
-from clearhead.app.explorer.described import TASKS, model_view
 from clearhead.app.explorer.findings import findings, shapes
-from clearhead.app.explorer.table import view
-from clearhead.app.explorer.views import PageRun, begin, tokens_view
-from clearhead.app.explorer.worth import fired
+from clearhead.app.explorer.interventions import fired
+from clearhead.app.explorer.views import TASKS, PageRun, begin, model_view, tokens_view
+from clearhead.app.views import page_view
 from clearhead.errors import ClearheadError, InputError, refuse
 from clearhead.hub.preprocessor import read_image
 from clearhead.inside.heads import MIXED, head_roles
 from clearhead.inside.inputs import prepare_first
 from clearhead.inside.memories import ReadCorpus
+from clearhead.inside.patch import OnRows
 from clearhead.learn.data.sounds import SUFFIXES
 from clearhead.run.api import Model
 
@@ -39,6 +39,8 @@ SWEEP = 16_000  # samples of the tone that a model of speech begins with
 IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp")
 EXAMPLE = "The cat sat on the mat because it was tired."
 OTHER = "A dog slept on the rug, for it was old."
+FORGOTTEN = 30.0  # seconds after which a job that nobody asks about ends
+KEPT_JOBS = 32
 
 
 class Opened:
@@ -118,6 +120,61 @@ def starting_example(text: str | None, target: str | None, pair: str | None) -> 
         return sound if target is None else sound | {"target": target}
     given = {"text": text, "target": target, "pair": pair}
     return {name: value for name, value in given.items() if value is not None}
+
+
+class Ended(Exception):
+    """Nobody waits for a job any more."""
+
+
+class PageJob:
+    """Work of many passes, in a thread of its own; it ends where nobody asks about it."""
+
+    def __init__(self, work: Callable[[OnRows], Any]) -> None:
+        self.done, self.total, self.asked = 0, 0, time.monotonic()
+        self.body: Any = None
+        self.error: Exception | None = None
+        self.thread = threading.Thread(target=self._run, args=(work,), name="clearhead-job", daemon=True)
+        self.thread.start()
+
+    def _run(self, work: Callable[[OnRows], Any]) -> None:
+        try:
+            self.body = work(self._tell)
+        except Exception as error:  # it is raised where the job is asked about
+            self.error = error
+
+    def _tell(self, done: int, total: int) -> None:
+        self.done, self.total = done, total
+        if time.monotonic() - self.asked > FORGOTTEN:
+            raise Ended
+
+    def view(self) -> dict[str, Any]:
+        """Return how far it is, and its body once that is there. One that has just ended begins again when
+        it is next asked about: to raise that here would tell somebody who asks that nobody does.
+        """
+        self.asked = time.monotonic()
+        if self.error is not None and not isinstance(self.error, Ended):
+            raise self.error
+        ready = self.body is not None
+        return {"ready": ready, "done": self.done, "total": self.total, "body": self.body}
+
+
+class PageJobs:
+    """The latest jobs, by what they compute."""
+
+    def __init__(self) -> None:
+        self._jobs: OrderedDict[str, PageJob] = OrderedDict()
+
+    def ask(self, name: str, work: Callable[[OnRows], Any]) -> dict[str, Any]:
+        """Begin a job unless it is there; return how far it is. One that failed is forgotten."""
+        if name not in self._jobs or isinstance(self._jobs[name].error, Ended):
+            self._jobs[name] = PageJob(work)
+        while len(self._jobs) > KEPT_JOBS:
+            self._jobs.popitem(last=False)
+        try:
+            return self._jobs[name].view()
+        except Exception:
+            del self._jobs[name]
+            raise
 
 
 class Session:
@@ -209,7 +266,7 @@ class Session:
     def job(self, name: str, path: str) -> dict[str, Any]:
         """Return how far a view of many passes is, and its body once that is there; begin it first."""
         run = self.run(name)
-        return self.jobs.ask(f"{name}/{path}", lambda tell: view(replace(run, progress=tell), path))
+        return self.jobs.ask(f"{name}/{path}", lambda tell: page_view(replace(run, progress=tell), path))
 
     def run(self, name: str) -> PageRun:
         """Return a run that is remembered."""

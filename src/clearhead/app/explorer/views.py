@@ -1,4 +1,4 @@
-"""What the page shows, as plain JSON: a view is a function of a run and its parameters; `table` has its path.
+"""What the page shows of a run, as plain JSON; `clearhead.app.views` has the path of each view.
 
 Served live, recorded into a file and shown in a notebook, they are the same bodies. Patterns and logits are
 packed as they are, the small pictures of heads a byte a value.
@@ -8,6 +8,7 @@ Shapes: L layers, H heads, T queries, S keys, V choices.
 
 from __future__ import annotations
 
+import base64
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,13 +17,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike, NDArray
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from clearhead.app.explorer import atlas
-from clearhead.app.explorer.described import TASKS
-from clearhead.app.explorer.pack import packed_bytes, packed_floats, packed_numbers, packed_picture
-from clearhead.app.explorer.stops import head_stops
+from clearhead.core.taps import Recording, tap_names
 from clearhead.core.transformer import evaluating
 from clearhead.errors import InputError, refuse
 from clearhead.hub.tokens.text import decoded, stages
@@ -32,16 +31,19 @@ from clearhead.inside.inputs import (
     CachedPass,
     Choices,
     InputTokens,
+    Prepared,
     cached_pass,
     choices_of,
     find_column,
     prepare,
 )
-from clearhead.inside.lens import best_choices, contributions, lens
+from clearhead.inside.lens import best_choices, contributions, followed, lens
 from clearhead.inside.memories import ReadCorpus
+from clearhead.inside.names import AttentionHead, find_heads, kinds_of, unpatterned
 from clearhead.inside.patch import OnRows
 from clearhead.inside.results import plain
 from clearhead.inside.trace import Trace, TraceStep, trace
+from clearhead.inside.trace_words import filled_words
 from clearhead.run.api import Model
 
 CELLS = 512 * 512  # of one head's pattern while the page is live
@@ -49,6 +51,92 @@ THUMBNAIL = 32  # cells a side
 CORNER = 64  # values a side that are shown of a step's result
 LISTED = 200  # choices that are sent with their names
 EDGES = 300  # of a path, the largest ones
+HIDDEN = -1e30  # scores below this are masked
+MIX = "Each value counts as much as its share; what is shown is the length of what each token gives."
+TASKS = {"lm": "next", "mlm": "fill", "classifier": "classify", "tagger": "tag", "span": "span"}
+
+
+# Arrays as the page gets them: base64 within JSON -----------------------------------------------------------
+
+
+def packed_bytes(values: ArrayLike, low: float = 0.0, high: float = 1.0) -> dict[str, Any]:
+    """Pack values between `low` and `high`, a byte each: off by 1/510 of that range at most."""
+    array = np.nan_to_num(np.asarray(values, dtype=np.float32), nan=low)
+    levels = np.clip(np.rint((array - low) / (high - low or 1.0) * 255), 0, 255).astype(np.uint8)
+    return {**_packed(levels, "u8"), "low": low, "high": high}
+
+
+def packed_floats(values: ArrayLike) -> dict[str, Any]:
+    """Pack values as float32; what is not finite becomes the largest number there is, so that order stays."""
+    return _packed(np.nan_to_num(np.asarray(values, dtype=np.float32)), "f32")
+
+
+def packed_picture(pixels: ArrayLike) -> dict[str, Any]:
+    """Pack pixels [channels, height, width] as a picture between 0 and 1, whatever range the model reads."""
+    array = np.asarray(pixels, dtype=np.float32)
+    low, high = float(array.min()), float(array.max())
+    return packed_bytes(array if low >= 0 and high <= 1 else (array - low) / (high - low or 1.0))
+
+
+def packed_numbers(values: ArrayLike) -> dict[str, Any]:
+    """Pack whole numbers, four bytes each."""
+    return _packed(np.asarray(values, dtype=np.int32), "i32")
+
+
+def _packed(array: NDArray[Any], kind: str) -> dict[str, Any]:
+    data = base64.b64encode(np.ascontiguousarray(array).tobytes()).decode("ascii")
+    return {"shape": list(array.shape), "type": kind, "data": data}
+
+
+def short(value: float) -> float:
+    """Return a float32 with the digits that it has: in a file the others would be most of the bytes."""
+    return float(f"{value:.9g}")
+
+
+def finite(value: Any) -> Any:
+    """Return plain JSON: numbers that are not finite become null, in lists and objects too."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(key): finite(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(entry) for entry in value]
+    return value
+
+
+# A model and a run ------------------------------------------------------------------------------------------
+
+
+def model_view(m: Model, name: str, example: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return what the model is, and what the page begins with."""
+    config, main = m.config, m.config.main
+    encoder = config.encoder if config.decoder is not None else None
+    return {
+        **{"name": name, "ready": True, "failed": False, "says": "", "example": example},
+        "family": config.family,
+        "head": config.head,
+        "task": TASKS.get(config.head or "", "embed"),
+        "input": (encoder or main).input,
+        "parameters": sum(parameter.numel() for parameter in m.model.parameters()),
+        "layers": main.n_layers,
+        "encoder_layers": encoder.n_layers if encoder is not None else 0,
+        "d_model": config.d_model,
+        "n_heads": main.n_heads,
+        "n_kv_heads": main.n_kv_heads,
+        "vocab_size": config.vocab_size,
+        "max_length": m.max_length,
+        "image_size": list(config.image_size) if config.image_size else None,
+        "n_channels": config.n_channels,
+        "labels": list(m.labels),
+        "tokenizer": m.tokenizer is not None,
+        "unknown": getattr(m.tokenizer.model, "unk_token", None) if m.tokenizer else None,
+        "mask": m.tokenizer.id_to_token(m.special["mask"]) if m.tokenizer and "mask" in m.special else None,
+        "attentions": [
+            {"kind": one.kind, "layer": one.layer, "heads": one.n_heads, "pattern": kind.patterned}
+            for one, kind in kinds_of(config).items()
+        ],
+        "unpatterned": unpatterned(config),
+    }
 
 
 def tokens_view(m: Model, tokens: InputTokens | None) -> dict[str, Any] | None:
@@ -81,7 +169,9 @@ class PageRun:
     pair: str | None = None
     cells: int = CELLS
     roles: Callable[[], dict[str, str]] = field(default=dict, compare=False)
-    corpus: Callable[[], ReadCorpus | None] | None = field(default=None, compare=False)  # see `worth.fired`
+    corpus: Callable[[], ReadCorpus | None] | None = field(
+        default=None, compare=False
+    )  # see `interventions.fired`
     number: int = 0  # of the model, where the page has two
     others: Callable[[str], PageRun] = field(default=_alone, compare=False)
     progress: OnRows = field(default=lambda done, total: None, compare=False)
@@ -244,11 +334,17 @@ class PageRun:
         choices, best = best_choices(self.m, self.prepared, columns)
         return {"columns": columns, "says": [[choices.name(one) for one in row] for row in best.tolist()]}
 
+    def followed(self, token: int, first: int | None = None, count: int | None = None) -> dict[str, Any]:
+        """Return the probability of one choice after each layer, at each column or at some."""
+        columns = None if first is None else self._some(first, count or 1)
+        p = followed(self.m, self.prepared, token, columns=columns)
+        return {"token": token, "label": self.choices.name(token), "p": packed_floats(p.numpy())}
+
     def _some(self, first: int, count: int) -> range:
         """Return so many columns from the first on, as far as there are any."""
         return range(find_column(first, self.choices.columns), min(first + count, len(self.choices.columns)))
 
-    def next(self, position: int) -> dict[str, Any]:
+    def next(self, position: int = -1) -> dict[str, Any]:
         """Return all scores at one position, with the names of the largest."""
         column = find_column(position, self.choices.columns)
         scores = self.scores(column)
@@ -266,23 +362,15 @@ class PageRun:
             "actual_label": None if actual is None else self.choices.name(actual),
         }
 
-    def ablate(
-        self,
-        heads: list[str],
-        layers: list[str],
-        feedforwards: list[str],
-        how: str,
-        position: int,
-        second: PageRun | None = None,
+    def contributions(
+        self, position: int = -1, token: int | None = None, against: int | None = None
     ) -> dict[str, Any]:
-        """Return the scores at one position with parts of the model off, beside those of the whole model."""
-        return atlas.ablated(self, heads, layers, feedforwards, how, position, second)
-
-    def contributions(self, position: int, token: int | None, against: int | None) -> dict[str, Any]:
         """Return what each head, feed-forward and embedding adds to one choice's logit."""
         return contributions(self.m, self.prepared, token, position, against=against).to_dict()
 
-    def paths(self, position: int, token: int | None, against: int | None) -> dict[str, Any]:
+    def paths(
+        self, position: int = -1, token: int | None = None, against: int | None = None
+    ) -> dict[str, Any]:
         """Return what heads carried to one choice's logit, by source token: the largest edges, and sums."""
         found = paths(self.m, self.prepared, token, position, against=against)
         return {
@@ -338,4 +426,66 @@ def _numbers_of(step: TraceStep) -> dict[str, Any]:
         "values": packed_floats(step.value.numpy()),
         "cut": step.value.numel() < math.prod(step.shape),
         "axes": step.symbols.split()[-2:],
+    }
+
+
+# One head at one token, in five stops: q·k, scale, mask and position, softmax, the mix of values ------------
+
+
+def head_stops(prepared: Prepared, heads: Sequence[str], reader: int) -> list[dict[str, Any]]:
+    """Return what each head computes for one reader in a recorded pass: [S] numbers a stop; masked: null."""
+    config = prepared.m.config
+    found, known = find_heads(config, heads), tap_names(config)
+    seen_kinds = {one.part for one, kind in kinds_of(config).items() if kind.patterned}
+    for head in found:
+        refuse(head.part not in seen_kinds, f"head {head} has no attention pattern to look into")
+    taps = {f"{head.part}.{tap}" for head in found for tap in ("q", "k", "v", "scores", "pattern")}
+    _, seen = prepared.record(*sorted(taps & set(known)), logits="none")
+    return [_stops_of(prepared, seen, head, reader) for head in found]
+
+
+def _stops_of(prepared: Prepared, seen: Recording, head: AttentionHead, reader: int) -> dict[str, Any]:
+    """Return one head's stops from what the pass has recorded."""
+    model = prepared.model
+    stack = model.encoder if head.kind == "encoder" else model.main
+    assert stack is not None
+    block = list(stack.layers())[head.layer]
+    attention: Any = block.cross if head.kind == "cross" else block.attention
+    rows = prepared.tokens_of("encoder." if head.kind == "encoder" else "").labels
+    columns = prepared.tokens_of("" if head.kind == "self" else "encoder.").labels
+    place = find_column(reader, rows)
+
+    def of_group(tap: str, heads: int) -> Tensor:
+        """Return the keys or values that the head reads, [S, E]: those of its group."""
+        x = seen[f"{head.part}.{tap}"][0].float()
+        return x[len(x) * head.number // heads]
+
+    shares = seen[f"{head.part}.pattern"][0].float()
+    numbers: dict[str, tuple[str, Tensor]] = {}  # by stop: the step it is of, [S] numbers
+    if f"{head.part}.scores" in seen:
+        masked = seen[f"{head.part}.scores"][0, head.number, place].float()
+        query = seen[f"{head.part}.q"][0, head.number, place].float()
+        product = of_group("k", len(shares)) @ query
+        scaled, cap = product * attention.scale, attention.softcap
+        numbers["q·k"] = "scores", product
+        numbers["scale"] = (
+            ("scaled", scaled) if cap is None else ("softcapped", cap * torch.tanh(scaled / cap))
+        )
+        numbers["mask"] = "masked", masked
+    numbers["softmax"] = "pattern", shares[head.number, place]
+    stops = []
+    for stop, (step, values) in numbers.items():
+        words = filled_words(model.config, f"{head.part}.{step}", values)
+        shown = [None if value <= HIDDEN else short(value) for value in values.tolist()]
+        stops.append({"stop": stop, "formula": words.formula, "why": words.why, "values": shown})
+    mix = shares[head.number, place] * of_group("v", len(shares)).norm(dim=-1)
+    stops.append(
+        {"stop": "mix", "formula": "share × |v|", "why": MIX, "values": [short(x) for x in mix.tolist()]}
+    )
+    return {
+        "head": str(head),
+        "reader": place,
+        "label": rows[place],
+        "columns": list(columns),
+        "stops": stops,
     }

@@ -1,23 +1,30 @@
 """An experiment: arms that differ in one thing, seeds, what is measured, and claims that the numbers decide.
 
 `conduct` runs every arm with every seed and judges the claims by a stated test. Each trial is kept in a file
-of its own, so that a stopped experiment goes on where it was.
+of its own, so that a stopped experiment goes on where it was. `run_trials` runs trials in several
+processes, each with one thread.
 """
 
+import importlib
 import json
 import math
+import multiprocessing
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from clearhead.app.plot.canvas import Figure
+from clearhead.app.plot import Figure
+from clearhead.core.config import ModelConfig
+from clearhead.core.transformer import Transformer
 from clearhead.errors import InputError, refuse
 from clearhead.hub.files import write_text
+from clearhead.labs.lab import EXPERIMENTS
 
 Verdict = Literal["supported", "not supported", "undecided"]
 Numbers = dict[str, Any]  # of a trial: figures by name, and curves as lists of [x, y]
@@ -181,6 +188,13 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     return mean - wide, mean + wide
 
 
+def find(name: str) -> Experiment:
+    """Return the experiment of a name in the list."""
+    module, attribute = EXPERIMENTS[name].target.split(":")
+    experiment: Experiment = getattr(importlib.import_module(f"clearhead.labs.lab.{module}"), attribute)
+    return experiment
+
+
 def conduct(
     name: str,
     experiment: Experiment,
@@ -247,3 +261,64 @@ def _read(path: Path, asked: Mapping[str, Any]) -> Numbers | None:
 
 def _file_name(arm: str) -> str:
     return "".join(letter if letter.isalnum() else "_" for letter in arm)
+
+
+# Many trials at once --------------------------------------------------------------------------------------
+
+
+def run_trials(
+    folders: dict[str, Path], seeds: int, setting: Conditions, workers: int, tell: Callable[[str], None]
+) -> None:
+    """Run every trial of experiments, by name with their folders; long ones begin first.
+
+    Each trial is kept in its experiment's folder, from which `conduct` reads it.
+    """
+    jobs = [
+        (name, arm, replace(setting, seed=seed), folder)
+        for name, folder in sorted(folders.items(), key=lambda item: -find(item[0]).seconds)
+        for seed in range(seeds)
+        for arm in find(name).arms
+    ]
+    apart = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, apart, torch.set_num_threads, (1,)) as pool:
+        running = {pool.submit(_run, *job): job for job in jobs}
+        faults = []
+        try:
+            for number, done in enumerate(as_completed(running), start=1):
+                name, arm, _, _ = running[done]
+                fault = done.exception()
+                if fault is not None:
+                    faults.append(fault)
+                line = fault or said(find(name), arm, done.result())
+                tell(f"{number} of {len(jobs)}  {name}: {line}")
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    if faults:  # after all others: what they measured is kept
+        raise faults[0]
+
+
+def _run(name: str, arm: str, setting: Conditions, folder: Path) -> Numbers:
+    return trial(find(name), arm, setting, folder)
+
+
+# How long it takes ----------------------------------------------------------------------------------------
+
+
+REFERENCE = 0.020  # seconds of the step of `pace` on one core of the machine that the times were taken on
+
+
+def pace(device: str) -> float:
+    """Return how many times as long as on the reference machine a small step takes."""
+    model = Transformer(ModelConfig(vocab_size=64, d_model=64, n_layers=2, n_heads=4, max_positions=64)).to(
+        device
+    )
+    ids = torch.zeros(16, 64, dtype=torch.long, device=device)
+    found = []
+    for _ in range(6):
+        start = time.perf_counter()
+        model(ids).logits.sum().backward()
+        if device.startswith("cuda"):
+            torch.cuda.synchronize()
+        found.append(time.perf_counter() - start)
+    return min(found) / REFERENCE

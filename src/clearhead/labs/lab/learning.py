@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from clearhead.core.config import ModelConfig
 from clearhead.core.transformer import Transformer
-from clearhead.labs.lab.experiment import Conditions
+from clearhead.labs.lab.experiment import Conditions, Numbers
 from clearhead.learn.data.corpora import CORPORA
 
 CHARACTERS = 1_000_000  # of an embedded text that a trial learns from
@@ -73,9 +73,14 @@ def language_model(**changes: Any) -> ModelConfig:
 
 def next_loss(model: nn.Module, rows: Tensor) -> Tensor:
     """Return the mean cross-entropy of the next character: rows [B, T + 1] -> []."""
-    rows = rows.to(next(model.parameters()).device)
+    rows = rows.to(device_of(model))
     logits = logits_of(model, rows[:, :-1])
     return nnf.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Return the device of a model's weights."""
+    return next(model.parameters()).device
 
 
 def logits_of(model: nn.Module, ids: Tensor, **more: Any) -> Tensor:
@@ -85,8 +90,8 @@ def logits_of(model: nn.Module, ids: Tensor, **more: Any) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Schooling:
-    """How a model is trained."""
+class Training:
+    """The settings of a short training run."""
 
     steps: int = 300
     batch: int = 16
@@ -97,8 +102,11 @@ class Schooling:
     weight_decay: float = 0.01
 
 
-def school(
-    model: nn.Module, draw: Draw, loss_of: Loss, plan: Schooling, setting: Conditions, every: int = 10
+USUAL = Training()
+
+
+def train(
+    model: nn.Module, draw: Draw, loss_of: Loss, plan: Training, setting: Conditions, every: int = 10
 ) -> Iterator[tuple[int, float, float]]:
     """Train a model; yield (step, loss, norm of the gradient) at every `every`-th step and at the last.
 
@@ -129,8 +137,15 @@ def school(
     model.eval()
 
 
+def loss_curve(
+    model: nn.Module, draw: Draw, loss_of: Loss, plan: Training, setting: Conditions
+) -> list[list[float]]:
+    """Train a model; return [step, loss] of every tenth step and the last."""
+    return [[step, loss] for step, loss, _ in train(model, draw, loss_of, plan, setting)]
+
+
 @torch.no_grad()
-def held_out_loss(model: nn.Module, plan: Schooling, batches: int = 8, corpus: Text | None = None) -> float:
+def held_out_loss(model: nn.Module, plan: Training, batches: int = 8, corpus: Text | None = None) -> float:
     """Return the mean loss of a model on text that it has not seen, in nats; None: the embedded one."""
     model.eval()
     examples, source = torch.Generator().manual_seed(1), corpus or text()
@@ -141,18 +156,17 @@ def held_out_loss(model: nn.Module, plan: Schooling, batches: int = 8, corpus: T
     return sum(found) / len(found)
 
 
-def read(config: ModelConfig, plan: Schooling, setting: Conditions) -> tuple[Transformer, dict[str, Any]]:
+def train_model(config: ModelConfig, plan: Training, setting: Conditions) -> tuple[Transformer, Numbers]:
     """Train a model of characters; return it with its loss on unseen text, its curve and its size."""
     model = Transformer(config)
-    found = school_text(model, plan, setting)
-    return model, found
+    return model, train_on_text(model, plan, setting)
 
 
-def school_text(model: nn.Module, plan: Schooling, setting: Conditions) -> dict[str, Any]:
+def train_on_text(model: nn.Module, plan: Training, setting: Conditions) -> Numbers:
     """Train any model of characters on the embedded text."""
     corpus = text()
     draw = functools.partial(corpus.windows, batch=plan.batch, length=plan.length)
-    steps = list(school(model, draw, next_loss, plan, setting))
+    steps = list(train(model, draw, next_loss, plan, setting))
     broken = not math.isfinite(steps[-1][1])
     return {
         "loss": math.log(len(corpus.letters)) if broken else held_out_loss(model, plan),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from clearhead.app.plot import canvas
+from clearhead.app import plot as canvas
 from clearhead.errors import InputError, refuse, refusing
 from clearhead.hub.files import write_text
 from clearhead.labs.lab.experiment import Conditions, Experiment, Findings, Picture

@@ -278,7 +278,7 @@ def ladder(
 
 
 @dataclass(frozen=True)
-class Foretold:
+class Prediction:
     """What a ladder says of a larger model before that is trained."""
 
     law: Law
@@ -288,7 +288,7 @@ class Foretold:
     by_size: Law | None = None  # of the amount of text that was asked for, which `loss` is by
 
 
-def predict(points: Sequence[Point], weights: float, tokens: float, times: int = 100) -> Foretold:
+def predict(points: Sequence[Point], weights: float, tokens: float, times: int = 100) -> Prediction:
     """Fit a law and predict the loss of a size beyond the ladder.
 
     Where the ladder has this very amount of text for four sizes or more, these alone predict: what the text
@@ -298,12 +298,12 @@ def predict(points: Sequence[Point], weights: float, tokens: float, times: int =
     if len({one.weights for one in same}) >= 4:
         by_size = fit_sizes(same)
         without = [fit_sizes([*same[:at], *same[at + 1 :]]).loss(weights, tokens) for at in range(len(same))]
-        return Foretold(law, by_size.loss(weights, tokens), min(without), max(without), by_size)
+        return Prediction(law, by_size.loss(weights, tokens), min(without), max(without), by_size)
     drawn = [one.loss(weights, tokens) for one in bootstrap(points, times)]
-    return Foretold(law, law.loss(weights, tokens), *between(drawn or [math.nan]))
+    return Prediction(law, law.loss(weights, tokens), *between(drawn or [math.nan]))
 
 
-def climb(
+def train_ladder(
     rungs: Sequence[Rung],
     text: Tensor,
     unseen: Tensor,

@@ -1,5 +1,7 @@
-"""Which family fits which task, and how a text becomes one vector."""
+"""Experiments on tasks: the three families, pooling, distillation, tokenizers."""
 
+import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -9,12 +11,27 @@ from torch import Tensor, nn
 
 from clearhead.core.config import ModelConfig
 from clearhead.core.transformer import Transformer
+from clearhead.hub.tokens import TokenKind, TokensPlan
+from clearhead.hub.tokens.training import GENERATOR, train_tokenizer
 from clearhead.labs.lab.experiment import Claim, Conditions, Experiment, Numbers, Picture
-from clearhead.labs.lab.learning import Schooling, logits_of, school
+from clearhead.labs.lab.learning import (
+    USUAL,
+    Text,
+    Training,
+    device_of,
+    held_out_loss,
+    language_model,
+    logits_of,
+    loss_curve,
+    next_loss,
+    prose,
+    text,
+    train,
+)
 from clearhead.learn.data.corpora import CORPORA
 
-SYMBOLS, BEGIN, LENGTH = 8, 8, 8
-PLAN = Schooling(steps=300, batch=64, length=LENGTH)
+N_SYMBOLS, BEGIN, LENGTH = 8, 8, 8
+FAMILIES_PLAN = Training(steps=300, batch=64, length=LENGTH)
 WANTED: dict[str, Callable[[Tensor], Tensor]] = {
     "majority": lambda rows: (2 * (rows[:, :-1] % 2).sum(1, keepdim=True) > LENGTH).long(),  # one label
     "reverse": lambda rows: rows[:, :-1].flip(1),  # a text for a text
@@ -29,7 +46,7 @@ def model_of(family: str) -> Transformer:
     return Transformer(
         ModelConfig(
             family=family,  # type: ignore[arg-type]
-            vocab_size=SYMBOLS + 1,
+            vocab_size=N_SYMBOLS + 1,
             d_model=64,
             n_heads=4,
             max_positions=2 * LENGTH + 2,
@@ -68,23 +85,22 @@ def run_families(family: str, setting: Conditions) -> Numbers:
             logits = answers(model, rows, wanted)  # type: ignore[arg-type]
             return nnf.cross_entropy(logits.flatten(0, 1), wanted.flatten())
 
-        steps = list(
-            school(model, lambda generator: draw(generator).to(setting.device), loss_of, PLAN, setting)
+        found[f"curve of {name}"] = loss_curve(
+            model, lambda generator: draw_rows(generator).to(setting.device), loss_of, FAMILIES_PLAN, setting
         )
-        rows = draw(torch.Generator().manual_seed(1), 256).to(setting.device)
+        rows = draw_rows(torch.Generator().manual_seed(1), 256).to(setting.device)
         wanted = target(rows.cpu()).to(rows.device)
         with torch.no_grad():
             logits = answers(model.eval(), rows, wanted)
         right = (logits.argmax(-1) == wanted).all(1).float().mean()
         surprise = nnf.cross_entropy(logits.flatten(0, 1), wanted.flatten())
         found[name] = float(surprise if name == "continue" else right)
-        found[f"curve of {name}"] = [[step, loss] for step, loss, _ in steps]
     return found
 
 
-def draw(generator: torch.Generator, batch: int = PLAN.batch) -> Tensor:
+def draw_rows(generator: torch.Generator, batch: int = FAMILIES_PLAN.batch) -> Tensor:
     """Draw rows of symbols, and one that is hidden: [B, T + 1]."""
-    return torch.randint(SYMBOLS, (batch, LENGTH + 1), generator=generator)
+    return torch.randint(N_SYMBOLS, (batch, LENGTH + 1), generator=generator)
 
 
 FAMILIES = Experiment(
@@ -118,13 +134,13 @@ FAMILIES = Experiment(
         Picture(name, f"Loss: {name}", "step", "nats a symbol", curve=f"curve of {name}") for name in WANTED
     ),
     seconds=45,
-    setup=vars(PLAN),
+    setup=vars(FAMILIES_PLAN),
 )
 
 # Pooling --------------------------------------------------------------------------------------------------
 
 NAMES = 40  # letters of a name that are read
-POOLED = Schooling(steps=300, batch=32, length=NAMES)
+POOLED = Training(steps=300, batch=32, length=NAMES)
 
 
 def labelled() -> tuple[Tensor, Tensor, int]:
@@ -159,14 +175,14 @@ def run_pooling(pooling: str, setting: Conditions) -> Numbers:
         given = rows[chosen].to(setting.device)
         return logits_of(model, given, mask=given > 0), classes[chosen].to(setting.device)
 
-    steps = list(
-        school(model, pick, lambda model, chosen: nnf.cross_entropy(*scored(model, chosen)), POOLED, setting)
+    curve = loss_curve(
+        model, pick, lambda model, chosen: nnf.cross_entropy(*scored(model, chosen)), POOLED, setting
     )
     with torch.no_grad():
         logits, wanted = scored(model.eval(), held)
     return {
         "accuracy": float((logits.argmax(-1) == wanted).float().mean()),
-        "curve": [[step, loss] for step, loss, _ in steps],
+        "curve": curve,
     }
 
 
@@ -180,4 +196,179 @@ POOLING = Experiment(
     pictures=(Picture("loss", "Loss while training", "step", "nats", curve="curve"),),
     seconds=30,
     setup={"data": "unicode-names", **vars(POOLED)},
+)
+
+
+# Distillation by DistilBERT's recipe (Sanh et al., 2019) --------------------------------------------------
+
+
+TEACHER = Training(steps=600, batch=16, length=64)
+MASKED = 0.15  # share of the characters
+WARMTH = 2.0  # temperature of the teacher's probabilities
+SOFT, HARD, COSINE = 5.0, 2.0, 1.0  # weights of the three parts
+
+
+def masked_model(n_layers: int) -> ModelConfig:
+    """Return the config of an encoder of characters, with one id more for what is masked."""
+    return language_model(family="encoder", head="mlm", n_layers=n_layers, vocab_size=len(text().letters) + 1)
+
+
+def draw_masked(generator: torch.Generator, held_out: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """Draw ids with some masked [B, T], the true characters [B, T], and which are masked [B, T]."""
+    rows = text().windows(generator, USUAL.batch, USUAL.length, held_out)[:, :-1]
+    masked = torch.rand(rows.shape, generator=generator) < MASKED
+    return rows.masked_fill(masked, len(text().letters)), rows, masked
+
+
+def run_distillation(arm: str, setting: Conditions) -> Numbers:
+    """Train a teacher of four layers, then a student of two, alone or with its help."""
+    teacher = Transformer(masked_model(4))
+    loss_curve(teacher, draw_masked, masked_loss, TEACHER, setting)
+    torch.manual_seed(setting.seed + 1)
+    student = Transformer(masked_model(2))
+    if arm == "taught, begun from the teacher":
+        copy_layers(student, teacher)
+
+    def taught_loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+        ids, wanted, masked = (one.to(setting.device) for one in batch)
+        found = model(ids)
+        with torch.no_grad():
+            guide = teacher(ids)
+        soft = nnf.kl_div(
+            (found.required_logits[masked] / WARMTH).log_softmax(-1),
+            (guide.required_logits[masked] / WARMTH).softmax(-1),
+            reduction="batchmean",
+        )
+        hard = nnf.cross_entropy(found.required_logits[masked], wanted[masked])
+        apart = 1 - nnf.cosine_similarity(found.hidden, guide.hidden, dim=-1).mean()
+        return SOFT * WARMTH**2 * soft + HARD * hard + COSINE * apart
+
+    loss_of = masked_loss if arm == "alone" else taught_loss
+    steps = train(student, draw_masked, loss_of, USUAL, setting, every=30)
+    curve = [[step, unseen_masked_loss(student)] for step, _, _ in steps]
+    return {"loss": unseen_masked_loss(student), "teacher": unseen_masked_loss(teacher), "curve": curve}
+
+
+def masked_loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+    """Return the mean cross-entropy of the masked characters."""
+    ids, wanted, masked = (one.to(device_of(model)) for one in batch)
+    return nnf.cross_entropy(model(ids).required_logits[masked], wanted[masked])
+
+
+@torch.no_grad()
+def unseen_masked_loss(model: nn.Module) -> float:
+    """Return the loss of masked characters of text that was not trained on, in nats."""
+    generator, training = torch.Generator().manual_seed(1), model.training
+    model.eval()
+    losses = [float(masked_loss(model, draw_masked(generator, held_out=True))) for _ in range(8)]
+    model.train(training)
+    return sum(losses) / len(losses)
+
+
+def copy_layers(student: Transformer, teacher: Transformer) -> None:
+    """Give the student the teacher's tables, and every second of its layers."""
+    found = teacher.state_dict()
+    kept = {name: value for name, value in found.items() if ".blocks." not in name}
+    for number in range(len(student.main.blocks)):
+        old, new = f".blocks.{2 * number}.", f".blocks.{number}."
+        kept |= {name.replace(old, new): value for name, value in found.items() if old in name}
+    student.load_state_dict(kept)
+
+
+DISTILLATION = Experiment(
+    title="Distillation, by DistilBERT's recipe",
+    question="Does a small encoder learn more from a larger one than from the text alone?",
+    arms={name: name for name in ("alone", "taught", "taught, begun from the teacher")},
+    run=run_distillation,
+    claims=(
+        Claim("A teacher's probabilities help.", "loss", "taught", "alone", 0.0),
+        Claim(
+            "Half of the teacher's layers are a good start.",
+            "loss",
+            "taught, begun from the teacher",
+            "taught",
+            0.0,
+        ),
+    ),
+    figures={"loss": "nats a masked character of unseen text", "teacher": "the same of the teacher"},
+    pictures=(
+        Picture("loss", "Loss of the student on unseen text", "step", "nats a character", curve="curve"),
+        Picture("final", "Loss of the student", "", "nats a character", figure="loss"),
+    ),
+    seconds=90,
+    setup={
+        "teacher": lambda setting: f"4 layers, {setting.steps(TEACHER.steps)} steps",
+        "student": "2 layers",
+        "masked": MASKED,
+        "temperature": WARMTH,
+        "weights": f"soft {SOFT:g}, hard {HARD:g}, cosine {COSINE:g}",
+        **vars(USUAL),
+    },
+)
+
+
+# Tokenizers on one text, compared by bits a byte, which do not depend on the tokens -----------------------
+
+
+CHARACTERS = 400_000  # of the text
+TOKENIZER_ARMS: dict[str, tuple[TokenKind, int | None]] = {  # all spell any text
+    "bytes": ("byte", None),
+    "BPE, 512 tokens": ("bpe", 512),
+    "BPE, 2,048 tokens": ("bpe", 2048),
+    "Unigram, 2,048 tokens": ("unigram", 2048),
+}
+
+
+def run_tokenizers(arm: tuple[TokenKind, int | None], setting: Conditions) -> Numbers:
+    """Train a tokenizer on the text before the held-out tenth, and a model on as many tokens as any other."""
+    kind, size = arm
+    whole = prose(characters=CHARACTERS)
+    cut = whole.rindex("\n", 0, CHARACTERS * 9 // 10) + 1
+    parts = whole[:cut], whole[cut:]
+    tokenizer = train_tokenizer([parts[0]], TokensPlan(kind=kind, vocab_size=size), GENERATOR, len(whole))
+    train, held_out = (torch.tensor(tokenizer.encode(part, add_special_tokens=False).ids) for part in parts)
+    corpus = Text(train, held_out, "")
+    model = Transformer(language_model(vocab_size=tokenizer.get_vocab_size()))
+    draw = functools.partial(corpus.windows, batch=USUAL.batch, length=USUAL.length)
+    curve = loss_curve(model, draw, next_loss, USUAL, setting)
+    size_of = len(parts[1].encode()) / len(held_out)  # bytes of a token
+    bits = held_out_loss(model, USUAL, corpus=corpus) / math.log(2)
+    return {
+        "bits a byte": bits / size_of,
+        "bits a token": bits,
+        "bytes a token": size_of,
+        "parameters": sum(one.numel() for one in model.parameters()),
+        "curve": [[step, loss / math.log(2) / size_of] for step, loss in curve],
+    }
+
+
+TOKENIZERS = Experiment(
+    title="Kinds of tokenizer on one text",
+    question="Which pieces of text does a model learn from best, at equal steps?",
+    arms=TOKENIZER_ARMS,
+    run=run_tokenizers,
+    claims=(
+        Claim(
+            "Larger pieces need fewer bits for the same text.", "bits a byte", "BPE, 2,048 tokens", "bytes"
+        ),
+        Claim(
+            "The loss of a token says the opposite, which is why tokenizers are not compared by it.",
+            "bits a token",
+            "bytes",
+            "BPE, 2,048 tokens",
+        ),
+        Claim("Merges cover more text with a token than bytes.", "bytes a token", "bytes", "BPE, 512 tokens"),
+    ),
+    figures={
+        "bits a byte": "bits that the model needs for a byte of unseen text",
+        "bits a token": "the same for a token",
+        "bytes a token": "bytes of the text that a token stands for",
+        "parameters": "weights",
+    },
+    pictures=(
+        Picture("bits", "Bits a byte while training", "step", "bits", curve="curve"),
+        Picture("final", "Bits a byte of unseen text", "", "bits", figure="bits a byte"),
+    ),
+    seconds=30,
+    setup={"model": "2 layers of width 64, 4 heads", "text": f"{CHARACTERS:,} characters", **vars(USUAL)},
 )

@@ -21,15 +21,32 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
-from safetensors.numpy import save
+from numpy.typing import NDArray
+from safetensors.numpy import load, save
 
 from clearhead.errors import CheckpointError, InputError, refuse, refusing
 from clearhead.hub.files import locked_folder, read_json, write_bytes, write_text
-from clearhead.labs.retrieval.graph import library, make_graph, near, read_graph
-from clearhead.labs.retrieval.order import best, fuse, nearest_rows
-from clearhead.labs.retrieval.parts import PARTS, IndexPart, Vectors, read_entry, read_part
-from clearhead.labs.retrieval.passages import WORDS, IndexedFile, IndexedPassage, find_files, read_passages
-from clearhead.labs.retrieval.words import Postings, bm25, join, post
+from clearhead.labs.retrieval.passages import (
+    WORDS,
+    Hit,
+    IndexedFile,
+    IndexedPassage,
+    find_files,
+    read_passages,
+)
+from clearhead.labs.retrieval.ranking import (
+    Postings,
+    best,
+    bm25,
+    fuse,
+    hnsw_library,
+    join,
+    make_hnsw,
+    nearest_rows,
+    post,
+    read_hnsw,
+    search_hnsw,
+)
 from clearhead.run.api import Model
 from clearhead.run.api import load as load_model
 
@@ -43,34 +60,43 @@ PROMPTS = {"query": ("query",), "passage": ("passage", "document")}  # names of 
 By = Literal["meaning", "words", "both"]
 Nearest = Literal["exact", "hnsw"]
 OnPassages = Callable[[str, int, int], None]
+PARTS = "parts"  # their folder
+Vectors = NDArray[np.float32]
 
 
 @dataclass(frozen=True)
-class Hit:
-    """A passage that was found, and how well it fits: cosine, BM25, or the sum of 1 / (60 + rank)."""
+class IndexPart:
+    """A block of passages, read from its file."""
 
-    passage: IndexedPassage
-    score: float
+    vectors: Vectors  # N D, of length one
+    postings: Postings
+    rows: bytes  # a JSON object a line: text, line, name
+    ends: NDArray[np.int64]  # N, where each ends
 
-    @property
-    def text(self) -> str:
-        """The passage itself."""
-        return self.passage.text
+    def passage(self, number: int, file: str) -> IndexedPassage:
+        """Return one passage."""
+        start = int(self.ends[number - 1]) if number else 0
+        return IndexedPassage(file=file, **json.loads(self.rows[start : int(self.ends[number])]))
 
-    @property
-    def name(self) -> str:
-        """The id that a JSON object gave the passage, else where it stands: file and line."""
-        return self.passage.name or self.passage.place
 
-    @property
-    def file(self) -> str:
-        """The file that it is of."""
-        return self.passage.file
+def read_entry(folder: Path, entry: dict[str, Any]) -> bytes:
+    """Return the bytes of a file that the manifest names, as they were written."""
+    path = folder / PARTS / entry["name"]
+    with refusing(f"{path} cannot be read: make the index again", CheckpointError):
+        raw: bytes = path.read_bytes()
+    refuse(
+        zlib.crc32(raw) != entry["checksum"],
+        f"{path} has changed since it was written: remove it and make the index again",
+        CheckpointError,
+    )
+    return raw
 
-    @property
-    def line(self) -> int:
-        """Its first line in the file, from 1."""
-        return self.passage.line
+
+def read_part(folder: Path, entry: dict[str, Any]) -> IndexPart:
+    """Return a part that the manifest names."""
+    arrays = load(read_entry(folder, entry))
+    postings = Postings(*(arrays[f"postings.{key}"] for key in Postings._fields))
+    return IndexPart(arrays["vectors"], postings, arrays["rows"].tobytes(), arrays["ends"])
 
 
 class Index:
@@ -139,7 +165,7 @@ class Index:
     def graph(self) -> Any:
         """The graph of the vectors; None: every vector is compared."""
         entry = None if self.exact else self.manifest.get("graph")
-        return None if entry is None else read_graph(read_entry(self.folder, entry))
+        return None if entry is None else read_hnsw(read_entry(self.folder, entry))
 
     @cached_property
     def postings(self) -> Postings:
@@ -193,7 +219,7 @@ class Index:
     def _by_meaning(self, queries: Sequence[str], k: int) -> list[dict[int, float]]:
         asked = embedded(self.model, queries, "query")  # Q D
         if self.graph is not None:
-            proposed = zip(asked, near(self.graph, asked, k))
+            proposed = zip(asked, search_hnsw(self.graph, asked, k))
             exact = ((found, best(self.vectors[found] @ row, k)) for row, found in proposed)
             return [{found[at]: score for at, score in scores.items()} for found, scores in exact]
         return nearest_rows(asked, self.vectors, k)
@@ -236,7 +262,7 @@ def build_index(
     folder = Path(folder)
     refuse(words is not None and words < 1, f"words {words} must be 1 or more")
     if nearest == "hnsw":
-        library()  # refused before anything is embedded
+        hnsw_library()  # refused before anything is embedded
     with locked_folder(folder, "clearhead index", lambda line: warnings.warn(line, stacklevel=2)):
         before = _manifest(folder) if (folder / MANIFEST).exists() else None
         refuse(
@@ -364,7 +390,7 @@ def _graph(folder: Path, entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
     name = hashlib.sha256("".join(entry["name"] for entry in entries).encode()).hexdigest()[:24] + ".hnsw"
     path = folder / PARTS / name
     if not path.exists():
-        write_bytes(path, make_graph([read_part(folder, entry).vectors for entry in entries]))
+        write_bytes(path, make_hnsw([read_part(folder, entry).vectors for entry in entries]))
     return {"name": name, "checksum": zlib.crc32(path.read_bytes())}
 
 

@@ -1,21 +1,25 @@
-"""Files as passages: the objects of JSON lines as they are, paragraphs of other text up to some words."""
+"""Passages: cut from files, found with a score, put before a prompt.
 
-import gzip
+Of JSON lines each object is a passage; paragraphs of other text are joined up to some words.
+"""
+
 import hashlib
 import json
-import zlib
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from clearhead.errors import InputError, refuse
+from clearhead.learn.data.files import NAME_ENCODING, UTF8, encoding_of, read_pieces
 
 WORDS = 150  # of a passage of plain text, at most
 
 
 @dataclass(frozen=True)
 class IndexedPassage:
-    """A piece of a file."""
+    """A passage of a file."""
 
     text: str
     file: str
@@ -26,6 +30,34 @@ class IndexedPassage:
     def place(self) -> str:
         """Where it stands, for a citation."""
         return f"{self.file} line {self.line}" + (f" ({self.name})" if self.name else "")
+
+
+@dataclass(frozen=True)
+class Hit:
+    """A passage that was found, and how well it fits: cosine, BM25, or the sum of 1 / (60 + rank)."""
+
+    passage: IndexedPassage
+    score: float
+
+    @property
+    def text(self) -> str:
+        """The passage itself."""
+        return self.passage.text
+
+    @property
+    def name(self) -> str:
+        """The id that a JSON object gave the passage, else where it stands: file and line."""
+        return self.passage.name or self.passage.place
+
+    @property
+    def file(self) -> str:
+        """The file that it is of."""
+        return self.passage.file
+
+    @property
+    def line(self) -> int:
+        """Its first line in the file, from 1."""
+        return self.passage.line
 
 
 @dataclass(frozen=True)
@@ -61,15 +93,19 @@ def find_files(given: Sequence[str | Path]) -> list[Path]:
 
 
 def read_passages(path: Path, words: int = WORDS) -> tuple[IndexedFile, list[IndexedPassage]]:
-    """Read a file, .gz as well; .jsonl has a JSON object with `text` and perhaps `title` on each line."""
+    """Read a file of text in any encoding that is recognised, .gz as well.
+
+    A line of .jsonl is a JSON object with `text` and perhaps `title`.
+    """
     try:
-        raw, stat = path.read_bytes(), path.stat()
-        plain = gzip.decompress(raw) if path.suffix == ".gz" else raw
-        text = plain.decode("utf-8-sig").replace("\r\n", "\n")
-    except (OSError, EOFError, zlib.error) as error:
-        raise InputError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path} is no text: byte {error.start + 1} is not UTF-8") from None
+        raw, stat, encoding = path.read_bytes(), path.stat(), encoding_of(path)
+        text = "".join(read_pieces(path, encoding))
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror or error}") from None
+    except InputError as error:  # an index has no setting for it
+        raise InputError(str(error).removesuffix(NAME_ENCODING)) from None
+    if encoding != UTF8:
+        warnings.warn(f"{path} is not UTF-8: read as {encoding}", stacklevel=2)
     jsonl = ".jsonl" in path.suffixes
     found = _objects(path, text) if jsonl else _paragraphs(path, text, words)
     return IndexedFile(str(path), _digest(raw), len(raw), stat.st_mtime_ns), list(found)
@@ -108,3 +144,35 @@ def _paragraphs(path: Path, text: str, words: int) -> Iterator[IndexedPassage]:
 
 def _digest(raw: bytes) -> str:
     return hashlib.sha256(raw).hexdigest()
+
+
+# Before a prompt --------------------------------------------------------------------------------------------
+
+
+def cited(hit: Hit) -> dict[str, Any]:
+    """Return a passage that was found as JSON has it."""
+    return {"score": hit.score, **vars(hit.passage)}
+
+
+def before_prompt(
+    prompt: str, hits: list[Hit], tokens: Callable[[str], int], most: int
+) -> tuple[str, list[Hit]]:
+    """Return a prompt after as many numbered passages as there is room for, the nearest last, and these.
+
+    Args:
+        prompt: what the passages stand before.
+        hits: the passages, nearest first.
+        tokens: counts those that the model reads for a prompt.
+        most: how many it may read, so that there is room for its answer.
+    """
+    for count in range(len(hits), 0, -1):
+        shown = [f"[{number}] {hit.passage.text}\n\n" for number, hit in enumerate(hits[:count], start=1)]
+        whole = "".join([*reversed(shown), prompt])
+        if tokens(whole) <= most:
+            return whole, hits[:count]
+    refuse(
+        hits,
+        f"no passage fits before the prompt: there is room for {max(most, 0)} tokens beside the answer: "
+        "shorten the prompt or the answer (max new tokens), or index with fewer --words",
+    )
+    return prompt, []

@@ -1,7 +1,6 @@
-"""How fast a model is on this machine: beside what else is installed, and beside what the machine allows.
+"""How fast a model is on this machine, versus other installed programs and versus what the machine allows.
 
-machine     bytes read and operations computed in a second, measured
-jobs        what is timed: first token, decoding, reading, a training step; and the least it can take
+jobs        what is timed: first token, decoding, reading, a training step; and the least that it can take
 peers       the same jobs in clearhead, transformers, sentence-transformers, CTranslate2 and llama.cpp
-compare     all of it in turn, as one report
+compare     all programs in turn, as one report
 """

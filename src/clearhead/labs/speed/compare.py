@@ -12,8 +12,17 @@ import torch
 from clearhead.core.transformer import evaluating
 from clearhead.errors import InputError, first_line, nearest, refuse
 from clearhead.inside.results import Result
-from clearhead.labs.speed.jobs import KINDS, Kind, SpeedJob, SpeedSizes, jobs_of, weight_bytes
-from clearhead.labs.speed.machine import Machine, measure_machine, timed
+from clearhead.labs.speed.jobs import (
+    KINDS,
+    Kind,
+    Machine,
+    SpeedJob,
+    SpeedSizes,
+    jobs_of,
+    measure_machine,
+    timed,
+    weight_bytes,
+)
 from clearhead.labs.speed.peers import OURS, PEERS, Rival, Run, check_answer, opened, ours
 from clearhead.run.api import Model
 

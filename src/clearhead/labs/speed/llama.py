@@ -1,4 +1,7 @@
-"""llama.cpp in a process of its own: where it gives up, it ends its process, and that must not be ours."""
+"""llama.cpp in a process of its own: where it gives up, it ends its process, and that must not be ours.
+
+This file imports no torch, so that its process holds llama.cpp alone.
+"""
 
 from __future__ import annotations
 

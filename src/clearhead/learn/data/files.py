@@ -31,6 +31,7 @@ MARKS = (
 )
 UTF8, WESTERN = "utf-8", "cp1252"  # the second is Windows' superset of Latin-1
 HIGH = bytes(range(128, 256))
+NAME_ENCODING = ", or name its encoding with --set data.encoding=NAME"
 # Bytes that cp1252 does not define, and control characters that no text has.
 _NO_WESTERN = re.compile(rb"[\x00-\x08\x0e-\x1a\x1c-\x1f\x7f\x81\x8d\x8f\x90\x9d]")
 RECIPE = "train.toml"  # marks the folder of a training run, whose files are no data
@@ -187,7 +188,7 @@ def _encoding(path: Path, size: int, changed: int) -> str:
         for _ in _texts(path, UTF8):
             pass
     except InputError as error:
-        refuse(not _is_western(path), f"{error}, or name its encoding with --set data.encoding=NAME")
+        refuse(not _is_western(path), f"{error}{NAME_ENCODING}")
         return WESTERN
     return UTF8
 

@@ -15,6 +15,7 @@ from clearhead.hub.vocabularies import ROLES
 from clearhead.learn.tasks.generation import NO_HOOKS, Hooks, generate
 from clearhead.learn.tasks.results import Generation
 from clearhead.run.bundle import Bundle
+from clearhead.run.generate.request import ANSWER_TOKENS
 
 PLAIN = "plain"  # the template of a model that has none
 # To see how a turn ends; no template writes these words itself.
@@ -122,5 +123,8 @@ def chat(
     tools.
     """
     plain = {name: value for name, value in options.items() if name != "template"}
-    ids, asked = turn_of(m, messages, options.get("template") or {}, plain)
-    return generate(m, [ids], asked, hooks)[0][0]
+    ids, given = turn_of(m, messages, options.get("template") or {}, plain)
+    if "max_new_tokens" not in given:
+        room = ANSWER_TOKENS if "overflow" in given else m.max_length - len(ids)
+        given["max_new_tokens"] = max(1, min(ANSWER_TOKENS, room))
+    return generate(m, [ids], given, hooks)[0][0]

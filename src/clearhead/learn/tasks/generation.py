@@ -25,9 +25,8 @@ from clearhead.learn.tasks.results import Generation, Score
 from clearhead.run.bundle import Bundle
 from clearhead.run.generate import beam, engine, speculate
 from clearhead.run.generate.decode import Continuation, Ends, check_options, decode
-from clearhead.run.generate.own import with_own
 from clearhead.run.generate.prompts import Prompts
-from clearhead.run.generate.request import Request, RequestOptions, make_request
+from clearhead.run.generate.request import Request, RequestOptions, make_request, with_own
 from clearhead.run.generate.stream import TextStream
 
 Prompt = str | Sequence[int]
@@ -128,12 +127,12 @@ def asked_for(
         "the draft's tokenizer has another vocabulary than the model's: choose a draft that shares it",
     )
     deadline = None if request.seconds is None else time.monotonic() + request.seconds
-    forms = None
-    if request.form is not None:
-        refuse(not stop_ids, f"{request.form[0]} needs a token that ends a text: name one (stop_tokens)")
-        forms = m.engine.forms_of(m.text_tokenizer)
-        forms.begin(request.form, stop_ids)  # a form that is wrong is refused before anything is read
-    ends = Ends(stop_ids, cancel=hooks.cancelled, deadline=deadline, forms=forms)
+    grammars, constraint = None, request.constraint
+    if constraint is not None:
+        refuse(not stop_ids, f"{constraint[0]} needs a token that ends a text: name one (stop_tokens)")
+        grammars = m.engine.grammars_of(m.text_tokenizer)
+        grammars.begin(constraint, stop_ids)  # a wrong one is refused before the prompt is computed
+    ends = Ends(stop_ids, cancel=hooks.cancelled, deadline=deadline, grammars=grammars)
     check_options(m.model, request, ends)
     return request, texts, ends
 

@@ -30,9 +30,8 @@ from clearhead.learn.tasks.reading import fitting
 from clearhead.learn.tasks.results import Segment, Transcription, WindowReading
 from clearhead.run.bundle import Bundle
 from clearhead.run.generate.decode import Ends, decode
-from clearhead.run.generate.own import with_own
 from clearhead.run.generate.prompts import Prompts
-from clearhead.run.generate.request import Request, make_request
+from clearhead.run.generate.request import Request, make_request, with_own
 from clearhead.run.generate.timestamps import Timestamps, language_of, segments_of
 
 Sound = str | Path | io.BytesIO | np.ndarray | Tensor  # a file, or samples [N], of several channels [N, C]

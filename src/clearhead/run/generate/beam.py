@@ -31,8 +31,8 @@ from clearhead.run.generate.decode import (
     prefill,
 )
 from clearhead.run.generate.prompts import Prompts, is_stretched
-from clearhead.run.generate.request import Request
-from clearhead.run.generate.sampling import REMOVED, Standing, adjust, adjust_by, check_best
+from clearhead.run.generate.request import REMOVED, Request
+from clearhead.run.generate.sampling import Standing, adjust, adjust_by, check_best
 from clearhead.run.kernels.best import best_tokens
 
 # Beams carried on together. Prompts are taken in the order of their length, so that less is padding. On a CPU

@@ -27,7 +27,7 @@ from clearhead.core.transformer import Transformer
 from clearhead.errors import refuse
 from clearhead.learn.batches.padding import padded, real_tokens
 from clearhead.run.generate.exits import ExitStep
-from clearhead.run.generate.forms import Forms
+from clearhead.run.generate.grammar import Grammars, GrammarState
 from clearhead.run.generate.prompts import (
     Prompts,
     is_stretched,
@@ -36,9 +36,8 @@ from clearhead.run.generate.prompts import (
     streams,
     turns_by_length,
 )
-from clearhead.run.generate.request import Request
+from clearhead.run.generate.request import REMOVED, Request
 from clearhead.run.generate.sampling import (
-    REMOVED,
     Dice,
     History,
     Standing,
@@ -84,7 +83,7 @@ class Ends:
     on_token: OnToken | None = None
     cancel: Callable[[], bool] | None = None  # asked after each token; True ends every row
     deadline: float | None = None  # a `time.monotonic()` at which every row ends
-    forms: Forms | None = None  # of a request with a form, which says where a row may end
+    grammars: Grammars | None = None  # of a request with a constraint, which says where a row may end
     rule: Rule | None = None  # of a task, such as the order of timestamps
 
     def reason(self) -> str | None:
@@ -179,9 +178,9 @@ def decode(
     return rows
 
 
-def cache_for(model: Transformer, room: int, form: str | None = None) -> Cache:
+def cache_for(model: Transformer, room: int, dtype: str | None = None) -> Cache:
     """Make a cache for `room` tokens; layers with a window keep rings where that halves it at least."""
-    if form == "int8":
+    if dtype == "int8":
         return int8_cache(model.config, min(room, RESERVE))
     reaches = (kind.reach for kind in model.main.spec.kinds)
     smallest = min((reach for reach in reaches if reach is not None), default=room)
@@ -237,15 +236,16 @@ class Chooser:
             self.histories = [
                 History(row.prompt, request, size, device, source=text) for row, text in zip(rows, texts)
             ]
-        form, forms = request.form, ends.forms
-        self.forms = [forms.begin(form, ends.stop_ids) for _ in rows] if form and forms is not None else []
+        self.grammars: list[GrammarState] = []
+        if request.constraint is not None and ends.grammars is not None:
+            self.grammars = [ends.grammars.begin(request.constraint, ends.stop_ids) for _ in rows]
 
     def adjusted(self, logits: Tensor, running: list[int]) -> Tensor:
         """Return the logits of these rows, equally far, after penalties and bans: [B, V] -> [B, V]."""
         histories = [self.histories[i] for i in running] if self.histories else []
         for i, history in zip(running, histories):
             history.follow(self.rows[i].ids)
-        if self.forms:
+        if self.grammars:
             allowed = torch.from_numpy(np.stack([self._allowed(i) for i in running])).to(logits.device)  # B V
             logits = logits.masked_fill(~allowed, REMOVED)
         written, lengths = len(self.rows[running[0]].ids), [len(self.rows[i].prompt) for i in running]
@@ -255,8 +255,8 @@ class Chooser:
 
     def _allowed(self, number: int) -> NDArray[np.bool_]:
         row = self.rows[number]
-        forced = self.request.forced_first is not None and len(row.prompt) == 1  # it comes before the form
-        return self.forms[number].allowed(row.ids[forced:])
+        forced = self.request.forced_first is not None and len(row.prompt) == 1  # it is not in the grammar
+        return self.grammars[number].allowed(row.ids[forced:])
 
     def roll(self, running: list[int]) -> Tensor:
         """Return the next uniform number of each of these rows [B]; zeros where nothing is drawn."""
@@ -304,8 +304,8 @@ def check_request(model: Transformer, request: Request, prompts: Prompts, ends: 
     refuse(
         config.positions in TABLES and needed > config.max_positions and not sliding,
         f"a prompt of {prompts.longest} tokens and {request.max_new_tokens} new ones need {needed} "
-        f"positions and the model has {config.max_positions}: shorten one of them, or keep the last "
-        'tokens that fit with overflow="window" (of the prompt) or "slide" (of the text as it grows)',
+        f"positions and the model has {config.max_positions}: shorten one of them, or choose "
+        "overflow slide, which keeps the last tokens of the text as it grows, or window, those of the prompt",
     )
 
 

@@ -29,7 +29,7 @@ from clearhead.run.generate.decode import (
     check_request,
     decode,
 )
-from clearhead.run.generate.forms import Forms
+from clearhead.run.generate.grammar import Grammars
 from clearhead.run.generate.prompts import Prompts, slides, steps_back, streams, turns_by_length
 from clearhead.run.generate.reading import read_prompts
 from clearhead.run.generate.request import Request
@@ -144,7 +144,7 @@ class Engine:
         self.kept: list[JoinedLinear | PackedLinear] = []  # the parts of the copy that keep weights
         self.steps: Steps | None = None  # of the copy, compiled
         self.prefix: Prefix | None = None  # what the last request with `reuse` has read
-        self.forms: Forms | None = None  # of the tokenizer that was used last
+        self.grammars: Grammars | None = None  # of the tokenizer that was used last
 
     def runner(self) -> Transformer:
         """Return the fast copy; the model itself where it is split, has hooks or taps, or a chosen kernel."""
@@ -182,11 +182,11 @@ class Engine:
             self.steps = Steps(runner)
         return self.steps
 
-    def forms_of(self, tokenizer: Tokenizer) -> Forms:
-        """Return the forms of a tokenizer, whose tokens are spelled out once."""
-        if self.forms is None or self.forms.tokenizer is not tokenizer:
-            self.forms = Forms(tokenizer, self.model.config.vocab_size)
-        return self.forms
+    def grammars_of(self, tokenizer: Tokenizer) -> Grammars:
+        """Return the grammars of a tokenizer, whose tokens are spelled out once."""
+        if self.grammars is None or self.grammars.tokenizer is not tokenizer:
+            self.grammars = Grammars(tokenizer, self.model.config.vocab_size)
+        return self.grammars
 
     def take_prefix(self, runner: Transformer) -> Prefix:
         """Take what the last request has read, if the model is still the same; no other call has it then."""

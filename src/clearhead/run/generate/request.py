@@ -1,83 +1,289 @@
-"""What is asked of a generation, as one value: how tokens are chosen, searched for, stopped and reported.
+"""Every option of a generation, stated once: its type, default, bounds, help, and its name in each front end.
 
-The keywords of `Model.generate`, the options of the command and a JSON object all become a `Request` through
-`make_request`, or by its constructor. Everything below reads the request. This file needs no PyTorch.
+A field of `Request` is the declaration. From it come the keywords of `Model.generate` (`RequestOptions`,
+compared with it by a test), the flags of the command (`app/commands/requests.py`), the fields of an HTTP body
+(`run/serve/protocol.py`), the rules of generation_config.json (`own_options`), what is refused, and the table
+of the documentation. Generation and serving read the request alone. This file needs no PyTorch.
+
+Shapes: B rows, V vocabulary.
 """
 
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, Literal, TypedDict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
 
 from clearhead.core.config.typed import check_types, shaped
 from clearhead.errors import ConfigError, InputError, nearest, refuse
 
-MAX_NEW_TOKENS = 50
+if TYPE_CHECKING:
+    from torch import Tensor
+
 SINKS = 4  # first tokens that a text that streams keeps; more change little (StreamingLLM)
-POSITIVE = math.ulp(0.0)  # the smallest number above 0
-FROM_0, FROM_1 = "must be a whole number, 0 or more", "must be a whole number, 1 or more"
-# Of each field the least and the greatest value, and what is allowed, in words.
-BOUNDS: dict[str, tuple[float, float, str]] = {
-    "temperature": (0, math.inf, "is negative: 0 is greedy, 1 the model's own distribution"),
-    "top_k": (0, math.inf, FROM_0),
-    "top_p": (POSITIVE, 1, "is outside (0, 1]: 1 keeps every token"),
-    "min_p": (0, 1, "is outside [0, 1]: 0 keeps every token"),
-    "typical_p": (POSITIVE, 1, "is outside (0, 1]: 1 keeps every token"),
-    "repetition_penalty": (POSITIVE, math.inf, "must be above 0: 1 is off"),
-    "no_repeat_ngram": (0, math.inf, FROM_0),
-    "no_repeat_source_ngram": (0, math.inf, FROM_0),
-    "min_new_tokens": (0, math.inf, FROM_0),
-    "min_length": (0, math.inf, FROM_0),
-    "seed": (-(2**63), 2**64 - 1, "does not fit into 64 bits: choose a number from 0 to 2**64 - 1"),
-    "max_new_tokens": (1, math.inf, FROM_1),
-    "num_beams": (1, math.inf, FROM_1),
-    "num_return": (1, math.inf, FROM_1),
-    "num_beam_groups": (1, math.inf, FROM_1),
-    "length_penalty": (-20, 20, "is outside [-20, 20]: it is an exponent, 1 takes the mean"),
-    "lookup": (0, math.inf, FROM_0),
-    "draft_tokens": (1, math.inf, FROM_1),
-    "sinks": (0, math.inf, FROM_0),
-    "early_exit": (POSITIVE, 1, "is outside (0, 1]: it is a probability, and at 1 no layer is skipped"),
-    "exit_from": (1, math.inf, FROM_1),
-    "stream_window": (1, math.inf, FROM_1),
+ANSWER_TOKENS = 512  # new tokens of a chat's answer at most, where the caller does not say
+REMOVED = float("-inf")  # the logit of a token that must not be chosen
+GROUPS = {  # of options, by what they are about, in the order of the command's help
+    "sampling": "How the next token is drawn.",
+    "length": "Where a text ends.",
+    "beam": "Search for the most probable text, in place of drawing.",
+    "repetition": "What was generated becomes less probable.",
+    "token": "Tokens that must, or must not, be generated.",
+    "format": "What the text as a whole looks like.",
+    "overflow": "Texts longer than the model's context.",
+    "speed": "The same text, sooner; early exits may change it.",
 }
-# Fields that may be given as any sequence.
-SEQUENCES = {"allowed", "banned", "banned_first", "banned_sequences", "forced_last", "stop", "stop_tokens"}
-FORMS = ("json_schema", "regex", "grammar")  # what a text may be held to
-# What needs a text before its end.
-WATCHED = ("stop", "logprobs", "alternatives", "reuse", "lookup", *FORMS)
-SEARCH = ("num_beams", "num_beam_groups", "diversity_penalty", "length_penalty", "early_stopping")
+
+
+class Bounds(NamedTuple):
+    """The least and the greatest value of an option, and what is allowed, in words."""
+
+    least: float
+    most: float
+    rule: str
+    above: bool = False  # the least value itself is not allowed
+
+    def allow(self, value: float) -> bool:
+        """Return True for a value within the bounds."""
+        return (self.least < value if self.above else self.least <= value) and value <= self.most
+
+
+MOST = 2**53  # of tokens, beams and the like: what every reader of JSON takes for the same number
+FROM_0 = Bounds(0, MOST, "must be a whole number, 0 or more, up to 2**53")
+FROM_1 = Bounds(1, MOST, "must be a whole number, 1 or more, up to 2**53")
+SHARE = Bounds(0, 1, "is outside (0, 1]: 1 keeps every token", above=True)
+PENALTY = Bounds(-100, 100, "is outside [-100, 100]: 0 is off")
+
+
+class Option(NamedTuple):
+    """What is said of one option beside its type and its default."""
+
+    help: str
+    group: str = ""  # of GROUPS; "": the command does not have it
+    bounds: Bounds | None = None
+    flag: str = ""  # its name in the command, where that is another
+    http: str = ""  # its name in the body of an HTTP request; "": none
+    own: str = ""  # its name in generation_config.json; "": that file does not decide it
+    served: bool = True  # False: the serving engine decides this itself, and takes the default alone
+    keep: "Callable[[Tensor, Any], Tensor] | None" = None  # removes tokens from logits [B, V] / temperature
+
+
+def option(default: Any, help: str, group: str = "", bounds: Bounds | None = None, **more: Any) -> Any:
+    """Declare an option of a generation: a field with its default and an `Option`."""
+    return field(default=default, metadata={"option": Option(help, group, bounds, **more)})
+
+
+# Which tokens of a distribution may be drawn. No row is left empty; all but typical keep its best token.
+
+
+def keep_top_k(logits: "Tensor", k: int) -> "Tensor":
+    """Keep the k best tokens, and those equal to the k-th: [B, V] -> [B, V]."""
+    if k < 1 or k >= logits.shape[-1]:
+        return logits
+    return logits.masked_fill(logits < logits.topk(k, dim=-1).values[..., -1:], REMOVED)
+
+
+def keep_top_p(logits: "Tensor", p: float) -> "Tensor":
+    """Keep the fewest best tokens that together hold probability p: [B, V] -> [B, V]."""
+    if p >= 1:
+        return logits
+    ordered, index = logits.sort(dim=-1, descending=True)
+    return _keep(logits, index, ordered.double().softmax(-1), p)
+
+
+def keep_min_p(logits: "Tensor", p: float) -> "Tensor":
+    """Keep tokens with at least p times the best one's probability: [B, V] -> [B, V]."""
+    if p <= 0:
+        return logits
+    least = logits.amax(-1, keepdim=True).double() + math.log(p)
+    return logits.masked_fill(logits.double() < least, REMOVED)
+
+
+def keep_typical(logits: "Tensor", p: float) -> "Tensor":
+    """Keep the tokens nearest to the expected surprise, up to probability p: [B, V] -> [B, V]."""
+    if p >= 1:
+        return logits
+    log_probability = logits.double().log_softmax(-1)
+    probability = log_probability.exp()
+    expected = -(probability * log_probability.masked_fill(probability == 0, 0.0)).sum(-1, keepdim=True)
+    index = (-log_probability - expected).abs().argsort(dim=-1, stable=True)
+    return _keep(logits, index, probability.gather(-1, index), p)
+
+
+def _keep(logits: "Tensor", index: "Tensor", probability: "Tensor", p: float) -> "Tensor":
+    """Keep the tokens at `index` [B, V] until their `probability` [B, V] adds up to p; the first always."""
+    kept = probability.cumsum(-1) - probability < p  # what the tokens before each hold
+    kept[..., 0] = True
+    return logits.masked_fill(~kept.new_zeros(kept.shape).scatter(-1, index, kept), REMOVED)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sampling:
-    """How the next token is chosen. The defaults are greedy and change nothing."""
+class Request:
+    """One generation: sampling, search, stopping, limits, reports and speed.
 
-    temperature: float = 0.0  # 0: the best token; 1: the model's own distribution
-    top_k: int = 0  # keep the k best tokens; 0: all
-    top_p: float = 1.0  # keep the best tokens that together hold this much probability; 1: all
-    min_p: float = 0.0  # keep tokens with this share of the best one's probability; 0: all
-    typical_p: float = 1.0  # keep the tokens nearest to the expected surprise, up to this probability; 1: all
-    repetition_penalty: float = 1.0  # above 1: make tokens of the prompt and of the text less likely
-    presence_penalty: float = 0.0  # subtract from the logit of every token that was generated
-    frequency_penalty: float = 0.0  # subtract for each time a token was generated
-    no_repeat_ngram: int = 0  # never write the same n tokens twice; 0: off
-    allowed: tuple[int, ...] | None = None  # ids of the only tokens to choose from
-    banned: tuple[int, ...] = ()  # ids of tokens that are never chosen
-    banned_first: tuple[int, ...] = ()  # ids of tokens that no text begins with
-    banned_sequences: tuple[tuple[int, ...], ...] = ()  # sequences of ids that are never completed
-    no_repeat_source_ngram: int = 0  # never write n tokens of the source, or of the prompt; 0: off
-    min_new_tokens: int = 0  # new tokens before a text may end
-    min_length: int = 0  # tokens of prompt and text before it may end; min_new_tokens goes before it
-    forced_first: int | None = None  # id of the first new token, after a prompt of one token
-    forced_last: tuple[int, ...] = ()  # ids of which one is written where a text has its full length
-    json_schema: str | Mapping[str, Any] | None = None  # write JSON of this schema, without white space
-    regex: str | None = None  # write a text that this regular expression matches as a whole
-    grammar: str | None = None  # write a text of this grammar, in the notation of Lark or GBNF
+    The defaults are greedy and change nothing.
+    """
+
+    # fmt: off
+    temperature: float = option(
+        0.0, "0: the best token; 1: the model's own distribution", "sampling",
+        Bounds(0, 100, "is outside [0, 100]: 0 is greedy, 1 the model's own distribution"),
+        http="temperature",
+    )
+    top_k: int = option(
+        0, "keep the k best tokens; 0: all", "sampling", FROM_0, http="top_k", keep=keep_top_k
+    )
+    top_p: float = option(
+        1.0, "keep the best tokens that together hold this much probability; 1: all", "sampling", SHARE,
+        http="top_p", keep=keep_top_p,
+    )
+    min_p: float = option(
+        0.0, "keep tokens with this share of the best one's probability; 0: all", "sampling",
+        Bounds(0, 1, "is outside [0, 1]: 0 keeps every token"), http="min_p", keep=keep_min_p,
+    )
+    typical_p: float = option(
+        1.0, "keep the tokens nearest to the expected surprise, up to this probability; 1: all", "sampling",
+        SHARE, http="typical_p", keep=keep_typical,
+    )
+    seed: int = option(
+        0, "seed of the draws of each text", "sampling",
+        Bounds(-(2**63), 2**64 - 1, "does not fit into 64 bits: choose a number from 0 to 2**64 - 1"),
+        http="seed",
+    )
+
+    max_new_tokens: int = option(50, "new tokens of each text at most", "length", FROM_1, http="max_tokens")
+    min_new_tokens: int = option(
+        0, "new tokens before a text may end", "length", FROM_0, http="min_tokens", own="min_new_tokens"
+    )
+    min_length: int = option(
+        0, "tokens of prompt and text before it may end; min_new_tokens goes before it", "length", FROM_0,
+        own="min_length",
+    )
+    stop: tuple[str, ...] = option(
+        (), "texts that end the generation; they are not part of the result", "length", http="stop",
+        own="stop_strings",
+    )
+    stop_tokens: tuple[int | str, ...] = option(
+        (), "further tokens that end the generation, by name or id", "length", flag="stop-token",
+        http="stop_token_ids",
+    )
+    seconds: float | None = option(
+        None, "stop after this time", "length", Bounds(0, math.inf, "is negative: give a number of seconds"),
+        http="seconds", own="max_time",
+    )
+
+    num_beams: int = option(
+        1, "search for the best text with this many beams; 1: no search", "beam", FROM_1, flag="beams",
+        own="num_beams", served=False,
+    )
+    num_return: int = option(1, "how many of the best beams to give", "beam", FROM_1, served=False)
+    length_penalty: float = option(
+        1.0, "of beams: above 0 favours long texts, below 0 short ones", "beam",
+        Bounds(-20, 20, "is outside [-20, 20]: it is an exponent, 1 takes the mean"), own="length_penalty",
+    )
+    early_stopping: bool | Literal["never"] = option(
+        False, "of beams: end once enough are found; never: no loss", "beam", own="early_stopping"
+    )
+    num_beam_groups: int = option(
+        1, "of beams: groups, each kept from the tokens of those before it", "beam", FROM_1,
+        own="num_beam_groups",
+    )
+    diversity_penalty: float = option(
+        0.0, "of groups: subtract for each beam of an earlier group with the token", "beam",
+        Bounds(0, 100, "is outside [0, 100]: 0 is off"), own="diversity_penalty",
+    )
+    renormalize: bool = option(
+        False, "of beams: log-probabilities add up to 1 again after penalties and bans",
+        own="renormalize_logits",
+    )
+
+    repetition_penalty: float = option(
+        1.0, "above 1: make tokens of the prompt and of the text less likely", "repetition",
+        Bounds(0, 100, "must be above 0, and at most 100: 1 is off", above=True),
+        http="repetition_penalty", own="repetition_penalty",
+    )
+    presence_penalty: float = option(
+        0.0, "subtract from the logit of every token that was generated", "repetition", PENALTY,
+        http="presence_penalty",
+    )
+    frequency_penalty: float = option(
+        0.0, "subtract for each time a token was generated", "repetition", PENALTY, http="frequency_penalty"
+    )
+    no_repeat_ngram: int = option(
+        0, "never generate the same n tokens twice; 0: off", "repetition", FROM_0, http="no_repeat_ngram",
+        own="no_repeat_ngram_size",
+    )
+    no_repeat_source_ngram: int = option(
+        0, "never generate n tokens of the source, or of the prompt; 0: off", "repetition", FROM_0,
+        own="encoder_no_repeat_ngram_size",
+    )
+
+    allowed: tuple[int, ...] | None = option(None, "ids of the only tokens to choose from", "token")
+    banned: tuple[int, ...] = option(
+        (), "ids of tokens that are never chosen", "token", own="suppress_tokens"
+    )
+    banned_first: tuple[int, ...] = option(
+        (), "ids of tokens that no text begins with", "token", own="begin_suppress_tokens"
+    )
+    banned_sequences: tuple[tuple[int, ...], ...] = option(
+        (), "sequences of ids that are never completed", own="bad_words_ids"
+    )
+    forced_first: int | None = option(
+        None, "id of the first new token, after a prompt of one token", "token", own="forced_bos_token_id"
+    )
+    forced_last: tuple[int, ...] = option(
+        (), "ids of which one is generated where a text has its full length", "token",
+        own="forced_eos_token_id",
+    )
+
+    json_schema: str | Mapping[str, Any] | None = option(
+        None, "generate JSON of this schema, without white space", "format", http="json_schema"
+    )
+    regex: str | None = option(
+        None, "generate a text that this regular expression matches as a whole", "format", http="regex"
+    )
+    grammar: str | None = option(
+        None, "generate a text of this grammar, in the notation of Lark or GBNF", "format", http="grammar"
+    )
+
+    overflow: Literal["refuse", "window", "slide", "stream"] = option(
+        "refuse", "a text too long for the model: refuse it, cut its prompt (window), compute its last "
+        "tokens anew for each token (slide), or keep its first and its last ones alone (stream)", "overflow",
+    )
+    sinks: int | None = option(
+        None, "of stream: how many of the first tokens to keep; default: 4", "overflow", FROM_0
+    )
+    stream_window: int | None = option(
+        None, "of stream: tokens to keep, sinks too; default: the model's positions", "overflow", FROM_1
+    )
+
+    logprobs: bool = option(False, "report the log-probability of each new token")
+    alternatives: int = option(0, "report so many of the best tokens at each step")
+    reuse: bool = option(
+        False, "keep the cache: the next prompt is computed from where it differs", served=False
+    )
+    lookup: int = option(
+        0, "draft so many tokens at a time from the text itself; 0: off", "speed", FROM_0, served=False
+    )
+    draft_tokens: int = option(4, "how many tokens a draft model proposes at a time", "speed", FROM_1)
+    compile: bool | None = option(
+        None, "compile the decode step; default: only capture a CUDA graph, on a GPU", "speed", served=False
+    )
+    cache: Literal["int8"] | None = option(
+        None, "keep keys and values in 8 bits: a quarter of the memory of float32", "speed", served=False
+    )
+    early_exit: float | None = option(
+        None, "skip the layers left once the best token is more probable than this", "speed",
+        Bounds(0, 1, "is outside (0, 1]: it is a probability, and at 1 no layer is skipped", above=True),
+        served=False,
+    )
+    exit_from: int | None = option(
+        None, "of early_exit: ask first after so many layers; default: half", "speed", FROM_1
+    )
+    # fmt: on
 
     def __post_init__(self) -> None:
-        for name in SEQUENCES & vars(self).keys():
+        for name in SEQUENCES:
             value = getattr(self, name)
             if isinstance(value, str):
                 object.__setattr__(self, name, (value,))
@@ -90,81 +296,20 @@ class Sampling:
             check_types(self)
         except ConfigError as error:
             raise InputError(str(error)) from None
-        for name, (least, most, allowed) in BOUNDS.items():
-            value = getattr(self, name, None)
-            refuse(value is not None and not least <= value <= most, f"{name} {value} {allowed}")
+        for name, stated in OPTIONS.items():
+            value = getattr(self, name)
+            if stated.bounds is not None and value is not None:
+                refuse(not stated.bounds.allow(value), f"{name} {value} {stated.bounds.rule}")
+        self._check_needs()
+        self.check_hooks()
+
+    def _check_needs(self) -> None:
+        """Refuse an option without what it needs."""
         refuse(() in self.banned_sequences, "banned_sequences has an empty one: give each one id at least")
         refuse(
             self.allowed is not None and set(self.allowed) <= set(self.banned),
             "allowed minus banned leaves no token to choose from",
         )
-        forms = [name for name in FORMS if getattr(self, name) is not None]
-        refuse(len(forms) > 1, f"{' and '.join(forms)} were given: a text has one form")
-        refuse(
-            forms and self.forced_last,
-            f"forced_last with {', '.join(forms)} would end a text before its form does: leave one out",
-        )
-
-    @property
-    def form(self) -> tuple[str, str] | None:
-        """The form that a text is held to: which of the three fields, and its value."""
-        return next(((name, getattr(self, name)) for name in FORMS if getattr(self, name) is not None), None)
-
-    @property
-    def restricts(self) -> bool:
-        """Return True where a row may be left without any token."""
-        removed = (self.banned, self.banned_first, self.banned_sequences, self.forced_last, self.min_length)
-        ngrams = (self.no_repeat_ngram, self.no_repeat_source_ngram, self.min_new_tokens)
-        chosen = (self.allowed, self.forced_first, self.form)
-        return any(one is not None for one in chosen) or any((*removed, *ngrams))
-
-    @property
-    def looks_back(self) -> bool:
-        """Return True where a rule depends on the tokens so far."""
-        penalties = (self.presence_penalty, self.frequency_penalty)
-        ngrams = (self.no_repeat_ngram, self.no_repeat_source_ngram)
-        longer = any(len(ids) > 1 for ids in self.banned_sequences)
-        return longer or self.repetition_penalty != 1 or any((*penalties, *ngrams))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Request(Sampling):
-    """One generation: sampling, search, stopping, limits, reports and speed."""
-
-    max_new_tokens: int = MAX_NEW_TOKENS  # new tokens of each text at most
-    seed: int = 0  # seed of the draws of each text
-    num_beams: int = 1  # search for the best text with this many beams; 1: no search
-    num_return: int = 1  # how many of the best beams to give
-    length_penalty: float = 1.0  # of beams: above 0 favours long texts, below 0 short ones
-    early_stopping: bool | Literal["never"] = False  # of beams: end once enough are found; never: no loss
-    num_beam_groups: int = 1  # of beams: groups, each kept from the tokens of those before it
-    diversity_penalty: float = 0.0  # of groups: subtract for each beam of an earlier group with the token
-    renormalize: bool = False  # of beams: log-probabilities add up to 1 again after penalties and bans
-    stop: tuple[str, ...] = ()  # texts that end the generation; they are not part of the result
-    stop_tokens: tuple[int | str, ...] = ()  # further tokens that end the generation, by name or id
-    seconds: float | None = None  # stop after this time
-    # A text too long for the model: refuse it, cut its prompt (window), read its last tokens anew for each
-    # token (slide), or keep its first and its last ones alone (stream).
-    overflow: Literal["refuse", "window", "slide", "stream"] = "refuse"
-    sinks: int | None = None  # of stream: how many of the first tokens to keep; default: 4
-    stream_window: int | None = None  # of stream: tokens to keep, sinks too; default: the model's positions
-    logprobs: bool = False  # report the log-probability of each new token
-    alternatives: int = 0  # report so many of the best tokens at each step
-    reuse: bool = False  # keep what is read: the next prompt is read from where it differs
-    lookup: int = 0  # guess so many tokens at a time from the text itself: the same text, sooner; 0: off
-    draft_tokens: int = 4  # how many tokens a draft model guesses at a time
-    compile: bool | None = None  # compile the step of a token; None: only record it, on a GPU; False: neither
-    cache: Literal["int8"] | None = None  # keep keys and values in 8 bits: a quarter of the memory of float32
-    early_exit: float | None = None  # skip the layers left once the best token is more probable than this
-    exit_from: int | None = None  # of early_exit: ask first after so many layers; default: half
-
-    def __post_init__(self) -> None:
-        refuse(
-            self.overflow not in ("refuse", "window", "slide", "stream"),
-            f'overflow "{self.overflow}" is not known: choose slide, stream, refuse or window',
-        )
-        refuse(self.cache not in (None, "int8"), f'cache "{self.cache}" is not known: choose int8')
-        super().__post_init__()
         for name in ("sinks", "stream_window"):
             value = getattr(self, name)
             refuse(
@@ -181,65 +326,51 @@ class Request(Sampling):
             "change one of them",
         )
         refuse(
-            self.diversity_penalty < 0 or (self.diversity_penalty and self.num_beam_groups == 1),
-            f"diversity_penalty {self.diversity_penalty} must be 0 or more, "
-            "and needs num_beam_groups above 1",
+            self.diversity_penalty and self.num_beam_groups == 1,
+            f"diversity_penalty {self.diversity_penalty} needs num_beam_groups above 1",
         )
-        for name in ("temperature", "top_k", "top_p", "min_p", "typical_p"):
-            value = getattr(self, name)
-            refuse(
-                self.num_beams > 1 and value != getattr(Sampling, name),
-                f"{name} {value} with num_beams {self.num_beams}: "
-                "beam search draws nothing, so leave one of them out",
-            )
         refuse(
             self.exit_from is not None and self.early_exit is None,
             f"exit_from {self.exit_from} without early_exit: say how certain the model must be to leave",
         )
-        self.check_hooks()
 
     def check_hooks(self, **hooks: object) -> None:
-        """Refuse what does not go together; `hooks` are options that are not data, such as `on_text`."""
-        watched = {name: getattr(self, name) for name in WATCHED} | hooks
-        for name, value in watched.items():
-            refuse(
-                self.num_beams > 1 and value not in (None, False, 0, ()),
-                f"{name} with num_beams {self.num_beams}: beams are known only at the end, "
-                "so leave one of them out",
-            )
-        beams, draft = self.num_beams > 1, hooks.get("draft")
-        whole = {"num_beams": beams, "lookup": self.lookup, "reuse": self.reuse, "draft": draft}
-        for name, value in whole.items():
-            refuse(
-                self.overflow == "stream" and value not in (None, False, 0),
-                f'{name} with overflow "stream", which forgets what it needs: leave one of them out',
-            )
-            refuse(
-                self.early_exit is not None and value not in (None, False, 0),
-                f"{name} with early_exit, which skips layers that it needs: leave one of them out",
-            )
-            refuse(
-                self.cache is not None and value not in (None, False, 0),
-                f'{name} with cache "{self.cache}", which it has no form for: leave one of them out',
-            )
-        others = {
-            "early_exit": self.early_exit,
-            "compile": self.compile,
-            "overflow": self.overflow == "stream",
-        }
-        for name, value in others.items():
-            refuse(
-                self.cache is not None and value not in (None, False),
-                f'{name} {getattr(self, name)} with cache "{self.cache}": leave one of them out',
-            )
-        refuse(
-            self.early_exit is not None and self.compile,
-            "compile with early_exit, whose layers are chosen on the host: leave one of them out",
+        """Refuse options that exclude each other; `hooks` are those that are not data, such as `on_text`."""
+        in_use = {name: value for name, value in vars(self).items() if value not in (DEFAULTS[name], *UNUSED)}
+        in_use |= {name: value for name, value in hooks.items() if value is not None}
+        if self.overflow != "stream":
+            in_use.pop("overflow", None)
+        for name, others, why in CONFLICTS:
+            for other in others if name in in_use else ():
+                value = in_use[name]
+                shown = "" if name in hooks else f' "{value}"' if isinstance(value, str) else f" {value}"
+                refuse(
+                    other != name and other in in_use,
+                    f"{other} with {name}{shown}: {why}: leave one of them out",
+                )
+
+    @property
+    def constraint(self) -> tuple[str, str] | None:
+        """What the whole text is held to: which of the three options, and its value."""
+        return next(
+            ((name, getattr(self, name)) for name in CONSTRAINTS if getattr(self, name) is not None), None
         )
-        refuse(
-            self.lookup and draft is not None,
-            "lookup and draft both guess what comes next: choose one of them",
-        )
+
+    @property
+    def restricts(self) -> bool:
+        """Return True where a row may be left without any token."""
+        removed = (self.banned, self.banned_first, self.banned_sequences, self.forced_last, self.min_length)
+        ngrams = (self.no_repeat_ngram, self.no_repeat_source_ngram, self.min_new_tokens)
+        chosen = (self.allowed, self.forced_first, self.constraint)
+        return any(value is not None for value in chosen) or any((*removed, *ngrams))
+
+    @property
+    def looks_back(self) -> bool:
+        """Return True where a rule depends on the tokens so far."""
+        penalties = (self.presence_penalty, self.frequency_penalty)
+        ngrams = (self.no_repeat_ngram, self.no_repeat_source_ngram)
+        longer = any(len(ids) > 1 for ids in self.banned_sequences)
+        return longer or self.repetition_penalty != 1 or any((*penalties, *ngrams))
 
     @property
     def group_size(self) -> int:
@@ -253,37 +384,37 @@ class Request(Sampling):
 
 
 class RequestOptions(TypedDict, total=False):
-    """Fields of `Request` as keywords, with what each may be given as."""
+    """The fields of `Request` as keywords, for editors and type checkers; a sequence may be any."""
 
     temperature: float
     top_k: int
     top_p: float
     min_p: float
     typical_p: float
+    seed: int
+    min_new_tokens: int
+    min_length: int
+    stop: str | Sequence[str]
+    stop_tokens: Sequence[int | str]
+    seconds: float | None
+    early_stopping: bool | Literal["never"]
+    num_beam_groups: int
+    diversity_penalty: float
+    renormalize: bool
     repetition_penalty: float
     presence_penalty: float
     frequency_penalty: float
     no_repeat_ngram: int
+    no_repeat_source_ngram: int
     allowed: Sequence[int] | None
     banned: Sequence[int]
     banned_first: Sequence[int]
     banned_sequences: Sequence[Sequence[int]]
-    no_repeat_source_ngram: int
-    min_new_tokens: int
-    min_length: int
     forced_first: int | None
     forced_last: Sequence[int]
     json_schema: str | Mapping[str, Any] | None
     regex: str | None
     grammar: str | None
-    seed: int
-    early_stopping: bool | Literal["never"]
-    num_beam_groups: int
-    diversity_penalty: float
-    renormalize: bool
-    stop: str | Sequence[str]
-    stop_tokens: Sequence[int | str]
-    seconds: float | None
     overflow: Literal["refuse", "window", "slide", "stream"]
     sinks: int | None
     stream_window: int | None
@@ -298,12 +429,126 @@ class RequestOptions(TypedDict, total=False):
     exit_from: int | None
 
 
+Sampling = Request  # its former name, for those who only sample
+OPTIONS: dict[str, Option] = {entry.name: entry.metadata["option"] for entry in fields(Request)}
+DEFAULTS: dict[str, Any] = {entry.name: entry.default for entry in fields(Request)}
+UNUSED = (None, False, 0, ())  # values that ask for nothing
+SEQUENCES = [entry.name for entry in fields(Request) if "tuple[" in str(entry.type)]
+FILTERS = {name: stated.keep for name, stated in OPTIONS.items() if stated.keep is not None}  # in this order
+DRAWING = ("temperature", *FILTERS)
+CONSTRAINTS = [name for name, stated in OPTIONS.items() if stated.group == "format"]
+SEARCH = [name for name, stated in OPTIONS.items() if stated.group == "beam" and stated.own]
+NGRAMS = ("no_repeat_ngram", "no_repeat_source_ngram")
+HOOKS = ("on_text", "cancel", "draft")  # what a generation calls or runs; none of it is data
+WATCHED = ("stop", "logprobs", "alternatives", "reuse", "lookup", *CONSTRAINTS, *HOOKS)
+WHOLE = ("num_beams", "lookup", "reuse", "draft")  # what needs every key of a cache that steps back
+# An option, those that it excludes, and why.
+CONFLICTS: list[tuple[str, Sequence[str], str]] = [
+    ("num_beams", WATCHED, "beams are known only at the end"),
+    ("num_beams", DRAWING, "beam search draws nothing"),
+    ("overflow", WHOLE, "the cache forgets what it needs"),
+    ("early_exit", WHOLE, "layers that it needs are skipped"),
+    ("early_exit", ["compile"], "layers are chosen on the host"),
+    ("cache", (*WHOLE, "early_exit", "compile", "overflow"), "it works on keys and values as they are"),
+    ("draft", ["lookup"], "both propose draft tokens"),
+    *((name, CONSTRAINTS, "a text is held to one of them") for name in CONSTRAINTS),
+    *((name, ["forced_last"], "it could end a text before it is complete") for name in CONSTRAINTS),
+]
+
+
 def make_request(options: Mapping[str, Any]) -> Request:
     """Make a request of options by name, and name the nearest one where a name is unknown."""
-    known = sorted(entry.name for entry in fields(Request))
     for name in options:
-        if name not in known:
+        if name not in OPTIONS:
+            known = sorted(OPTIONS)
             raise InputError(
                 f'unknown option "{name}"{nearest(name, known)}: generate takes {", ".join(known)}'
             )
     return Request(**options)
+
+
+# A model's own rules of generation: generation_config.json, read as options of a request.
+#
+# Rules about what may be generated (forbidden and forced tokens, penalties, lengths) and how beams search
+# hold for every call that does not say otherwise. What the caller chooses stays with the caller: whether to
+# draw (`do_sample`, `temperature`, `top_k`, ...), how many results to give, and how long a text may be.
+
+UNKNOWN: dict[str, object] = {  # fields that change the text in ways we do not have; the value that is none
+    "constraints": None,
+    "dola_layers": None,
+    "encoder_repetition_penalty": 1,
+    "exponential_decay_length_penalty": None,
+    "force_words_ids": None,
+    "guidance_scale": 1,
+    "penalty_alpha": 0,
+    "remove_invalid_values": False,
+    "sequence_bias": None,
+    "token_healing": False,
+    "watermarking_config": None,
+}
+# Rules that a grammar has no room for: it says itself where a text ends, and may ask for one word twice.
+UNLESS_CONSTRAINED = ("forced_last", "min_length", "min_new_tokens", *NGRAMS)
+
+
+def own_options(
+    stated: Mapping[str, Any], special: Mapping[str, int], stops: Collection[int], size: int
+) -> dict[str, Any]:
+    """Return the options that a model states for itself, and refuse those that we do not have.
+
+    Args:
+        stated: generation_config.json, or, without one, config.json.
+        special: ids of special tokens by role; `forced_bos` goes before what is stated.
+        stops: ids that end a text.
+        size: tokens in the vocabulary.
+    """
+    for name, nothing in UNKNOWN.items():
+        value = stated.get(name)
+        refuse(
+            value is not None and value != nothing,
+            f"generation_config.json: {name} {value!r} changes what the model writes and is not known here: "
+            f'remove it from the file, or by m.generation.pop("{name}")',
+        )
+    start = stated.get("decoder_start_token_id")
+    refuse(
+        isinstance(start, list),
+        f"generation_config.json: decoder_start_token_id {start} is a list: every answer begins with one id",
+    )
+    named = {name: option.own for name, option in OPTIONS.items() if option.own}
+    own = {ours: stated[theirs] for ours, theirs in named.items() if stated.get(theirs) is not None}
+    if "forced_bos" in special:
+        own["forced_first"] = special["forced_bos"]
+    try:
+        if "forced_last" in own and not isinstance(own["forced_last"], list):
+            own["forced_last"] = [own["forced_last"]]
+        if "banned_sequences" in own:  # a text may end all the same
+            ends = [[token] for token in stops]
+            own["banned_sequences"] = [ids for ids in own["banned_sequences"] if ids not in ends]
+        for name in ("banned", "banned_first"):  # the reference passes over ids that no token has
+            if name in own:
+                own[name] = [token for token in own[name] if token in range(size)]
+        Request(**own)
+    except (InputError, TypeError) as error:
+        raise InputError(f"generation_config.json: {error}") from None
+    return own
+
+
+def with_own(own: Mapping[str, Any], options: Mapping[str, Any], hooked: bool = False) -> dict[str, Any]:
+    """Return the caller's options and, where they say nothing, the model's own.
+
+    Beams of the model's own give way to what excludes them (drawing, streaming, early exit, hooks), and their
+    groups to another number of beams. Rules about the length of a text and about repetition give way to a
+    grammar.
+    """
+    left_out: Collection[str] = ()
+    if "num_beams" in options:
+        left_out = ("num_beam_groups", "diversity_penalty")
+    elif (
+        hooked
+        or options.get("overflow") == "stream"
+        or any(options.get(name) for name in ("early_exit", "cache", *WATCHED))
+        or any(name in options for name in DRAWING)
+    ):
+        left_out = SEARCH
+    if any(options.get(name) is not None for name in CONSTRAINTS):
+        left_out = (*left_out, *UNLESS_CONSTRAINED)
+    return {**{name: value for name, value in own.items() if name not in left_out}, **options}

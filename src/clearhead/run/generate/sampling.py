@@ -2,12 +2,11 @@
 
     1  repetition, presence and frequency penalties      look back at the row's own tokens
     2  no-repeat n-grams, banned sequences
-    3  least length, allowed, forced and banned tokens    before all: tokens that a form does not allow
+    3  least length, allowed, forced and banned tokens    before all: tokens that a grammar does not allow
     4  temperature                                        0 means greedy
     5  top-k, top-p, min-p, typical                       each keeps a set of tokens; the rest is renormalised
 
-What is removed is set to -inf. The filters of step 5 never leave a row empty, and all but typical keep its
-best token.
+What is removed is set to -inf. The filters of step 5 stand with their options, in request.py.
 
 Shapes: B rows, V vocabulary, N tokens so far.
 """
@@ -21,9 +20,8 @@ from torch import Tensor
 
 from clearhead.core.dtypes import precise, wide
 from clearhead.errors import refuse
-from clearhead.run.generate.request import Sampling
+from clearhead.run.generate.request import DEFAULTS, FILTERS, REMOVED, Request
 
-REMOVED = float("-inf")
 NOT_NUMBERS = (
     "the model's logits are not numbers (NaN): its weights are damaged, or too large for their dtype"
 )
@@ -41,7 +39,7 @@ class Standing(NamedTuple):
 
 def adjust(
     logits: Tensor,
-    options: Sampling,
+    options: Request,
     seen: Sequence[Sequence[int]] = (),
     prompt_lengths: Sequence[int] = (),
     sources: Sequence[Sequence[int]] = (),
@@ -62,7 +60,7 @@ def adjust(
 
 def adjust_by(
     logits: Tensor,
-    options: Sampling,
+    options: Request,
     histories: Sequence["History"] = (),
     standing: Standing | None = None,
 ) -> Tensor:
@@ -81,14 +79,14 @@ def adjust_by(
     return without(logits, options.banned)
 
 
-def check_best(best: Tensor, options: Sampling) -> None:
+def check_best(best: Tensor, options: Request) -> None:
     """Raise `InputError` where the best of a row's logits, [B], is no number or was removed."""
     worst = best.min()  # not a number where any is not
     refuse(bool(worst.isnan()), NOT_NUMBERS)
     refuse(
         options.restricts and bool(worst == REMOVED),
         "no token is left to choose from: loosen allowed, banned, forced_first, forced_last, "
-        "min_new_tokens, no_repeat_ngram or the form",
+        "min_new_tokens, no_repeat_ngram or the grammar",
     )
 
 
@@ -102,14 +100,14 @@ def argmax(logits: Tensor) -> Tensor:
     return torch.from_numpy(logits.detach().numpy().argmax(-1))
 
 
-def best_of(logits: Tensor, options: Sampling) -> Tensor:
+def best_of(logits: Tensor, options: Request) -> Tensor:
     """Return the best token of each row, after `check_best`: [B, V] -> [B]."""
     best = argmax(logits)  # a logit that is no number counts as the largest
     check_best(logits.gather(-1, best[:, None]), options)
     return best
 
 
-def constrain(logits: Tensor, options: Sampling, standing: Standing) -> Tensor:
+def constrain(logits: Tensor, options: Request, standing: Standing) -> Tensor:
     """Apply the rules about the beginning and the end of a text: [B, V] -> [B, V]."""
     written, left, prompts, stops = standing
     least = [options.min_new_tokens or options.min_length - length for length in prompts]
@@ -136,7 +134,7 @@ class History:
     def __init__(
         self,
         prompt: Sequence[int],
-        options: Sampling,
+        options: Request,
         vocabulary: int,
         device: torch.device,
         new: Sequence[int] = (),
@@ -219,57 +217,15 @@ def only(logits: Tensor, tokens: Sequence[int]) -> Tensor:
     return torch.full_like(logits, REMOVED).index_copy(-1, index, logits[..., index])
 
 
-def top_k(logits: Tensor, k: int) -> Tensor:
-    """Keep the k best tokens, and those equal to the k-th: [B, V] -> [B, V]."""
-    if k < 1 or k >= logits.shape[-1]:
-        return logits
-    return logits.masked_fill(logits < logits.topk(k, dim=-1).values[..., -1:], REMOVED)
-
-
-def top_p(logits: Tensor, p: float) -> Tensor:
-    """Keep the fewest best tokens that together hold probability p: [B, V] -> [B, V]."""
-    if p >= 1:
-        return logits
-    ordered, index = logits.sort(dim=-1, descending=True)
-    return _keep(logits, index, ordered.double().softmax(-1), p)
-
-
-def min_p(logits: Tensor, p: float) -> Tensor:
-    """Keep tokens with at least p times the best one's probability: [B, V] -> [B, V]."""
-    if p <= 0:
-        return logits
-    log_p = torch.log(torch.tensor(p, dtype=torch.float64))
-    return logits.masked_fill(logits.double() < logits.amax(-1, keepdim=True).double() + log_p, REMOVED)
-
-
-def typical(logits: Tensor, p: float) -> Tensor:
-    """Keep the tokens nearest to the expected surprise, up to probability p: [B, V] -> [B, V]."""
-    if p >= 1:
-        return logits
-    log_probability = logits.double().log_softmax(-1)
-    probability = log_probability.exp()
-    expected = -(probability * log_probability.masked_fill(probability == 0, 0.0)).sum(-1, keepdim=True)
-    index = (-log_probability - expected).abs().argsort(dim=-1, stable=True)
-    return _keep(logits, index, probability.gather(-1, index), p)
-
-
-def _keep(logits: Tensor, index: Tensor, probability: Tensor, p: float) -> Tensor:
-    """Keep the tokens at `index` [B, V] until their `probability` [B, V] adds up to p; the first always."""
-    before = probability.cumsum(-1) - probability  # what the tokens before each hold
-    first = torch.arange(before.shape[-1], device=before.device) == 0
-    kept = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, index, (before < p) | first)
-    return logits.masked_fill(~kept, REMOVED)
-
-
-def distribution(logits: Tensor, options: Sampling) -> Tensor:
+def distribution(logits: Tensor, options: Request) -> Tensor:
     """Apply steps 4 and 5: adjusted logits [B, V] -> probabilities [B, V] in float64."""
     best = best_of(logits, options)
     if options.temperature < GREEDY:
         return torch.zeros_like(logits, dtype=torch.float64).scatter(-1, best[:, None], 1.0)
     logits = precise(logits) / options.temperature
-    logits = typical(
-        min_p(top_p(top_k(logits, options.top_k), options.top_p), options.min_p), options.typical_p
-    )
+    for name, keep in FILTERS.items():
+        if (value := getattr(options, name)) != DEFAULTS[name]:
+            logits = keep(logits, value)
     return logits.softmax(-1)
 
 

@@ -34,7 +34,7 @@ from clearhead.run.generate.decode import (
     report,
 )
 from clearhead.run.generate.prompts import Prompts, slides, steps_back, streams, turns_by_length
-from clearhead.run.generate.request import Request, Sampling
+from clearhead.run.generate.request import FILTERS, Request
 from clearhead.run.generate.sampling import adjust_by, distribution, draw
 
 MATCHED = (3, 2)  # how many of the last tokens must have stood together before; one alone says too little
@@ -85,12 +85,11 @@ class Lookup:
 class Draft:
     """Guesses of a second, smaller model."""
 
-    def __init__(self, model: Transformer, count: int, sampling: Sampling, prompts: Prompts) -> None:
+    def __init__(self, model: Transformer, count: int, sampling: Request, prompts: Prompts) -> None:
         self.model, self.count, self.sources = model, count, prompts.sources
         # Rules that look back are left to the other model: any q gives the right result.
-        drawing = {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p", "min_p")}
-        limits = {name: getattr(sampling, name) for name in ("typical_p", "allowed", "banned")}
-        self.sampling = Sampling(**drawing, **limits)
+        shared = ("temperature", *FILTERS, "allowed", "banned")
+        self.sampling = Request(**{name: getattr(sampling, name) for name in shared})
         self.cache = Cache()
         self.length = 0  # tokens given at the last call
         self.guessed: list[int] = []  # and what it guessed

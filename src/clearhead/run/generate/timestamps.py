@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from clearhead.core.dtypes import wide
-from clearhead.run.generate.sampling import REMOVED
+from clearhead.run.generate.request import REMOVED
 
 
 @dataclass(frozen=True)

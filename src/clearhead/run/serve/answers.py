@@ -6,7 +6,7 @@ import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -17,9 +17,9 @@ from clearhead.errors import ClearheadError, refuse
 from clearhead.hub.tokens.text import decoded
 from clearhead.learn.tasks.chat import turn_of
 from clearhead.run.bundle import Bundle
-from clearhead.run.generate.request import FORMS
+from clearhead.run.generate.grammar import check_constraint
+from clearhead.run.generate.request import CONSTRAINTS
 from clearhead.run.generate.stream import TextStream
-from clearhead.run.serve.constraints import check_form
 from clearhead.run.serve.engine import ServeEngine
 from clearhead.run.serve.jobs import Asked, Job
 from clearhead.run.serve.metrics import Metrics
@@ -35,9 +35,9 @@ def completion(engine: ServeEngine, name: str, body: CompletionBody, owner: str 
     refuse(most == 0 and not body.echo, "max_tokens 0 writes nothing: ask for 1 or more, or for echo")
     refuse(engine.m.tokenizer is None, "this model has no tokenizer: it cannot be served as text")
     salt = f"{owner}:{body.cache_salt or ''}"
-    asked = Asked(salt, body.logprobs if body.echo else None, most == 0, body.seconds)
-    asked = replace(asked, inside=tuple(body.inside or ()), adapter=name if name in engine.adapters else "")
-    options, seeds = body.options(max(1, most)), body.seeds(body.n or 1)
+    adapter = name if name in engine.adapters else ""
+    asked = Asked(salt, body.logprobs if body.echo else None, most == 0, adapter, tuple(body.inside or ()))
+    options, seeds = body.options() | {"max_new_tokens": max(1, most)}, body.seeds(body.n or 1)
     return ServedTexts(
         engine, name, False, body.prompts(), options, seeds, asked, body.logprobs, bool(body.echo)
     )
@@ -50,11 +50,11 @@ def conversation(engine: ServeEngine, name: str, body: ChatBody, owner: str = ""
         "max_tokens and max_completion_tokens are the same: give one of them",
     )
     most = body.max_completion_tokens or body.max_tokens or 0
-    ids, options = turn_of(engine.m, body.messages, body.chat_template_kwargs or {}, body.options(most))
+    ids, options = turn_of(engine.m, body.messages, body.chat_template_kwargs or {}, body.options())
     options["max_new_tokens"] = most or max(1, engine.longest - len(ids))
     adapter = name if name in engine.adapters else ""
     salt = f"{owner}:{body.cache_salt or ''}"
-    asked = Asked(salt, None, False, body.seconds, adapter, tuple(body.inside or ()))
+    asked = Asked(salt, None, False, adapter, tuple(body.inside or ()))
     return ServedTexts(engine, name, True, [ids], options, body.seeds(body.n or 1), asked, body.best)
 
 
@@ -115,8 +115,8 @@ class ServedTexts:
 
     def submit(self, told: Callable[[int, Job, str], None] | None = None) -> None:
         """Put every choice of every prompt into the line, or none; `told` is called from the engine."""
-        for name in FORMS & self.options.keys():
-            check_form((name, self.options[name]))
+        for name in self.options.keys() & CONSTRAINTS:
+            check_constraint((name, self.options[name]))
         try:
             for prompt in self.prompts:
                 first: Job | None = None

@@ -104,7 +104,7 @@ def make_server(
         return {} if passages is None else {"passages": await run_in_threadpool(passages.put, engine, body)}
 
     async def answered(
-        choices: ServedTexts, body: protocol.Writing, request: Request, cited: dict[str, Any]
+        choices: ServedTexts, body: protocol.GenerationBody, request: Request, cited: dict[str, Any]
     ) -> Response:
         choices.cited = cited
         note(choices.engine, choices.prompts)

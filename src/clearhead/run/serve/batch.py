@@ -132,11 +132,16 @@ def _while_any(
 
 
 def _submitted(engine: ServeEngine, name: str, line: Any) -> ServedTexts:
-    body = line.get("body", {name: value for name, value in line.items() if name != "custom_id"})
+    body = line.get("body", {key: value for key, value in line.items() if key != "custom_id"})
     refuse(not isinstance(body, dict), f"body is {json.dumps(body)[:60]}: give an object")
     url = line.get("url", URLS["messages" in body])
     refuse(url not in URLS, f'url "{url}" is not one that a batch takes: choose {" or ".join(URLS)}')
     refuse(body.get("stream"), "stream in a batch: leave it out")
+    model = body.get("model")
+    refuse(
+        model not in (None, name),
+        f'model "{model}" is not the model of this batch, "{name}": leave it out, or run another batch',
+    )
     if url == URLS[1]:
         choices = conversation(engine, name, ChatBody.model_validate(body))
     else:

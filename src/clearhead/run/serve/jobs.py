@@ -25,21 +25,12 @@ from clearhead.learn.tasks.results import Generation
 from clearhead.run.bundle import Bundle
 from clearhead.run.generate.decode import Chooser, Continuation, check_request, report
 from clearhead.run.generate.prompts import turns_by_length
+from clearhead.run.generate.request import DEFAULTS, OPTIONS
 from clearhead.run.generate.sampling import argmax
 from clearhead.run.serve.blocks import Named, chain
 from clearhead.run.serve.guesses import Guesses
 from clearhead.run.serve.paged import Group, Pool, States, Table
 
-# Options that are not served, and the value that asks for nothing.
-ALONE = {
-    "num_beams": 1,
-    "num_return": 1,
-    "lookup": 0,
-    "reuse": False,
-    "early_exit": None,
-    "compile": None,
-    "cache": None,
-}
 Told = Callable[["Job", str], None]  # called with each new text that is final, and at the end
 
 
@@ -50,7 +41,6 @@ class Asked:
     salt: str = ""  # requests with another salt share no blocks with this one
     prompt_logprobs: int | None = None  # report the prompt's tokens, with so many of the best at each place
     nothing: bool = False  # read the prompt, and write nothing
-    seconds: float | None = None  # the deadline, from now on
     adapter: str = ""  # its name; "": the model itself
     inside: tuple[str, ...] = ()  # activations to see of the whole text, by name or pattern, and "lens"
 
@@ -86,11 +76,10 @@ class Job:
         told: Told | None = None,
     ) -> None:
         """Check what is asked and encode the prompt; `told` is called from the engine's thread."""
-        for name, nothing in ALONE.items():
+        for name, value in options.items():
             refuse(
-                options.get(name, nothing) not in (nothing, None),
-                f"{name} {options.get(name)} is not served: the engine decides how its texts are written, "
-                "so leave it out",
+                name in OPTIONS and not OPTIONS[name].served and value not in (DEFAULTS[name], None),
+                f"{name} {value} is not served: the engine decides how texts are generated: leave it out",
             )
         request, (text,), ends = asked_for(m, [prompt], options, Hooks(cancel=self._is_cancelled))
         refuse(
@@ -105,8 +94,7 @@ class Job:
         self.sources = 0 if self.prompts.source is None else self.prompts.source.shape[1]
         self.stream = stream_of(m, self.prompts, 0, request.stop)
         self.chooser = Chooser(m.model, request, self.prompts, ends, [self.row])
-        limits = [one for one in (ends.deadline, asked.seconds and time.monotonic() + asked.seconds) if one]
-        self.ends = replace(ends, on_token=self._on_token, deadline=min(limits, default=None))
+        self.ends = replace(ends, on_token=self._on_token)
         self.times = Times()
         self.prompt_logprobs: list[float] = []
         self.prompt_alternatives: list[list[tuple[int, float]]] = []

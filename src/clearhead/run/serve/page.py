@@ -13,7 +13,7 @@ from fastapi import APIRouter, FastAPI, HTTPException
 from fastapi.responses import RedirectResponse, Response
 
 from clearhead.app.explorer.app import HEADERS, Json, make_app
-from clearhead.app.explorer.pages import page_files
+from clearhead.app.explorer.record import page_files
 from clearhead.app.explorer.session import Opened, Session
 from clearhead.run.serve.engine import KEPT, ServeEngine
 from clearhead.run.serve.jobs import Job

@@ -5,7 +5,7 @@ from typing import Any
 
 from clearhead.errors import refuse
 from clearhead.labs.retrieval.index import Index
-from clearhead.labs.retrieval.prompts import before_prompt, cited
+from clearhead.labs.retrieval.passages import before_prompt, cited
 from clearhead.learn.tasks.chat import chat_ids
 from clearhead.run.serve.answers import DEFAULT_TOKENS
 from clearhead.run.serve.engine import ServeEngine

@@ -1,14 +1,20 @@
-"""What the routes take, in the words of OpenAI's API; a field that is not here is refused by name."""
+"""What the routes take, in the words of OpenAI's API; an unknown field is refused by name.
+
+The options of a generation come from their declaration, `run/generate/request.py`.
+"""
 
 import json
+import math
 import re
 import secrets
-from typing import Annotated, Any, Literal
+from types import NoneType
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
 
+from clearhead.core.config.typed import hints_of
 from clearhead.errors import refuse, refusing
-from clearhead.run.generate.request import FORMS
+from clearhead.run.generate.request import CONSTRAINTS, OPTIONS, Request
 
 MOST_CHOICES = 16  # of one prompt
 MOST_INPUTS = 2048  # prompts or texts of one request
@@ -78,76 +84,80 @@ class StructuredOutputs(FewFields):
     grammar: str | None = None
 
 
-class Writing(Body):
+JSON_TYPES: dict[str, Any] = {  # options whose JSON is not that of their Python type
+    "stop": Stop | Stops,
+    "stop_tokens": Annotated[list[Id], Field(max_length=64)],
+    "json_schema": Schema,
+}
+OPENAI_DEFAULTS = {"temperature": 1.0}  # texts are drawn, as OpenAI's are
+
+
+def _with_options(base: type[BaseModel]) -> type[BaseModel]:
+    """Return a body with the options of a request that HTTP has, under their names in OpenAI's API."""
+    entries: dict[str, Any] = {}
+    for name, stated in OPTIONS.items():
+        hint, bounds = JSON_TYPES.get(name, hints_of(Request)[name]), stated.bounds
+        if bounds is not None:
+            limits: dict[str, Any] = {"gt" if bounds.above else "ge": bounds.least}
+            limits |= {"le": bounds.most} if math.isfinite(bounds.most) else {}
+            number = next((kind for kind in get_args(hint) if kind is not NoneType), hint)
+            hint = Annotated[number, Field(**limits)]
+        if stated.http:
+            entries[stated.http] = (hint | None, Field(None, description=stated.help))
+    return create_model("OptionsBody", __base__=base, __doc__="The options of a request.", **entries)
+
+
+class GenerationBody(_with_options(Body)):  # type: ignore[misc]
     """What every request for a text may say."""
 
-    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Count | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    typical_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    presence_penalty: Annotated[float, Field(ge=-100, le=100)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=-100, le=100)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
-    no_repeat_ngram: Count | None = None
-    min_tokens: Count | None = None
-    stop: Stop | Stops | None = None
-    stop_token_ids: Annotated[list[Id], Field(max_length=64)] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     cache_salt: Annotated[str, Field(max_length=1000)] | None = None
-    seconds: Annotated[float, Field(gt=0, le=86_400)] | None = None  # the deadline
     inside: Names | None = None  # activations to see
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    json_schema: Schema | None = None
-    regex: str | None = None
-    grammar: str | None = None
 
-    def form(self) -> dict[str, str]:
-        """Return the form that the answer is held to, as an option of `generate`."""
-        found: list[tuple[str, Any]] = [(name, getattr(self, name)) for name in FORMS]
-        stated, theirs = self.response_format, self.structured_outputs
-        if stated is not None:
-            schema = None if stated.json_schema is None else stated.json_schema.given
+    def constraint(self) -> dict[str, str]:
+        """Return what the answer is held to, as an option of `generate`."""
+        stated: list[tuple[str, Any]] = [(name, getattr(self, name)) for name in CONSTRAINTS]
+        openai, vllm = self.response_format, self.structured_outputs
+        if openai is not None:
+            schema = None if openai.json_schema is None else openai.json_schema.given
             refuse(
-                (schema is None) == (stated.type == "json_schema"),
+                (schema is None) == (openai.type == "json_schema"),
                 "response_format.json_schema belongs to the type json_schema, and that type to it",
             )
-            found.append(("json_schema", {"type": "object"} if stated.type == "json_object" else schema))
-        if theirs is not None:
-            choices = None if theirs.choice is None else "|".join(map(re.escape, theirs.choice))
-            found += [("json_schema", theirs.json_), ("regex", theirs.regex), ("regex", choices)]
-            found += [("grammar", theirs.grammar)]
-            found += [("json_schema", {"type": "object"})] if theirs.json_object else []
-        given = [(name, value) for name, value in found if value is not None]
+            stated.append(("json_schema", {"type": "object"} if openai.type == "json_object" else schema))
+        if vllm is not None:
+            choices = None if vllm.choice is None else "|".join(map(re.escape, vllm.choice))
+            stated += [("json_schema", vllm.json_), ("regex", vllm.regex), ("regex", choices)]
+            stated += [("grammar", vllm.grammar)]
+            stated += [("json_schema", {"type": "object"})] if vllm.json_object else []
+        given = [(name, value) for name, value in stated if value is not None]
         names = " and ".join(name for name, _ in given)
-        refuse(len(given) > 1, f"{names} were given: an answer has one form")
+        refuse(len(given) > 1, f"{names} were given: an answer is held to one of them")
         with refusing("the schema cannot be read"):
             return {name: value if isinstance(value, str) else json.dumps(value) for name, value in given}
 
-    def options(self, most: int) -> dict[str, Any]:
-        """Return the options of `generate`; without a temperature texts are drawn, as OpenAI's are."""
+    def options(self) -> dict[str, Any]:
+        """Return the options of `generate`, but for the seed, which every choice has its own of."""
         refuse(
             self.stream_options is not None and not self.stream,
             "stream_options without stream: true: leave them out",
         )
-        same = ("top_p", "top_k", "min_p", "typical_p", "presence_penalty", "frequency_penalty")
-        given = {name: getattr(self, name) for name in (*same, "repetition_penalty", "no_repeat_ngram")}
-        given |= {"min_new_tokens": self.min_tokens, "stop_tokens": self.stop_token_ids, "stop": self.stop}
-        asked = {name: value for name, value in given.items() if value is not None}
-        temperature = 1.0 if self.temperature is None else self.temperature
-        return {"max_new_tokens": most, "temperature": temperature, **asked, **self.form()}
+        named = {name: getattr(self, stated.http) for name, stated in OPTIONS.items() if stated.http}
+        left_out = ("seed", *CONSTRAINTS)
+        given = {name: value for name, value in named.items() if value is not None and name not in left_out}
+        return OPENAI_DEFAULTS | given | self.constraint()
 
     def seeds(self, count: int) -> list[int]:
         """Return the seed of each choice."""
         first = secrets.randbits(62) if self.seed is None else self.seed
-        return [(first + number) % 2**63 for number in range(count)]
+        return [(first + number) % 2**64 for number in range(count)]
 
 
-class CompletionBody(Writing):
+class CompletionBody(GenerationBody):
     """`/v1/completions`."""
 
     prompt: (
@@ -156,7 +166,7 @@ class CompletionBody(Writing):
         | Annotated[list[Text], Field(fail_fast=True)]
         | Annotated[list[Ids], Field(fail_fast=True)]
     )
-    max_tokens: Count | None = None
+    max_tokens: Count | None = None  # 0 with echo
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MOST_BEST)] | None = None
 
@@ -170,11 +180,10 @@ class CompletionBody(Writing):
         return prompts
 
 
-class ChatBody(Writing):
+class ChatBody(GenerationBody):
     """`/v1/chat/completions`."""
 
     messages: Annotated[list[Fields], Field(min_length=1, max_length=10_000, fail_fast=True)]
-    max_tokens: Annotated[Count, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[Count, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_BEST)] | None = None

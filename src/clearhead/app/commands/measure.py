@@ -1,0 +1,469 @@
+"""Analyses of what a model takes and gives as a whole: long, check, cost, bench, plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import clearhead as ch
+from clearhead.app.commands.common import check_picture, read_config
+from clearhead.app.report import check_details, check_table, cost_table, count, size, table
+from clearhead.app.views import ModelArgument, OnProgress, View, drawing
+from clearhead.errors import InputError, refuse
+from clearhead.learn.parallel.plan import AXES
+from clearhead.learn.recipe import read_recipe, recipe_names
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from clearhead.inside.long import RetrievalGrid
+    from clearhead.inside.long_text import Growth, PositionLoss, ScalingTry
+    from clearhead.labs.speed.compare import SpeedReport, Timing
+
+SLOW = 2.0  # seconds after which a row of the equality suite is worth a line
+LongPart = Literal["perplexity", "retrieval", "cost"]
+BenchPart = Literal["first", "decode", "read", "train"]
+
+
+def check(
+    model: ModelArgument,
+    *,
+    reference: bool = False,
+    compile: bool = False,
+    large: bool = False,
+    details: bool = False,
+) -> View:
+    """Run the equality suite on a model, on this machine. The exit code is 1 if a row fails.
+
+    On another device than the CPU, the two are compared.
+
+    Args:
+        reference: compare with transformers too: logits and 50 greedy tokens
+        compile: compare with the compiled model too: 15 seconds and more
+        large: above 500 million parameters, run the rows that copy the model too
+        details: say what each row compares; rows that fail say so in any case
+
+    For example:
+      clearhead check my-model/
+      clearhead check my-model/ --reference
+      clearhead check my-model/ --device cuda --compile
+      clearhead check my-model/ --details
+      clearhead check my-model/ --json
+    """
+    m = model()
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(stderr=True, highlight=False)
+    with console.status("checking") as status:
+
+        def show(row: Any) -> None:
+            status.update(Text(f"checking: {row.name}"))
+            if not console.is_terminal and isinstance(row, ch.Check) and row.seconds > SLOW:
+                console.print(Text(f"{row.name}: {row.seconds:.1f} s"))
+
+        rows = ch.check(m, reference, compile=compile, large=large, on_row=show)
+    failed = sum(not row.passed for row in rows)
+    skipped = sum(row.verdict == "skipped" for row in rows)
+    counts = f"{len(rows) - failed - skipped} of {len(rows)} equal, {failed} failed, {skipped} skipped"
+    left_out = {"--reference": reference, "--compile": compile, "--details": details or not skipped}
+    hints = ", ".join(option for option, asked in left_out.items() if not asked)
+    last = f"{counts}, in {sum(row.seconds for row in rows):.0f} s"
+    body = {"checks": [row.to_dict() for row in rows], "passed": not failed}
+    parts = [
+        check_table(rows),
+        *check_details(rows, details),
+        last + (f"; see also {hints}" if hints else ""),
+    ]
+    return View(body, parts, exit_code=1 if failed else 0)
+
+
+def cost(
+    model: str,
+    *,
+    length: int | None = None,
+    batch: int = 1,
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32",
+) -> View:
+    """Count what a model will take: parameters, FLOPs, memory and cache, from its config alone.
+
+    Args:
+        model (CONFIG|DIR|PRESET): a config's JSON file, a model directory, or a preset
+        length: tokens per row; default: the longest the model takes
+        batch: rows in a batch
+        dtype: dtype of weights, activations and cache
+
+    For example:
+      clearhead cost gpt2
+      clearhead cost llama-3-8b --length 8192 --dtype bfloat16
+      clearhead cost my-model/ --json
+    """
+    figures = ch.cost(read_config(model), length=length, batch=batch, dtype=dtype)
+    return View(figures, [cost_table(figures, model)])
+
+
+# Long contexts ----------------------------------------------------------------------------------------------
+
+
+def long(
+    model: ModelArgument,
+    *,
+    text: tuple[str, ...] = (),
+    length: int | None = None,
+    parts: tuple[LongPart, ...] = ("perplexity", "retrieval", "cost"),
+    scalings: tuple[str, ...] = (),
+    rows: int = 8,
+    bins: int = 16,
+    trials: int = 10,
+    seed: int = 0,
+    on_progress: OnProgress = lambda stage, done, total: None,
+) -> View:
+    """Measure a language model on long contexts: loss by position, retrieval, cost, scalings of RoPE.
+
+    Args:
+        text (FILE --data): a long text: files, folders, globs, or an embedded corpus; default: what the run
+            held out
+        length: tokens of a row; default: twice the trained length, or all learned positions
+        parts: loss by position; needles by length and depth; time and memory by length
+        scalings (NAME): scalings of rotary positions to try at 1, 2 and 4 times the trained length: none,
+            own, linear, ntk, yarn, llama3; yarn:8 has factor 8
+        rows: rows of text that losses are a mean over, at most
+        bins: bins of positions
+        trials: contexts of each probe, length and depth
+        seed: random seed of needles and tokens
+
+    For example:
+      clearhead long my-gpt/ --text book.txt
+      clearhead long my-gpt/ --text book.txt --length 4096 --plot long.png
+      clearhead long my-gpt/ --text book.txt --parts perplexity --scalings ntk yarn
+      clearhead long my-gpt/ --parts cost --length 8192 --json
+    """
+    m = model()
+    done = ch.long(
+        m, text, length=length, parts=parts, scalings=scalings, rows=rows, bins=bins, trials=trials,
+        seed=seed, on_progress=on_progress,
+    )  # fmt: skip
+    title = f"{model.name}: trained length {done.trained:,}, rows of {done.length:,} tokens"
+    return View(done, _long_tables(done), drawing("models:draw_long", done, title), done.notes)
+
+
+def _long_tables(found: ch.LongReport) -> Iterator[Table]:
+    """Give the tables of the parts that were asked for."""
+    if found.perplexity is not None:
+        yield _position_table(found.perplexity)
+    if found.scalings:
+        yield _scaling_table(found.scalings, found.trained)
+    for grid in found.retrieval:
+        yield _grid_table(grid)
+    if found.cost is not None:
+        yield _cost_table(found.cost)
+
+
+def _position_table(found: PositionLoss) -> Table:
+    sides = [("trained length", found.within), ("past it", found.beyond)]
+    named = [(f"{one.start:,} to {one.stop - 1:,}", one) for one in found.bins]
+    named += [(name, one) for name, one in sides if one is not None]
+    lines: list[tuple[str, ...]] = [
+        (name, f"{one.targets:,}", f"{one.loss:.4f}", f"{one.perplexity:,.2f}") for name, one in named
+    ]
+    lines.insert(len(found.bins), ())
+    title = f"loss by position: {found.rows} rows, trained length {found.trained:,}"
+    return table(title, ("positions", ">targets", ">loss", ">perplexity"), lines)
+
+
+def _scaling_table(tries: tuple[ScalingTry, ...], trained: int) -> Table:
+    lengths = [f">{length:,} ({length // trained} x)" for length in tries[0].lengths]
+    lines = ((one.name, *(f"{value:,.2f}" for value in one.perplexities)) for one in tries)
+    title = f"perplexity of the same {tries[0].targets:,} tokens, by tokens read"
+    return table(title, ("scaling", *lengths), lines)
+
+
+def _grid_table(grid: RetrievalGrid) -> Table:
+    lines = (
+        (f"{length:,}", *("" if share != share else f"{share:.2f}" for share in row), _mean(exact))
+        for length, row, exact in zip(grid.lengths, grid.right.tolist(), grid.exact)
+    )
+    title = f"{grid.probe}: right of {grid.trials} trials, by depth; chance {grid.chance:.3f}"
+    headings = (">tokens", *(f">{depth:.0%}" for depth in grid.depths), ">exact, all depths")
+    return table(title, headings, lines)
+
+
+def _mean(values: Any) -> str:
+    mean = float(values.mean())
+    return "do not fit" if mean != mean else f"{mean:.2f}"
+
+
+def _cost_table(found: Growth) -> Table:
+    lines: list[tuple[str, ...]] = [
+        (
+            f"{one.length:,}",
+            f"{1000 * one.seconds:,.2f}",
+            size(one.peak),
+            count(one.flops),
+            size(one.activations),
+        )
+        for one in found.points
+    ]
+    lines += [
+        (),
+        ("slope", *(f"{found.slopes[name]:.2f}" for name in ("seconds", "peak", "flops", "activations"))),
+    ]
+    return table(
+        "a forward pass by length, without the head",
+        (">tokens", ">ms", ">peak memory", ">FLOPs", ">activations"),
+        lines,
+        "measured: ms, peak memory; from ch.cost: FLOPs, activations that training keeps",
+    )
+
+
+# Speed ------------------------------------------------------------------------------------------------------
+
+
+def bench(
+    model: ModelArgument,
+    *,
+    parts: tuple[BenchPart, ...] = ("first", "decode", "read", "train"),
+    batches: tuple[int, ...] = (1, 8),
+    prompt: int = 512,
+    new: int = 32,
+    against: tuple[str, ...] | None = None,
+    rounds: int = 3,
+    on_progress: OnProgress = lambda stage, done, total: None,
+) -> View:
+    """Time a model here, next to what else is installed and what the machine allows.
+
+    Args:
+        parts: the first token of a prompt; decoding; encoding texts or pictures; a training step
+        batches: rows that are decoded at once
+        prompt: tokens before the first token
+        new: tokens that each row generates
+        against (NAME): programs to compare with: transformers, sentence-transformers, ctranslate2, llama.cpp;
+            none: clearhead alone; default: all that are installed
+        rounds: runs of each program, in turn; the median counts
+
+    For example:
+      clearhead bench my-gpt/
+      clearhead bench my-gpt/ --device cuda --dtype bfloat16 --batches 1 32
+      clearhead bench my-gpt/ --parts decode --against transformers llama.cpp
+      clearhead bench my-gpt/ --parts decode --quantize int4
+      clearhead bench my-encoder/ --plot speed.png --json
+    """
+    m = model()
+    from clearhead.labs.speed.compare import compare
+    from clearhead.labs.speed.jobs import SpeedSizes
+
+    peers = () if against == ("none",) else against
+    report = compare(m, parts, SpeedSizes(prompt, new, batches), peers, rounds, on_progress)
+    name = model.name
+    return View(report, _speed_parts(report, name), drawing("models:draw_speed", report, name), report.notes)
+
+
+def _speed_parts(found: SpeedReport, name: str) -> Iterator[Table | str]:
+    """Give the table, where the limits come from, and which tokens differ."""
+    machine = found.machine
+    rows: list[tuple[str, ...]] = []
+    for job in found.jobs:
+        rows += [()] if rows else []
+        rows += [_row(job.name if not place else "", one) for place, one in enumerate(job.timings)]
+        share = "" if job.share_of_limit is None else f"{job.share_of_limit:.0%} of it"
+        rows.append(("", f"limit, by {job.bound_by}", _rate(job.limit), share))
+    threads = f", {machine.threads} threads" if machine.threads else ""
+    yield table(
+        f"{name}: tokens or pictures a second, {machine.dtype} on {machine.name}{threads}",
+        ("", "program", ">a second", ">clearhead is"),
+        rows,
+    )
+    read, computed = size(machine.bandwidth), count(machine.arithmetic)
+    yield (
+        f"The limit follows from what was measured here: {read} read and {computed} operations computed in a "
+        "second."
+    )
+    yield from (
+        f"{one.program} has no speed of {job.name}: {one.fault}"
+        for job in found.jobs
+        for one in job.timings
+        if one.fault
+    )
+    differ = [
+        f"{one.program}: {one.same_tokens:.0%} of its tokens are clearhead's ({job.name})"
+        for job in found.jobs
+        for one in job.timings
+        if one.same_tokens is not None and one.same_tokens < 1
+    ]
+    yield from differ
+
+
+def _row(job: str, one: Timing) -> tuple[str, ...]:
+    if one.per_second is None:
+        return job, one.program, "none", "above the limit" if one.above_limit else "failed"
+    ours = one.program == "clearhead" or one.ours_over_this is None
+    return job, one.program, _rate(one.per_second), "" if ours else f"{one.ours_over_this:.2f} x"
+
+
+def _rate(per_second: float) -> str:
+    digits = 2 if per_second < 10 else 1 if per_second < 1000 else 0
+    return f"{per_second:,.{digits}f}"
+
+
+# Meshes -----------------------------------------------------------------------------------------------------
+
+
+def plan(
+    model: str | None = None,
+    *,
+    devices: int | None = None,
+    memory: str | None = None,
+    link: str = "400Gb",
+    peak: str = "h100",
+    node: str | None = None,
+    length: int | None = None,
+    batch: int | None = None,
+    precision: Literal["float32", "bfloat16", "float16", "float8"] | None = None,
+    checkpointing: Literal["none", "selective", "full"] | None = None,
+    optimizer: str | None = None,
+    mesh: str | None = None,
+    axes: tuple[str, ...] = AXES,
+    top: int = 5,
+    budget: float | None = None,
+    law: Path | None = None,
+    plot: Path | None = None,
+) -> View:
+    """Find the mesh of devices to train a model on: memory by kind, traffic, step time, MFU.
+
+    Args:
+        model (CONFIG): a preset, a config's JSON file, a model directory, or a recipe
+        devices: how many devices there are
+        memory: memory of each, such as 80GB; default: what --peak's has
+        link: between nodes, for each device: bits per second, such as 400Gb, or bytes, such as 50GB
+        peak: the device: h100, h200, b200, a100, ... ; or its FLOP/s in half precision, such as 989T
+        node: devices of a node, and the link inside it: 8,450GB; default: --peak's
+        length: tokens of a row; default: the longest the model takes
+        batch: tokens of a step on all devices; default: a row for each device
+        precision: of matmuls; default: bfloat16, or the recipe's
+        checkpointing: what the backward pass computes again; default: none, or the recipe's
+        optimizer: adamw, adafactor, muon; default: adamw, or the recipe's
+        mesh (AXIS=SIZE,...): explain this mesh alone: shard=8,tensor=2
+        axes (AXIS): axes that a mesh may have
+        top: meshes to show, at most
+        budget: FLOPs of training: find the size and the amount of text to spend them on
+        law (FILE): of --budget: results.json of a ladder; default: Chinchilla's law
+
+    For example:
+      clearhead plan llama-3-8b --devices 64 --memory 80GB --link 400Gb
+      clearhead plan llama-3-70b --devices 256 --checkpointing full --plot plan.png
+      clearhead plan my-model/ --devices 8 --peak a100 --length 4096 --batch 524288
+      clearhead plan llama-3-8b --devices 16 --mesh shard=8,tensor=2 --json
+      clearhead plan my-recipe.toml --devices 4 --peak "rtx 4090"
+      clearhead plan --budget 1e18
+    """
+    check_picture(plot)
+    refuse(
+        law is not None and budget is None,
+        f"--law {law} says how to spend a --budget: give one, such as 1e18",
+    )
+    if budget is not None:
+        refuse(model is not None, f"--budget finds the size itself: leave {model} out")
+        return _spend(budget, law)
+    if model is None or devices is None:
+        raise InputError("plan needs a CONFIG and --devices, or a --budget: see clearhead plan --help")
+    config, from_recipe = _config_of(model)
+    asked: dict[str, Any] = {"length": length, "batch": batch, "precision": precision}
+    asked |= {"checkpointing": checkpointing, "optimizer": optimizer}
+    options: Any = from_recipe | {name: value for name, value in asked.items() if value is not None}
+    found = ch.plan(
+        config, devices, memory, link, peak=peak, node=node, mesh=mesh, axes=axes, top=top, **options
+    )
+    title = f"{model}: {found.cluster.devices} x {found.cluster.device.name}"
+    notes = [f"note: {line}" for line in found.notes]
+    return View(found, _mesh_parts(found, model), drawing("models:draw_plan", found, title), notes)
+
+
+def _spend(budget: float, path: Path | None) -> View:
+    """Return the size and the tokens that a law finds best for a budget."""
+    from clearhead.labs.lab.scaling import CHINCHILLA, read_law
+
+    best = (CHINCHILLA if path is None else read_law(path)).best(budget)
+    line = (
+        f"{budget:.3g} FLOPs: {count(best.weights)} weights and {count(best.tokens)} tokens, "
+        f"{best.tokens / best.weights:.3g} for each; expected loss {best.loss:.3f} nats a token"
+    )
+    whose = "Chinchilla's data, fitted again by Besiroglu et al. (2024)" if path is None else str(path)
+    return View({"flops": budget, **vars(best)}, [line, f"by the law of {whose}; 6 FLOPs a weight and token"])
+
+
+def _config_of(name: str) -> tuple[ch.ModelConfig, dict[str, Any]]:
+    """Return the config that is named, and the options that a recipe gives."""
+    if name not in recipe_names() and Path(name).suffix != ".toml":
+        return read_config(name), {}
+    from clearhead.learn.training.build import expected_config
+
+    recipe = read_recipe(name)
+    data, train, config = recipe.data, recipe.train, expected_config(recipe)
+    length = data.max_length or ch.cost(config).length
+    rows = (data.batch_tokens // length if data.batch_tokens else data.batch_size) * train.accumulate
+    return config, {
+        "length": length,
+        "batch": max(1, rows) * config.main.n_tokens(length),
+        "precision": "bfloat16" if train.precision == "auto" else train.precision,
+        "checkpointing": "full" if train.checkpointing else "none",
+        "optimizer": train.optimizer,
+    }
+
+
+def _mesh_parts(found: ch.MeshReport, name: str) -> Iterator[Table | str]:
+    """Give the tables: time, memory by kind, traffic by axis; then the lines of a recipe."""
+    work, device = found.work, found.cluster.device
+    yield (
+        f"{name}: {count(found.parameters)} parameters on {found.cluster.devices} x {device.name} of "
+        f"{size(found.cluster.memory)}"
+    )
+    yield (
+        f"{work.tokens:,} tokens a step, rows of {work.length:,}, {work.precision}, "
+        f"checkpointing {work.checkpointing}, {work.optimizer}"
+    )
+    yield f"{found.fitting} of {found.tried} sensible meshes fit; the fastest of each combination of axes:"
+    numbered = list(enumerate(found.meshes, start=1))
+    yield table(
+        "step",
+        (">#", "mesh", ">rows", ">seconds", ">tokens/s", ">MFU", ">bubble"),
+        (
+            (
+                str(number),
+                str(one.mesh),
+                f"{one.micro_batches} x {one.micro_rows}",
+                f"{one.time.total:.3f}",
+                f"{one.tokens_per_second * one.mesh.devices:,.0f}",
+                f"{one.mfu:.1%}",
+                f"{one.bubble:.0%}",
+            )
+            for number, one in numbered
+        ),
+        "rows: micro-batches of a device x rows of each; tokens/s of all devices",
+    )
+    kinds = list(vars(found.best.memory))
+    yield table(
+        "memory of a device, GB",
+        (">#", *(f">{kind}" for kind in kinds), ">total"),
+        (
+            (
+                str(number),
+                *(f"{getattr(one.memory, kind) / 1e9:,.1f}" for kind in kinds),
+                f"{one.memory.total / 1e9:,.1f}",
+            )
+            for number, one in numbered
+        ),
+    )
+    yield table(
+        "sent by a device in a step, GB",
+        (">#", *(f">{axis}" for axis in found.best.traffic), ">total"),
+        (
+            (
+                str(number),
+                *(f"{sent / 1e9:,.1f}" for sent in one.traffic.values()),
+                f"{sum(one.traffic.values()) / 1e9:,.1f}",
+            )
+            for number, one in numbered
+        ),
+    )
+    yield f"for a recipe:\n\n{found.best.recipe}"

@@ -1,0 +1,224 @@
+"""Interventions on one run, and what its parts, neurons, words and directions are worth, as plain JSON.
+
+Interventions on every single part take many passes: the page begins them as jobs and asks how far they are.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from clearhead.app.explorer.views import PageRun, packed_floats, short
+from clearhead.errors import refuse
+from clearhead.inside.ablation import How, Means, effect, effect_of_each
+from clearhead.inside.attribution import occlusion
+from clearhead.inside.geometry import neighbours, projection, similarity
+from clearhead.inside.heads import library_sentences
+from clearhead.inside.inputs import Prepared, choices_of, find_column, prepare
+from clearhead.inside.logit_attribution import firing
+from clearhead.inside.memories import ReadCorpus, read_corpus
+from clearhead.inside.patch import patch, steering, steering_vector
+from clearhead.inside.results import plain
+from clearhead.run.api import Model
+
+LISTED = 12  # of the likeliest choices, before and after
+NEURONS = 8  # that are listed
+FIRED = 3  # places that are shown of each
+CORPUS = 48  # sentences in which the page looks for what fires them
+WRITTEN = 24  # tokens of a steered text
+NEAR = 24  # tokens around the chosen one on the map
+CHOICES = 5  # of a steered answer
+
+
+def ablated(
+    run: PageRun,
+    heads: list[str],
+    layers: list[str],
+    feedforwards: list[str],
+    how: str,
+    position: int,
+    second: PageRun | None = None,
+) -> dict[str, Any]:
+    """Return the scores at one position with parts of the model off, beside those of the whole model.
+
+    How they are off: "zero", "mean", or "second": what they give is taken from the run of a second text.
+    """
+    kind: Any = "mean" if how == "second" else how
+    means = _activations(run, second) if how == "second" else None
+    where: dict[str, Any] = {"target": run.target, "pair": run.pair, "position": position}
+    seen = effect(run.m, run.given, heads, layers, feedforwards, kind, means, **where, top=LISTED)
+    before, after = seen.before.softmax(-1).tolist(), seen.after.softmax(-1).tolist()
+    rows = [
+        {"id": one.id, "label": one.label, "before": before[one.id], "after": after[one.id]}
+        for one in seen.top
+    ]
+    return {"ablated": list(seen.ablated), "how": how, "kl": seen.kl, "position": position, "rows": rows}
+
+
+def _activations(run: PageRun, second: PageRun | None) -> Means:
+    """Return what every part gives in the run of a second text, as `effect` takes means: a row a token."""
+    if second is None:
+        refuse(True, "there is no second text to take anything from: give one")
+    assert second is not None
+    _same_model(run, second)
+    other = prepare(second.m, second.given, run.target, second.pair)
+    for ours, theirs in (
+        (run.prepared.first_tokens, other.first_tokens),
+        (run.prepared.tokens, other.tokens),
+    ):
+        refuse(
+            len(ours) != len(theirs),
+            f"the texts have {len(ours)} and {len(theirs)} tokens: to take something from the second, "
+            "give texts of equal length",
+        )
+    taps = (
+        "*.z",
+        "*.attention.out",
+        "*.feedforward.out",
+        *(["*.cross.out"] if run.m.config.main.cross else []),
+    )
+    return {name: x[0] for name, x in other.record(*taps)[1].items()}
+
+
+def _same_model(run: PageRun, second: PageRun) -> None:
+    refuse(
+        run.m is not second.m, "the second text was read by another model: nothing of it fits into this one"
+    )
+
+
+def effects(run: PageRun, how: How, position: int = -1) -> dict[str, Any]:
+    """Return what the model says at one position without each of its parts alone; probabilities by id."""
+    asked: dict[str, Any] = {"target": run.target, "pair": run.pair, "position": position}
+    found = effect_of_each(run.m, run.given, how, **asked, top=LISTED, on_progress=run.progress)
+    listed = {one.id: one for seen in found.effects.values() for one in seen.top}
+    return {
+        "position": position,
+        "how": how,
+        "labels": {number: one.label for number, one in listed.items()},
+        "before": {number: short(one.before) for number, one in listed.items()},
+        "parts": {
+            name: {
+                "says": seen.ablated[0],
+                "kl": short(seen.kl),
+                "after": {one.id: short(one.after) for one in seen.top},
+            }
+            for name, seen in found.effects.items()
+        },
+    }
+
+
+def patches(
+    run: PageRun,
+    second: str,
+    part: str,
+    position: int = -1,
+    token: int | None = None,
+    against: int | None = None,
+) -> dict[str, Any]:
+    """Return what each activation of this run brings back of its answer in the run of a second text."""
+    other = run.others(second)
+    _same_model(run, other)
+    refuse(
+        run.pair is not None or other.pair is not None, "patching reads one text, not a pair: run each alone"
+    )
+    asked: dict[str, Any] = {"parts": (part,), "position": position, "target": run.target}
+    found = patch(run.m, run.given, other.given, token, against, **asked, on_progress=run.progress)
+    return found.to_dict()
+
+
+def occluded(run: PageRun, position: int = -1, token: int | None = None) -> dict[str, Any]:
+    """Return what each word or patch is worth to one choice."""
+    return dict(plain(occlusion(run.m, run.prepared, token, position)))
+
+
+def similar(run: PageRun) -> dict[str, Any]:
+    """Return how alike the two texts of a run are; each is read by itself."""
+    refuse(not isinstance(run.given, str) or run.pair is None, "give a second text to compare this one with")
+    found = similarity(run.m, run.given, str(run.pair))
+    return {"cosine": found.cosine, "tokens": plain(found.tokens), "states": packed_floats(found.states)}
+
+
+def neurons(
+    run: PageRun, position: int = -1, token: int | None = None, against: int | None = None
+) -> dict[str, Any]:
+    """Return the neurons that matter to one choice, what promotes them elsewhere, and what they promote."""
+    m, prepared = run.m, run.prepared
+    found = firing(m, prepared, token, position, against=against, count=NEURONS)
+    corpus = None
+    if prepared.source is None and prepared.tokens.ids:
+        library = fired(m) if run.corpus is None else run.corpus()
+        corpus = library or read_corpus(m, [prepared], top=FIRED)
+    shelf = None if corpus is None else corpus.judged([one.name for one in found.neurons])
+    rows = []
+    for one in found.neurons:
+        known = None if shelf is None else shelf.neuron(one.name)
+        contexts = () if known is None else known.contexts
+        rows.append(
+            {
+                **one.to_dict(),
+                "promotes": [name for name, _ in (known.promoted if known else ())][:6],
+                "fired": [
+                    {"before": each.before, "token": each.token, "after": each.after} for each in contexts
+                ],
+            }
+        )
+    return {"choice": found.choice, "neurons": rows, "read": 0 if corpus is None else corpus.texts}
+
+
+def fired(m: Model) -> ReadCorpus | None:
+    """Return what fires every neuron of a model in some English sentences; None where it reads no text."""
+    readable = m.tokenizer is not None and m.config.input == "tokens" and len(m.config.stacks) == 1
+    return read_corpus(m, library_sentences()[:CORPUS], top=FIRED) if readable else None
+
+
+def steered(
+    run: PageRun, texts: tuple[str, str], layer: int, strength: float, position: int
+) -> dict[str, Any]:
+    """Return what the model says before and after a direction is added to its stream.
+
+    A model that writes goes on with the text; another gives its likeliest answers.
+    """
+    refuse(run.prepared.source is not None, "steering takes a model of one stack")
+    m, given = run.m, run.given
+    refuse(
+        not all(text.strip() for text in texts), "steering takes two texts: one to go toward, one to leave"
+    )
+    vector = steering_vector(m, *texts, layer)
+    size = float(vector.norm())
+    writes = m.config.head == "lm" and m.config.family == "decoder"
+    said = []
+    for added in (nullcontext(), steering(m, vector, layer, strength)):
+        with added:
+            if writes:
+                made: Any = m.generate(given, WRITTEN, num_beams=1)
+                said.append({"text": made.text if m.tokenizer is not None else " ".join(map(str, made.ids))})
+            else:
+                said.append({"choices": _answers(prepare(m, given, None, run.pair), position)})
+    return {"before": said[0], "after": said[1], "layer": layer, "strength": strength, "size": size}
+
+
+def _answers(prepared: Prepared, position: int) -> list[dict[str, Any]]:
+    choices = choices_of(prepared)
+    with torch.no_grad():
+        scores = choices.scores(prepared.run().required_logits)[0, position].float().softmax(-1).cpu()
+    best = scores.topk(min(CHOICES, len(scores)))
+    return [{"label": choices.name(int(i)), "p": float(p)} for p, i in zip(*best)]
+
+
+def word_map(run: PageRun, position: int = -1) -> dict[str, Any]:
+    """Return the vector of the chosen token, its neighbours and the text's tokens on a plane."""
+    ids = run.prepared.tokens.ids
+    refuse(not ids, "an image has no table of token vectors")
+    position = find_column(position, run.prepared.tokens.labels)
+    near = neighbours(run.m, ids[position], NEAR)
+    words = list(dict.fromkeys([ids[position], *near.ids, *ids]))[: NEAR + 64]
+    found = projection(run.m, words)
+    return {
+        "labels": list(found.labels),
+        "points": found.points.tolist(),
+        "explained": list(found.explained),
+        "near": [{"label": name, "cosine": score} for name, score in zip(near.labels, near.scores)],
+        "kinds": ["chosen", *("near" if word in near.ids else "text" for word in words[1:])],
+    }
