@@ -44,8 +44,7 @@ from clearhead.learn.recipe import read_recipe
 from clearhead.learn.tasks.corpus import open_examples
 from clearhead.learn.tasks.table import task_named
 from clearhead.run.api import Model
-from clearhead.run.generate.decode import PREFILL_CHUNK, cache_for
-from clearhead.run.generate.prompts import turns_by_length
+from clearhead.run.generate.decode import PREFILL_CHUNK, cache_for, turns_by_length
 from clearhead.variants.costs import cost
 
 NO_TEXT = (

@@ -23,7 +23,7 @@ from clearhead.inside.checks.reference_float64 import Reference
 from clearhead.inside.checks.reference_inputs import ReferenceRow
 from clearhead.inside.checks.rows import TOLERANCE, Comparison, Inputs, cache_forms, gap
 from clearhead.run.generate import decode
-from clearhead.run.generate.prompts import Prompts, turns_by_length
+from clearhead.run.generate.decode import Prompts, turns_by_length
 from clearhead.run.generate.request import Request
 from clearhead.run.kernels.prepare import prepared
 from clearhead.variants.caches import StreamCache, check_stream, sees_past
