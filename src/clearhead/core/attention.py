@@ -10,9 +10,9 @@ Shapes: B batch, T query length, S key length, D model, H heads, K key/value hea
 E head width.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as nnf
@@ -29,32 +29,6 @@ from clearhead.core.steps import Pass, Step, linear_step, norm_step
 from clearhead.core.taps import SILENT, Tap
 
 
-class Attend(Protocol):
-    """q [B,H,T,E], k [B,K,S,E], v [B,K,S,Ev] -> [B,H,T,Ev].
-
-    `mask` [B|1, 1|H, T, S] is True where a query may attend. `causal` stands for "key slot <= query slot".
-    `bias` [B|1, 1|H, T, S] is added to the scaled scores. `scale` defaults to 1/sqrt(E). `softcap` bounds
-    scores. `sink` [H] is one more score in each softmax, and its weight goes nowhere. Where keys, values and
-    mask have B / N rows, each row serves N rows of one query: the beams of a source.
-    """
-
-    def __call__(  # noqa: D102
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor | None = None,
-        bias: Tensor | None = None,
-        scale: float | None = None,
-        *,
-        causal: bool = False,
-        softcap: float | None = None,
-        sink: Tensor | None = None,
-        dropout: float = 0.0,
-        tap: Tap = SILENT,
-    ) -> Tensor: ...
-
-
 def eager(
     q: Tensor,
     k: Tensor,
@@ -69,7 +43,13 @@ def eager(
     dropout: float = 0.0,
     tap: Tap = SILENT,
 ) -> Tensor:
-    """Compute each step of attention by itself; see `Attend`."""
+    """Attend step by step: q [B,H,T,E], k [B,K,S,E], v [B,K,S,Ev] -> [B,H,T,Ev].
+
+    `mask` [B|1, 1|H, T, S] is True where a query may attend. `causal` stands for "key slot <= query slot".
+    `bias` [B|1, 1|H, T, S] is added to the scaled scores. `scale` defaults to 1/sqrt(E). `softcap` bounds
+    scores. `sink` [H] is one more score in each softmax, and its weight goes nowhere. Where keys, values and
+    mask have B / N rows, each row serves N rows of one query: the beams of a source.
+    """
     B, H, T, E = q.shape
     if k.shape[0] < B:
         shared = B // k.shape[0]
@@ -115,7 +95,7 @@ def fused(
     dropout: float = 0.0,
     tap: Tap = SILENT,
 ) -> Tensor:
-    """Call PyTorch's fused kernel, which has no soft-cap and no sink, and no taps; see `Attend`."""
+    """Call PyTorch's fused kernel, which has no soft-cap and no sink, and no taps; see `eager`."""
     if softcap is not None or sink is not None:
         return eager(
             q, k, v, mask, bias, scale, causal=causal, softcap=softcap, sink=sink, dropout=dropout, tap=tap
@@ -195,7 +175,7 @@ def _may_use_cudnn() -> bool:
 
 
 # "flex" is `fused`, but for rows planned by blocks: those go through `flex_attention` where it serves.
-KERNELS: dict[str, Attend] = {"eager": eager, "fused": fused, "flex": fused}
+KERNELS: dict[str, Callable[..., Tensor]] = {"eager": eager, "fused": fused, "flex": fused}
 
 
 class Attention(nn.Module):
@@ -352,12 +332,12 @@ def attention_steps(
     partly = fused and own and spec.positions == "rope" and spec.d_rotary < E and not spec.attention_gate
     copies = 1 + partly
     kept, answer = attend_bytes(spec, run, own, H, T, S, sees, fused), B * T * H * Ev * run.size
-    asking, asked = H // K * T, S
+    queries, keys = H // K * T, S
     if blocks is not None:
-        asking, asked, kept = H // K, blocks.pairs, blocks.kept
+        queries, keys, kept = H // K, blocks.pairs, blocks.kept
         pinned = pinned if blocks.whole else 0
-    yield Step(f"{name}.scores", kind, m=asking, n=asked, k=E, count=B * K, kept=kept)
-    yield Step(f"{name}.z", kind, m=asking, n=Ev, k=asked, count=B * K, kept=copies * answer + pinned)
+    yield Step(f"{name}.scores", kind, m=queries, n=keys, k=E, count=B * K, kept=kept)
+    yield Step(f"{name}.z", kind, m=queries, n=Ev, k=keys, count=B * K, kept=copies * answer + pinned)
     if spec.attention_sink:
         yield Step(f"{name}.sink", kind, H)
     if spec.attention_gate:  # its sigmoid, the answer before it, and in half precision its own input

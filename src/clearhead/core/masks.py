@@ -53,16 +53,9 @@ class Tokens:
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Self:
         """Return these tokens with `change` applied to each tensor."""
-        return replace(
-            self,
-            order=change(self.order),
-            positions=change(self.positions),
-            real=None if self.real is None else change(self.real),
-            documents=None if self.documents is None else change(self.documents),
-            totals=None if self.totals is None else change(self.totals),
-            globals=None if self.globals is None else change(self.globals),
-            until=None if self.until is None else change(self.until),
-        )
+        names = ("order", "positions", "real", "documents", "totals", "globals", "until")
+        tensors = {name: x for name in names if (x := getattr(self, name)) is not None}
+        return replace(self, **{name: change(x) for name, x in tensors.items()})
 
     def of_rows(self, rows: Tensor) -> Self:
         """Return the tokens of some rows; where all rows are alike, nothing changes."""
@@ -105,8 +98,8 @@ def tokens_from(
         documents = of_real(documents.long().expand(real.shape[0], -1), real)
     if positions is None and documents is not None:
         packed = before is not None and before.length and before.documents is not None
-        held = (before.document_ids(), before.positions, before.real_mask()) if before and packed else None
-        positions = positions_in_documents(documents, real, held)
+        earlier = (before.document_ids(), before.positions, before.real_mask()) if before and packed else None
+        positions = positions_in_documents(documents, real, earlier)
     positions = order if positions is None else positions
     return Tokens(order, positions.long(), real, documents, plain=False)
 

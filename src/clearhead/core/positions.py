@@ -178,9 +178,9 @@ def rope_frequencies(
         growth = scaling.factor * length / trained - (scaling.factor - 1)
         return (base * growth.double() ** (width / (width - 2))) ** -pair, 1.0
     if scaling.kind == "llama3":  # long waves are interpolated, short ones kept, those between blended
-        turns = trained * plain / (2 * math.pi)  # over the trained length
+        rotations = trained * plain / (2 * math.pi)  # over the trained length
         low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
-        keep = ((turns - low) / (high - low)).clamp(0, 1)
+        keep = ((rotations - low) / (high - low)).clamp(0, 1)
         return keep * plain + (1 - keep) * plain / scaling.factor, 1.0
     if scaling.kind == "yarn":
         return _yarn(plain, width, base, scaling, trained)
@@ -197,9 +197,9 @@ def _yarn(plain: Tensor, width: int, base: float, scaling: RopeScaling, trained:
     The factor on cosines and sines comes second.
     """
 
-    def pair_with(turns: float) -> float:
-        """Return the index of the pair that makes this many turns over the trained length."""
-        return width * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(base))
+    def pair_with(rotations: float) -> float:
+        """Return the index of the pair that makes this many rotations over the trained length."""
+        return width * math.log(trained / (rotations * 2 * math.pi)) / (2 * math.log(base))
 
     low, high = pair_with(scaling.beta_fast), pair_with(scaling.beta_slow)
     if scaling.truncate:

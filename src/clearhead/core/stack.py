@@ -1,7 +1,7 @@
 """The stack: an embedding, blocks, a final norm. It also makes the view of each layer: mask, bias, rotation.
 
 A block is attention, perhaps cross-attention, and a feed-forward, each added to the residual stream. The
-residual layouts differ only in the place of the norm:
+residual layouts differ only in where the norm stands:
 
     pre         x + f(norm(x))                      steady gradients; needs a norm after the last block
     post        norm(x + f(x))                      the original
@@ -45,10 +45,10 @@ class Residual(nn.Module):
     def __init__(self, spec: StackSpec, reads_other: bool = False) -> None:
         """Build the norms; with `reads_other`, the sublayer reads a norm that stands elsewhere."""
         super().__init__()
-        place, norm, D = spec.norm_position, spec.norm, spec.d_model
-        self.before = norms.make_norm(norm, D) if place in ("pre", "sandwich") and not reads_other else None
-        self.inside = norms.make_norm(norm, D) if place in ("sandwich", "output") else None
-        self.after = norms.make_norm(norm, D) if place == "post" else None
+        layout, norm, D = spec.norm_position, spec.norm, spec.d_model
+        self.before = norms.make_norm(norm, D) if layout in ("pre", "sandwich") and not reads_other else None
+        self.inside = norms.make_norm(norm, D) if layout in ("sandwich", "output") else None
+        self.after = norms.make_norm(norm, D) if layout == "post" else None
         self.scale, self.dropout, self.skip = spec.residual_scale, spec.dropout, spec.layer_drop
 
     def read(self, x: Tensor, tap: Tap = SILENT) -> Tensor:
@@ -119,7 +119,7 @@ class Block(nn.Module):
 
 def block_steps(spec: StackSpec, run: Pass, layer: int, tokens: int, memory: int) -> Iterator[Step]:
     """Yield the steps of one layer on rows of `tokens`; cross-attention reads `memory` tokens."""
-    name, D, place = f"{spec.prefix}blocks.{layer}", spec.d_model, spec.norm_position
+    name, D, layout = f"{spec.prefix}blocks.{layer}", spec.d_model, spec.norm_position
     if spec.capacities[layer] < 1:
         yield from ROUTERS["depth"].steps(spec, run, name, layer, tokens)
     tokens = passing(spec.capacities[layer], tokens)
@@ -134,17 +134,17 @@ def block_steps(spec: StackSpec, run: Pass, layer: int, tokens: int, memory: int
         second = spec.parallel and part == "feedforward"  # it reads the same stream as attention
         shared = second and spec.parallel_norms == 1  # it reads what attention has read
         bare = part == "attention" and layer == 0 and not spec.first_norm
-        if place in ("pre", "sandwich") and not shared and not bare:
+        if layout in ("pre", "sandwich") and not shared and not bare:
             yield norm_step(f"{residual}.before", spec.norm, run, rows, D, input_kept=second)
         if run.half or not shared:
             products = 2 if part == "feedforward" and spec.gated and whole else 1
             yield Step(f"{residual}.read", part, kept=(products if run.half else 1) * rows * D * run.size)
         yield from steps
-        if place in ("sandwich", "output"):
+        if layout in ("sandwich", "output"):
             yield norm_step(f"{residual}.inside", spec.norm, run, rows, D)
         if spec.dropout:
             yield Step(f"{residual}.dropout", part, kept=rows * D)
-        if place == "post":
+        if layout == "post":
             yield norm_step(f"{residual}.after", spec.norm, run, rows, D)
 
 

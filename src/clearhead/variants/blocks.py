@@ -80,8 +80,8 @@ def flex_mask(
     rule, each = kind.rule(causal), int(met.shape[0] > 1)  # 0: all rows are alike
 
     def allowed(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        found = masks.rules(queries, keys, causal, rule, lambda x: x[b * each, q], lambda x: x[b * each, k])
-        return functools.reduce(torch.logical_and, found)
+        rules = masks.rules(queries, keys, causal, rule, lambda x: x[b * each, q], lambda x: x[b * each, k])
+        return functools.reduce(torch.logical_and, rules)
 
     count = met.sum(2, dtype=torch.int32)[:, None]  # B|1 1 N
     order = met.to(torch.int8).argsort(dim=2, descending=True, stable=True).to(torch.int32)[:, None]
@@ -140,12 +140,12 @@ def _planned(
         spelled_q, spelled_k = (_padded(tokens, 1, rows) for tokens in (queries, keys))
         columns = plan_columns(spelled_q, spelled_k, kind, causal, bias)
     there = met.gather(2, order).repeat_interleave(size, 2)[:, :, None]  # B N 1 M·b: the rest fills a table
-    found = bias(q, k)
+    met_bias = bias(q, k)
     plan = BlockPlan(
         size,
         order,
         mask.view(rows, N, size, -1) & there,
-        None if found is None else found.view(rows, N, *found.shape[1:]),
+        None if met_bias is None else met_bias.view(rows, N, *met_bias.shape[1:]),
         columns=columns,
     )
     return _with_globals(plan, queries, keys, kind, causal, bias)
@@ -256,14 +256,14 @@ def _meeting_blocks(
     wanted, count = wanted + before[..., None], int(block.amax()) + 1
     assert queries.real is not None and keys.real is not None
 
-    def held(blocks: Tensor, real: Tensor) -> Tensor:
+    def named(blocks: Tensor, real: Tensor) -> Tensor:
         """Mark the blocks that the tokens of each block name: [B, T, n] -> [B, N, count]."""
         inside = (blocks >= 0) & (blocks < count) & real[..., None]
         table = torch.zeros(B, real.shape[1] // size, count, device=real.device)
         numbers = blocks.clamp(0, count - 1).view(B, -1, size * blocks.shape[-1])
         return table.scatter_reduce(2, numbers, inside.view_as(numbers).float(), "amax")
 
-    met = held(wanted, queries.real) @ held(block[..., None], keys.real).transpose(1, 2) > 0
+    met = named(wanted, queries.real) @ named(block[..., None], keys.real).transpose(1, 2) > 0
     k_low, _ = _ends(keys.positions, keys, size)
     start, end = kind.between_ends(keys.totals)
     met = met | (k_low < start)[:, None]
@@ -318,7 +318,7 @@ def plan_columns(
     mask, _ = masks.compose(q, k, causal=causal, kind=kind)
     both, _ = masks.compose(q, k, causal=causal, kind=kind.near)  # those have been attended by blocks
     assert mask is not None and both is not None
-    found = bias(q, k)
+    met_bias = bias(q, k)
     count = torch.arange(of_queries.shape[1], device=of_queries.device).expand_as(of_queries)
     index = torch.zeros_like(queries.order).expand(rows, -1)
     spare = nnf.pad(index, (0, 1)).scatter(1, of_queries.where(of_queries >= 0, index.shape[1]), count)
@@ -326,7 +326,7 @@ def plan_columns(
         of_queries.clamp(min=0),
         of_keys.clamp(min=0),
         (mask & ~both).view(rows, R, *mask.shape[2:]),
-        None if found is None else found.view(rows, R, *found.shape[1:]),
+        None if met_bias is None else met_bias.view(rows, R, *met_bias.shape[1:]),
         spare[:, :-1],
     )
 

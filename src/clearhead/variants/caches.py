@@ -187,7 +187,7 @@ class StreamCache(WindowCache):
         self.window, self.sinks, self.spec = window, sinks, config.stacks[-1]
         self.ring = Windowed(window - sinks, sinks)  # what each layer that streams holds
         self.rope = RopePositions(self.spec) if self.spec.positions == "rope" else None
-        self.turns: dict[Kind, Rotary] = {}  # what moves the sinks
+        self.rotations: dict[Kind, Rotary] = {}  # what moves the sinks
 
     @property
     def moves(self) -> bool:
@@ -198,8 +198,8 @@ class StreamCache(WindowCache):
         """Return the self-attention keys of one layer."""
         if not sees_past(kind, self.window):
             return super().layer(index, kind)
-        turned = self.rope is not None and index not in self.spec.rope_skips
-        return self.layers.setdefault(index, StreamKeys(self, kind if turned else None))
+        rotates = self.rope is not None and index not in self.spec.rope_skips
+        return self.layers.setdefault(index, StreamKeys(self, kind if rotates else None))
 
     def begin(self, tokens: Tokens) -> None:
         """Prepare for new tokens."""
@@ -209,7 +209,7 @@ class StreamCache(WindowCache):
         )
         self._new = tokens
         self.slots.clear()
-        self.turns.clear()
+        self.rotations.clear()
         self._write(self.ring, self.ring.size, tokens)
 
     def visible(self, kind: Kind) -> Tokens:
@@ -221,7 +221,7 @@ class StreamCache(WindowCache):
         if self.moves and self.rope is not None:
             cos, sin = self.rope.rotary(shift, kind.reach)
             size = torch.hypot(cos, sin)  # a factor on all keys, which these have already
-            self.turns[kind] = Rotary(cos / size, sin / size)
+            self.rotations[kind] = Rotary(cos / size, sin / size)
         if new.length == 1:
             positions = ring.positions.clone()
             positions[:, :N] += shift
@@ -229,9 +229,9 @@ class StreamCache(WindowCache):
         seen, copies = join(self._before[self.ring], new), new.length * N if self.moves else 0
         if copies:  # the sinks once more for each query past the window, which sees its own alone
             order = new.order.repeat_interleave(N, 1)  # B|1 T·N
-            places = order - self.window + 1 + torch.arange(N, device=order.device).repeat(new.length)
+            positions = order - self.window + 1 + torch.arange(N, device=order.device).repeat(new.length)
             real = new.real_mask().repeat_interleave(N, 1) & (order >= self.window)
-            seen = join(seen, Tokens(order, places, real, None, plain=False))
+            seen = join(seen, Tokens(order, positions, real, None, plain=False))
         until = torch.where(seen.order < N, self.window, seen.order + self.ring.size)
         own = until.shape[1] - copies
         until[:, own:] = seen.order[:, own:] + 1
@@ -260,32 +260,32 @@ class StreamKeys(RingKeys):
     cache: StreamCache
     first: Tensor | None = None  # B K N+1 E: the sinks where they stood, and one slot for all else
 
-    def __init__(self, cache: StreamCache, turned: Kind | None) -> None:
-        """Make the keys of a layer; `turned` is its kind of attention if it rotates keys."""
+    def __init__(self, cache: StreamCache, rotated: Kind | None) -> None:
+        """Make the keys of a layer; `rotated` is its kind of attention if it rotates keys."""
         super().__init__(cache, cache.ring)
-        self.turned = turned
+        self.rotated = rotated
 
     def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Write into the ring; return it, or for several tokens all that `StreamCache.visible` describes."""
         (B, K, T, E), N = k.shape, self.cache.sinks
         keys, values = super().update(k, v)
-        if self.turned is not None and N:
+        if self.rotated is not None and N:
             if self.first is None:
                 self.first = k.new_zeros(B, K, N + 1, E)
             slot = self.cache.slots[self.kind].clamp(max=N).expand(B, T)[:, None, :, None]
             self.first.scatter_(2, slot.expand(-1, K, -1, E), k.detach())
         if not self.cache.moves:
             return keys, values
-        buffer, held = self.read()
+        buffer, kept = self.read()
         sinks = (buffer if self.first is None else self.first)[:, :, None, :N].expand(-1, -1, T, -1, -1)
-        if self.turned is not None:
-            turn = Rotary(*(part[..., None, :] for part in self.cache.turns[self.turned]))
-            sinks = rotate(sinks, turn, self.cache.spec.rope_layout)  # B K T N E
+        if self.rotated is not None:
+            rotation = Rotary(*(part[..., None, :] for part in self.cache.rotations[self.rotated]))
+            sinks = rotate(sinks, rotation, self.cache.spec.rope_layout)  # B K T N E
         if T == 1:
             buffer[:, :, :N] = sinks[:, :, 0]
             return keys, values
-        held = held[:, :, None, :N].expand(-1, -1, T, -1, -1)
-        return torch.cat([keys, sinks.flatten(2, 3)], 2), torch.cat([values, held.flatten(2, 3)], 2)
+        kept = kept[:, :, None, :N].expand(-1, -1, T, -1, -1)
+        return torch.cat([keys, sinks.flatten(2, 3)], 2), torch.cat([values, kept.flatten(2, 3)], 2)
 
     def reorder(self, rows: Tensor) -> None:
         """Replace row i by row `rows[i]`."""

@@ -268,7 +268,7 @@ class GatedDelta(nn.Module):
         weights = wide(self.per_head()[0][:, 0]).unbind(-1)
         y = F.silu(sum((wide(each) * by for each, by in zip(taps, weights)), start=wide(x).new_zeros(())))
         if state is not None:
-            last = count + torch.arange(reach, device=x.device)  # places of the last `reach` real tokens
+            last = count + torch.arange(reach, device=x.device)  # positions of the last `reach` real tokens
             state.tail = inputs.gather(1, last[..., None].expand(B, reach, W)).detach()
             if documents is not None and runs is not None:
                 ended = runs.gather(1, last) != runs.gather(1, count + reach - 1)
@@ -296,14 +296,14 @@ class DeltaLayer(GatedDelta):
         tap: Tap = SILENT,
     ) -> Tensor:
         """Map [B, T, D] -> [B, T, D]."""
-        tokens, held = view.described(), GatedDeltaState()
+        tokens, state = view.described(), GatedDeltaState()
         keys = cache if isinstance(cache, StateKeys) else None
         if keys is not None and keys.state:
-            held.memory, held.tail, *document = keys.state
-            held.document = document[0] if document else None
-        y = super().forward(x, tokens.real, tokens.documents, held if keys is not None else None, tap)
-        if keys is not None and held.memory is not None and held.tail is not None:
-            keys.keep(held.memory, held.tail, *(() if held.document is None else (held.document,)))
+            state.memory, state.tail, *document = keys.state
+            state.document = document[0] if document else None
+        y = super().forward(x, tokens.real, tokens.documents, state if keys is not None else None, tap)
+        if keys is not None and state.memory is not None and state.tail is not None:
+            keys.keep(state.memory, state.tail, *(() if state.document is None else (state.document,)))
         return y
 
     @staticmethod

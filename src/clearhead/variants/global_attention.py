@@ -73,7 +73,7 @@ class GlobalAttention(Attention):
     def _absorbed(self, asking: Tensor, x: Tensor, how: dict[str, Any]) -> Tensor:
         """Attend with tokens [B, G, D] to x [B, T, D], whose keys and values are not computed: [B, H, G, E].
 
-        Since q · (W x + b) = (Wᵀ q) · x + q · b, a few queries are turned in place of all keys. Values are
+        Since q · (W x + b) = (Wᵀ q) · x + q · b, a few queries absorb the key projection. Values are
         projected once the tokens are mixed.
         """
 
@@ -121,11 +121,11 @@ class GlobalAttention(Attention):
         dense, none = plain_blocks(kind, T, causal=False) is None, kind.tokens == "given"
         for step in attention_steps(spec, run, name, T, T, kind, "attention"):
             if step.name == f"{name}.scores":
-                # Few queries are turned in place of all keys, where these are a product of x.
-                turned = (
+                # Few queries are absorbed in place of all keys, where these are a product of x.
+                absorbed = (
                     not dense and spec.positions != "rope" and spec.qk_norm == "none" and heads < kv_heads * E
                 )
-                queries, keys = T if dense else 1, 1 if turned else T
+                queries, keys = T if dense else 1, 1 if absorbed else T
                 for part, rows, width in (
                     ("q", B * queries, heads * E),
                     ("k", B * keys, kv_heads * E),
@@ -136,8 +136,8 @@ class GlobalAttention(Attention):
                     own = linear_step(f"{name}.{part}_global", "attention", rows, D, width, bias, kept=kept)
                     yield replace(own, m=0) if none else own
                 if not none and not dense:
-                    kept = B * T * (2 * heads * run.wide + (D + 1) * run.size * turned)
-                    k, n = (D + 1, D + 1) if turned else (E, Ev)
+                    kept = B * T * (2 * heads * run.wide + (D + 1) * run.size * absorbed)
+                    k, n = (D + 1, D + 1) if absorbed else (E, Ev)
                     yield Step(f"{name}.scores_global", "attention", m=heads, n=T, k=k, count=B, kept=kept)
                     yield Step(f"{name}.z_global", "attention", m=heads, n=n, k=T, count=B)
             widened = dense and not none

@@ -101,8 +101,8 @@ def orthogonal_features(n_features: int, d_head: int, seed: int, independent: bo
         return rows.float()
     blocks = []
     for _ in range(0, n_features, d_head):
-        turned, upper = torch.linalg.qr(torch.randn(d_head, d_head, generator=generator, dtype=torch.float64))
-        blocks.append(turned * upper.diagonal().sign())  # so that every rotation is equally likely
+        basis, upper = torch.linalg.qr(torch.randn(d_head, d_head, generator=generator, dtype=torch.float64))
+        blocks.append(basis * upper.diagonal().sign())  # so that every rotation is equally likely
     # Their norms are those of independent rows, so each row alone is Gaussian.
     lengths: Tensor = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
     return (torch.cat(blocks)[:n_features] * lengths).float()
@@ -150,16 +150,16 @@ def attend_linear(
             real = real.expand(B, S)
             values = values.masked_fill(~real[:, None, :, None], 0.0)
             scale = None if scale is None else scale.masked_fill(~real[:, None], ABSENT)
-        q, k, asked, known = wide(fq), wide(fk), None, None
+        q, k, of_queries, of_keys = wide(fq), wide(fk), None, None
         if documents is not None:
-            asked, known = documents[0].expand(B, T), documents[1].expand(B, S)
+            of_queries, of_keys = documents[0].expand(B, T), documents[1].expand(B, S)
             scale = values.new_zeros(B, K, S) if scale is None else scale
         if causal:
-            sums, after = _scan(q, k, values, scale, real, asked, known, state, min(chunk, max(T, 1)))
-        elif asked is None or known is None or scale is None:
+            sums, after = _scan(q, k, values, scale, real, of_queries, of_keys, state, min(chunk, max(T, 1)))
+        elif of_queries is None or of_keys is None or scale is None:
             sums, after = _whole(q, k, values, scale, state)
         else:
-            sums, after = _by_document(q, k, values, scale, asked, known), None
+            sums, after = _by_document(q, k, values, scale, of_queries, of_keys), None
         weight = sums[..., -1:]
         weight = weight.masked_fill(weight.abs() < SMALLEST, SMALLEST)  # may be negative for signed features
         return (sums[..., :-1] / weight).to(v.dtype), after
@@ -183,12 +183,14 @@ def _whole(
     return grouped.reshape(B, q.shape[1], -1, sums.shape[-1]), LinearState(sums, peak, None)
 
 
-def _by_document(q: Tensor, k: Tensor, values: Tensor, scale: Tensor, asked: Tensor, known: Tensor) -> Tensor:
+def _by_document(
+    q: Tensor, k: Tensor, values: Tensor, scale: Tensor, of_queries: Tensor, of_keys: Tensor
+) -> Tensor:
     """Let every query see the keys of its document, one row and one document at a time."""
     sums = values.new_zeros(*q.shape[:3], values.shape[-1])
     for row in range(q.shape[0]):
-        for document in set(asked[row].tolist()):
-            queries, keys = asked[row] == document, known[row] == document
+        for document in set(of_queries[row].tolist()):
+            queries, keys = of_queries[row] == document, of_keys[row] == document
             its_k, its_values, its_scale = (x[row, None][:, :, keys] for x in (k, values, scale))
             its_q = q[row, None][:, :, queries]
             sums[row, :, queries] = _whole(its_q, its_k, its_values, its_scale, None)[0][0]
@@ -201,8 +203,8 @@ def _scan(
     values: Tensor,
     scale: Tensor | None,
     real: Tensor | None,
-    asked: Tensor | None,
-    known: Tensor | None,
+    of_queries: Tensor | None,
+    of_keys: Tensor | None,
     state: LinearState | None,
     C: int,
 ) -> tuple[Tensor, LinearState]:
@@ -211,7 +213,7 @@ def _scan(
     N, G = (T + more) // C, H // K
     if state is None:
         absent = values.new_full((B, K), 0.0 if scale is None else ABSENT)
-        state = LinearState(values.new_zeros(B, K, F, V), absent, None if known is None else known[:, 0])
+        state = LinearState(values.new_zeros(B, K, F, V), absent, None if of_keys is None else of_keys[:, 0])
     q = nnf.pad(q, (0, 0, 0, more)).reshape(B, K, G, N, C, F).transpose(2, 3).reshape(B, K, N, G * C, F)
     k = nnf.pad(k, (0, 0, 0, more)).reshape(B, K, N, C, F)
     values = nnf.pad(values, (0, 0, 0, more)).reshape(B, K, N, C, V)
@@ -224,13 +226,13 @@ def _scan(
         scores = scores.tril()
     else:
         real = torch.ones(B, T, dtype=torch.bool, device=q.device) if real is None else real
-        visible = _Visible.of(real, asked, known, state.document, C, more)
+        visible = _Visible.of(real, of_queries, of_keys, state.document, C, more)
         scale = nnf.pad(scale, (0, more), value=ABSENT).reshape(B, K, N, C)
         added = torch.where(visible.adds, scale, ABSENT)  # B K N C
         peaks = added.detach().amax(-1).clamp(min=ABSENT / 2)  # B K N
         sums = product(k.mT, values * (added - peaks[..., None]).exp()[..., None])  # B K N F V
         states, highest = _carried(sums, peaks, visible.keeps, state)  # B K N+1 F V, B K N+1
-        after = LinearState(states[:, :, N], highest[:, :, N], None if known is None else visible.last)
+        after = LinearState(states[:, :, N], highest[:, :, N], None if of_keys is None else visible.last)
 
         seen = torch.where(visible.pairs, scale[..., None, :], ABSENT)  # B K N C C
         read = torch.where(visible.reads, highest[:, :, :N, None], ABSENT)  # B K N C
@@ -279,8 +281,8 @@ class _Visible(NamedTuple):
     def of(
         cls,
         real: Tensor,
-        asked: Tensor | None,
-        known: Tensor | None,
+        of_queries: Tensor | None,
+        of_keys: Tensor | None,
         document: Tensor | None,
         C: int,
         more: int,
@@ -288,19 +290,25 @@ class _Visible(NamedTuple):
         """Compare the documents of queries and keys [B, T] by chunks of C, after `more` slots of padding."""
         B, T = real.shape
         one = torch.zeros(B, T, dtype=torch.long, device=real.device)
-        asked, known = one if asked is None else asked, one if known is None else known
-        before = known[:, 0] if document is None else document
+        of_queries, of_keys = one if of_queries is None else of_queries, one if of_keys is None else of_keys
+        before = of_keys[:, 0] if document is None else document
         # Padding belongs to the document of the last real token: its own id says nothing.
         slots = torch.arange(T, device=real.device)
         token = torch.where(real, slots, -1).cummax(1).values
-        known = torch.where(token < 0, before[:, None], known.gather(1, token.clamp(min=0)))
-        known = torch.cat([known, known[:, -1:].expand(B, more)], dim=1).reshape(B, 1, -1, C)
-        asked = nnf.pad(asked, (0, more)).reshape(B, 1, -1, C)
-        last = known[..., -1]  # B 1 N
-        held = torch.cat([before[:, None, None], last[..., :-1]], dim=2)  # the document of each state
+        of_keys = torch.where(token < 0, before[:, None], of_keys.gather(1, token.clamp(min=0)))
+        of_keys = torch.cat([of_keys, of_keys[:, -1:].expand(B, more)], dim=1).reshape(B, 1, -1, C)
+        of_queries = nnf.pad(of_queries, (0, more)).reshape(B, 1, -1, C)
+        last = of_keys[..., -1]  # B 1 N
+        entering = torch.cat([before[:, None, None], last[..., :-1]], dim=2)  # the document of each state
         earlier = torch.ones(C, C, dtype=torch.bool, device=real.device).tril()
-        pairs = (asked[..., None] == known[..., None, :]) & earlier
-        return cls(pairs, asked == held[..., None], known == last[..., None], held == last, last[:, 0, -1])
+        pairs = (of_queries[..., None] == of_keys[..., None, :]) & earlier
+        return cls(
+            pairs,
+            of_queries == entering[..., None],
+            of_keys == last[..., None],
+            entering == last,
+            last[:, 0, -1],
+        )
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:

@@ -163,14 +163,14 @@ class DisentangledAttention(Attention):
         by_query = self.split("q", self.q(vectors), H, self.q_norm, SILENT)  # 1 H R E
         by_key = self.split("k", self.k(vectors), K, self.k_norm, SILENT)  # 1 K R E
         by_key, k = (x.repeat_interleave(H // K, 1) for x in (by_key, k))
-        found: list[Tensor] = []
+        by_term: list[Tensor] = []
         which = relative.which[:, None].expand(q.shape[0], H, -1, -1)  # B H T S
         if self.terms != "p2c":
-            found.append((q @ by_key.transpose(-2, -1)).gather(-1, which))
+            by_term.append((q @ by_key.transpose(-2, -1)).gather(-1, which))
         if self.terms != "c2p":
             met = (k @ by_query.transpose(-2, -1)).gather(-1, which.transpose(-2, -1))  # B H S T
-            found.append(met.transpose(-2, -1))
-        return torch.stack(found).sum(0) * self.scale
+            by_term.append(met.transpose(-2, -1))
+        return torch.stack(by_term).sum(0) * self.scale
 
     @staticmethod
     def steps(spec: StackSpec, run: Pass, name: str, T: int, kind: Kind) -> Iterator[Step]:

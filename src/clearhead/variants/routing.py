@@ -359,10 +359,10 @@ class Router(nn.Module):
         # Indices, flags and scores of the chosen, and what the layer adds to each. Rows have angles and
         # masks of their own.
         each = 2 * INDEX + 1 + run.wide + D * run.wide
-        turned = 2 * spec.d_rotary * 4 if spec.positions == "rope" and layer not in spec.rope_skips else 0
+        angles = 2 * spec.d_rotary * 4 if spec.positions == "rope" and layer not in spec.rope_skips else 0
         heads = spec.n_heads if spec.positions in BIASES else 1 if spec.kinds[layer] != FULL else 0
         masks_kept = (B - 1) * heads * chosen**2 * run.size
-        yield Step(f"{name}.mixed", "feedforward", kept=B * chosen * (each + turned) + masks_kept)
+        yield Step(f"{name}.mixed", "feedforward", kept=B * chosen * (each + angles) + masks_kept)
 
 
 def router_loss(model: nn.Module, total: Callable[[Tensor], Tensor] = lambda value: value) -> Tensor:

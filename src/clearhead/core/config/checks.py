@@ -67,7 +67,7 @@ def check_given(config: Fields) -> None:
     )
     if config.depth_capacity != 1:
         _check(VARIANTS["depth"](config, ()))
-    family, groups, place = config.family, config.layer_groups, config.norm_position
+    family, groups, layout = config.family, config.layer_groups, config.norm_position
     both = family == "encoder-decoder"
     _check(
         [
@@ -104,7 +104,7 @@ def check_given(config: Fields) -> None:
                 for name in TWO_STACKS
             ),
             (
-                not config.first_norm and (place not in ("pre", "sandwich") or groups is not None),
+                not config.first_norm and (layout not in ("pre", "sandwich") or groups is not None),
                 "first_norm false leaves out the norm before the first attention: "
                 "it needs norm_position pre or sandwich, and no layer_groups",
             ),
@@ -114,8 +114,8 @@ def check_given(config: Fields) -> None:
                 "choose family decoder or encoder, or parallel false",
             ),
             (
-                config.parallel and place not in ("pre", "sandwich"),
-                f"parallel needs norm_position pre or sandwich, not {place}",
+                config.parallel and layout not in ("pre", "sandwich"),
+                f"parallel needs norm_position pre or sandwich, not {layout}",
             ),
         ]
     )

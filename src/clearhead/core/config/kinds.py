@@ -106,8 +106,8 @@ class Kind:
     def shortened(self, most: int) -> Self:
         """Return the same kind with sizes of at most `most` tokens, for tests on short inputs."""
         sizes = ("size", "step", "first", "last", "sinks", "full")
-        held = {name: min(most, getattr(self, name)) for name in sizes if hasattr(self, name)}
-        return dataclasses.replace(self, **held)
+        limited = {name: min(most, getattr(self, name)) for name in sizes if hasattr(self, name)}
+        return dataclasses.replace(self, **limited)
 
     def __str__(self) -> str:
         given = [
@@ -193,15 +193,15 @@ def read_kind(text: str) -> Kind:
     names = [entry.name for entry in dataclasses.fields(kind)]
     given: dict[str, int | str] = {}
     positional: list[str] = []
-    for place, item in enumerate(part.strip() for part in (inner or "").split(",") if part.strip()):
+    for index, item in enumerate(part.strip() for part in (inner or "").split(",") if part.strip()):
         key, equals, value = (side.strip() for side in item.partition("="))
         refuse(
-            not equals and place != len(positional),
+            not equals and index != len(positional),
             f'attention "{text}" has "{item}" after a number with a name: give it a name too',
             ConfigError,
         )
         positional += [] if equals else [item]
-        key, value = (key, value) if equals else (names[place] if place < len(names) else "", key)
+        key, value = (key, value) if equals else (names[index] if index < len(names) else "", key)
         takes = f"{name} takes {', '.join(names)}" if names else f"{name} takes nothing in brackets"
         refuse(key not in names, f'attention "{text}" has "{item}": {takes}', ConfigError)
         refuse(key in given, f'attention "{text}" gives {key} twice: {takes}', ConfigError)
