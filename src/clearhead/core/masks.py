@@ -54,8 +54,10 @@ class Tokens:
     def map(self, change: Callable[[Tensor], Tensor]) -> Self:
         """Return these tokens with `change` applied to each tensor."""
         names = ("order", "positions", "real", "documents", "totals", "globals", "until")
-        tensors = {name: x for name in names if (x := getattr(self, name)) is not None}
-        return replace(self, **{name: change(x) for name, x in tensors.items()})
+        changed: dict[str, Any] = {
+            name: change(x) for name in names if (x := getattr(self, name)) is not None
+        }
+        return replace(self, **changed)
 
     def of_rows(self, rows: Tensor) -> Self:
         """Return the tokens of some rows; where all rows are alike, nothing changes."""
