@@ -160,7 +160,8 @@ class Engine:
             return self.model
         made_of = [_described(part) for part in parts]
         if self.copy is None or self.made_of != made_of:
-            self.made_of, self.copy = made_of, prepared(self.model)
+            self.copy = prepared(self.model)  # may lay out weights anew
+            self.made_of = [_described(part) for part in parts]
             keeping = (JoinedLinear, PackedLinear)
             self.kept = [part for part in self.copy.modules() if isinstance(part, keeping)]
         else:
