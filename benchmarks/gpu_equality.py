@@ -24,13 +24,13 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import clearhead as ch
-from clearhead.core import attend, masks
-from clearhead.core.attend import KERNELS
+from clearhead.core import attention, masks
+from clearhead.core.attention import KERNELS
 from clearhead.core.config.kinds import Kind, read_kind
 from clearhead.inside.checks import check
-from clearhead.variants import flex, torch_kernel
-from clearhead.variants.blocks import plan_blocks, tokens_for
-from clearhead.variants.gathered import attend_blocks
+from clearhead.variants import block_attention
+from clearhead.variants.block_attention import BlockPlan
+from clearhead.variants.blocks import plan_blocks
 from clearhead.variants.presets import preset
 
 # gpu_core -------------------------------------------------------------------------------------------------
@@ -226,7 +226,7 @@ def forced(backend: SDPBackend, mask: Tensor | None, causal: bool, *qkv: Tensor)
 
 def ours(mask: Tensor | None, causal: bool, *qkv: Tensor) -> Tensor:
     """Attend as every model of clearhead does."""
-    return attend.fused(*qkv, mask, causal=causal)
+    return attention.fused(*qkv, mask, causal=causal)
 
 
 def table() -> dict[str, list[str]]:
@@ -252,9 +252,9 @@ def table() -> dict[str, list[str]]:
 
 def train(files: list[str], seconds: float, cudnn: bool) -> dict[str, int]:
     """Train for some seconds; return the steps, and those that were skipped."""
-    sound = torch_kernel.sound
+    sound = attention.sound
     if cudnn:
-        torch_kernel.sound = nullcontext
+        attention.sound = nullcontext
     end = time.monotonic() + seconds
     settings = {"tokens.vocab_size": 5000, "train.steps": 16000, "train.precision": "bfloat16",
                 "train.validate_every": 4000}  # fmt: skip
@@ -265,7 +265,7 @@ def train(files: list[str], seconds: float, cudnn: bool) -> dict[str, int]:
                 stop=lambda: time.monotonic() > end,
             )  # fmt: skip
     finally:
-        torch_kernel.sound = sound
+        attention.sound = sound
     return {"steps": done.step, "skipped": done.skipped}
 
 
@@ -309,16 +309,16 @@ def tokens_of(kind: Kind, length: int, device: str, padded: bool) -> masks.Token
     """The tokens of a row; `padded`: its first quarter is padding."""
     mask = torch.arange(length, device=device)[None] >= length // 4 if padded else None
     tokens = masks.tokens_from(1, length, torch.device(device), mask)
-    return tokens_for(kind, tokens, True, tokens.order, None)
+    return kind.describe(tokens, True, tokens.order, None)
 
 
-def plan_of(kind: Kind, tokens: masks.Tokens, flexible: bool) -> masks.BlockPlan | None:
+def plan_of(kind: Kind, tokens: masks.Tokens, flexible: bool) -> BlockPlan | None:
     return plan_blocks(tokens, tokens, kind, True, lambda queries, keys: None, flexible)
 
 
-def run(inputs: list[Tensor], plan: masks.BlockPlan, weights: Tensor, backward: bool) -> list[Tensor]:
+def run(inputs: list[Tensor], plan: BlockPlan, weights: Tensor, backward: bool) -> list[Tensor]:
     """The answer, and the gradients of q, k and v."""
-    z = attend_blocks(*inputs, plan)
+    z = plan.attend(*inputs)
     return [z, *(torch.autograd.grad(z, inputs, weights) if backward else ())]
 
 
@@ -398,12 +398,12 @@ def compare(text: str, length: int, device: str, padded: bool) -> dict[str, Any]
 def attempted(kind: str, length: int, device: str, padded: bool) -> dict[str, Any]:
     """The same; where it fails with lengths left open, once more for this length, and from then on so."""
     try:
-        return {**compare(kind, length, device, padded), "dynamic": flex.DYNAMIC}
+        return {**compare(kind, length, device, padded), "dynamic": block_attention.DYNAMIC}
     except Exception as error:  # one kind that fails must not hide the others
         traceback.print_exc()
-        if flex.DYNAMIC:
-            flex.DYNAMIC = False
-            flex.compiled.cache_clear()
+        if block_attention.DYNAMIC:
+            block_attention.DYNAMIC = False
+            block_attention.compiled.cache_clear()
             return attempted(kind, length, device, padded)
         said = f"{type(error).__name__}: {str(error).splitlines()[:1]}"
         return {"kind": kind, "length": length, "padded": padded, "error": said}
