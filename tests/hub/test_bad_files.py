@@ -663,7 +663,7 @@ def test_a_fault_while_saving_changes_nothing(
     if fault == "weights":
         monkeypatch.setattr(writing.SafetensorsWriter, "add", failing)
     elif fault == "config":
-        monkeypatch.setattr("clearhead.hub.export.write_json", failing)
+        monkeypatch.setattr("clearhead.hub.checkpoint.write_json", failing)
     elif fault == "sync":
         monkeypatch.setattr(os, "fsync", failing)
     elif fault == "no space for a folder":

@@ -18,8 +18,7 @@ from torch import Tensor
 from clearhead.core.config import ModelConfig
 from clearhead.core.transformer import Transformer
 from clearhead.errors import CheckpointError, first_line
-from clearhead.hub.checkpoint import Description
-from clearhead.hub.export import outgoing
+from clearhead.hub.checkpoint import Description, outgoing
 from clearhead.hub.files import refuse
 from clearhead.hub.gguf import (
     BYTE,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from clearhead.core.config import ModelConfig
 from clearhead.core.transformer import Transformer
 from clearhead.errors import CheckpointError
-from clearhead.hub import checkpoint, export
+from clearhead.hub import checkpoint
 from clearhead.hub.files import read_json, read_json_if_any, refuse
 from clearhead.hub.registry import TOWERS
 from clearhead.hub.rules import Rule, matches
@@ -85,7 +85,7 @@ class JoinedTowers(Towers):
         parameters, tensors = dict(self.named_parameters()), dict[str, Outgoing]()
         towers: tuple[tuple[Tower, Transformer], ...] = (("text", self.text), ("image", self.image))
         for name, tower in towers:
-            for bare, one in export.outgoing(tower, self.description.tower(name), dtype).items():
+            for bare, one in checkpoint.outgoing(tower, self.description.tower(name), dtype).items():
                 sources = tuple(f"{name}.{source}" for source in one.sources)
                 tensors[PREFIXES[name] + bare] = dataclasses.replace(one, sources=sources)
         own = [name for name in parameters if not name.startswith(("text.", "image."))]
