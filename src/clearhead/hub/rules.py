@@ -37,7 +37,7 @@ def _split(whole: Tensor, shapes: list[Shape]) -> Tensors:
 
 
 def _split_columns(tensor: Tensor, shapes: list[Shape]) -> Tensors:
-    """Split [in, out] along the outputs, and turn each part: one that lies in one piece is turned quicker."""
+    """Split [in, out] along the outputs into transposed matrices, each of which lies in one block."""
     return [part.contiguous().t() for part in torch.split(tensor, [shape[0] for shape in shapes], -1)]
 
 
@@ -63,7 +63,7 @@ def _reversed(x: Tensor) -> Tensor:
 
 # Only the name differs.
 SAME = Operation(lambda theirs, shapes, config: theirs, lambda ours, config: ours, copies=False)
-# Their matrix is [in, out], ours is [out, in]: it is turned as it is copied to its place.
+# Their matrix is [in, out], ours is [out, in]: a view of it.
 TRANSPOSED = Operation(
     lambda theirs, shapes, config: [x.t() for x in theirs],
     lambda ours, config: _transposed(ours),
@@ -71,7 +71,9 @@ TRANSPOSED = Operation(
 )
 # Their one tensor is several of ours, end to end along the outputs.
 JOINED = Operation(
-    lambda theirs, shapes, config: _split(theirs[0].clone(), shapes), lambda ours, config: [torch.cat(ours)]
+    lambda theirs, shapes, config: _split(theirs[0], shapes),
+    lambda ours, config: [torch.cat(ours)],
+    copies=False,
 )
 # The same, stored [in, out].
 JOINED_TRANSPOSED = Operation(
