@@ -29,16 +29,23 @@ from clearhead.errors import (
     no_model,
 )
 from clearhead.hub import gguf_architectures, preprocessor, sentences
-from clearhead.hub.architecture import SECTION, Architecture, check_sizes, is_among
+from clearhead.hub.architecture import (
+    SECTION,
+    Architecture,
+    as_stored,
+    check_bounds,
+    check_sizes,
+    common_dtype,
+    equal,
+    is_among,
+)
 from clearhead.hub.files import read_json, read_json_if_any, refuse, write_json
 from clearhead.hub.gguf import is_gguf, open_gguf, read_header
 from clearhead.hub.quantized import Packed, is_packed, place_like, unpacked
 from clearhead.hub.registry import ARCHITECTURES, ONE_TOWER, architecture_of, nearest_to, tower_path
 from clearhead.hub.rules import Rule, Shape, matches
-from clearhead.hub.stored import as_stored, check_bounds, common_dtype, equal
 from clearhead.hub.tokenizer import load_tokenizer, open_tokenizer, read_settings, special_ids
-from clearhead.hub.weights import Entry, allocated, cast, finite, held, open_weights
-from clearhead.hub.writing import Outgoing
+from clearhead.hub.weights import Entry, Outgoing, allocated, cast, finite, held, open_weights
 from clearhead.learn.data.files import RECIPE
 from clearhead.run.kernels.transpose import is_transposed, lay_out_when_trained, row_major
 

@@ -44,8 +44,7 @@ from clearhead.hub.gguf_architectures import (
     llama3_factors,
     written_fields,
 )
-from clearhead.hub.weights import cast
-from clearhead.hub.writing import Outgoing
+from clearhead.hub.weights import Outgoing, cast
 from clearhead.run.quant.apply import refuse_quantized
 
 TYPES = {"F32": 0, "F16": 1, "Q8_0": 7, "Q4_0": 2}  # with the number of general.file_type

@@ -12,13 +12,12 @@ from clearhead.core.config import ModelConfig
 from clearhead.core.transformer import Transformer
 from clearhead.errors import CheckpointError
 from clearhead.hub import checkpoint
+from clearhead.hub.architecture import common_dtype
 from clearhead.hub.files import read_json, read_json_if_any, refuse
 from clearhead.hub.registry import TOWERS
 from clearhead.hub.rules import Rule, matches
-from clearhead.hub.stored import common_dtype
 from clearhead.hub.vision import PREFIXES, Tower, TowersTable
-from clearhead.hub.weights import cast, finite, open_weights
-from clearhead.hub.writing import Outgoing
+from clearhead.hub.weights import Outgoing, cast, finite, open_weights
 from clearhead.variants.towers import Towers, TowersConfig
 
 

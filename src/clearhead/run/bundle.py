@@ -30,7 +30,7 @@ from clearhead.hub.sentences import Sentences, write_sentences
 from clearhead.hub.tokenizer import check_infilling, encode, framed, save_tokenizer, stop_ids, truncation_side
 from clearhead.hub.tokens.text import clean, decoded
 from clearhead.hub.towers import JoinedTowers
-from clearhead.hub.writing import Outgoing, write_tensors
+from clearhead.hub.weights import Outgoing, write_tensors
 from clearhead.learn.batches.padding import padded, real_tokens
 from clearhead.learn.parallel.shards import is_split
 from clearhead.run.generate.engine import Engine

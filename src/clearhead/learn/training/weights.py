@@ -19,7 +19,7 @@ from clearhead.core.dtypes import wide
 from clearhead.core.transformer import Transformer
 from clearhead.errors import CheckpointError, nearest, refuse
 from clearhead.hub.checkpoint import Description, outgoing
-from clearhead.hub.writing import Outgoing
+from clearhead.hub.weights import Outgoing
 from clearhead.learn.parallel.shards import local, part_like, put
 from clearhead.run.kernels.lora import LoraLinear, merged
 
