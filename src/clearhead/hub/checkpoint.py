@@ -205,7 +205,7 @@ def load_model(
     with ThreadPoolExecutor(READERS) as pool:
         for share in pool.map(lambda share: list(map(read, share)), shares):
             for tensors in share:
-                _put(parts, tensors)
+                put_parameters(parts, tensors)
     model.tie()
     if not mapped:
         carried = {name: held(entry.read()) for name, entry in description.carried.items()}
@@ -279,7 +279,7 @@ def open_model(
     dtypes = {name: dtype or entry.dtype for rule, entry in sources for name in rule.ours}
     others = {name: dtypes[name] for name, parameter in parameters.items() if parameter.dtype != dtypes[name]}
     empty = {name: torch.empty(shapes[name], dtype=other, device="meta") for name, other in others.items()}
-    _put(dict(model.named_modules()), empty)
+    put_parameters(dict(model.named_modules()), empty)
     model.tie()
     place_like(model, dtype or next(iter(dtypes.values()), torch.float32))
     return model.eval(), description, Unread(folder, description.config, shapes, sources)
@@ -300,7 +300,7 @@ def _open(folder: Path, description: Description, mapped: bool) -> tuple[Descrip
     return dataclasses.replace(description, theirs=theirs), entries
 
 
-def _put(parts: Mapping[str, nn.Module], tensors: Mapping[str, Tensor]) -> None:
+def put_parameters(parts: Mapping[str, nn.Module], tensors: Mapping[str, Tensor]) -> None:
     """Make tensors the parameters of these names; `parts` are the model's modules by their names."""
     for name, tensor in tensors.items():
         path, _, last = name.rpartition(".")
@@ -434,24 +434,28 @@ def outgoing(
     parameters = dict(model.named_parameters())
     base = architecture.prefix if model.config.head in ("none", "embedding") else ""
 
-    def made(name: str, rule: Rule) -> Outgoing:
-        ours = [parameters[each] for each in rule.ours]
-        given = dtype or ours[0].dtype
-        empty = [torch.empty(one.shape, dtype=given, device="meta") for one in ours]
-        shape = rule.operation.save(empty, model.config)[0].shape
-
-        def make(sources: list[Tensor]) -> Tensor:
-            return rule.operation.save([cast(one, given, name) for one in sources], model.config)[0]
-
-        return Outgoing(tuple(shape), given, rule.ours, make)
-
     def kept(name: str, entry: Entry) -> Outgoing:
         given = dtype or entry.dtype
         return Outgoing(entry.shape, given, (), lambda sources: cast(entry.read(), given, name))
 
-    tensors = {name: made(name, rule) for name, rule in export_state(model, architecture).items()}
+    rules = export_state(model, architecture).values()
+    tensors = {rule.theirs: outgoing_tensor(rule, parameters, model.config, dtype) for rule in rules}
     tensors |= {name: kept(name, entry) for name, entry in carried.items()}
     return {name.removeprefix(base): one for name, one in tensors.items()}
+
+
+def outgoing_tensor(
+    rule: Rule, parameters: Mapping[str, Tensor], config: ModelConfig, dtype: torch.dtype | None
+) -> Outgoing:
+    """Return the tensor that a rule makes of parameters, to be written in `dtype`, else in theirs."""
+    ours = [parameters[name] for name in rule.ours]
+    stored = dtype or ours[0].dtype
+    empty = [torch.empty(parameter.shape, dtype=stored, device="meta") for parameter in ours]
+
+    def make(sources: list[Tensor]) -> Tensor:
+        return rule.operation.save([cast(source, stored, rule.theirs) for source in sources], config)[0]
+
+    return Outgoing(tuple(rule.operation.save(empty, config)[0].shape), stored, rule.ours, make)
 
 
 class Stated(Protocol):
