@@ -6,9 +6,9 @@ from safetensors.torch import load_file, save_file
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 import clearhead as ch
-from clearhead.core.feedforward import Experts
 from clearhead.errors import CheckpointError
 from clearhead.learn.losses import balance_loss
+from clearhead.variants.routing import Experts
 from tests.parity.harness import GRADIENTS, HIDDEN, LOGITS, batch, close, config_of, positions_of, reference
 from tests.parity.test_decoders import DEEP, FALCON, GPT, GROUPED, NEW, NEXT, OSS, SMALL, WINDOW
 
