@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
-from clearhead.run.kernels.kernels import HeadConfig, step_attend, step_linear
+from clearhead.run.kernels.fixed_cache import HeadConfig
+from clearhead.run.kernels.kernels import step_attend, step_linear
 
 Rows = list[dict[str, object]]
 BATCHES = (1, 32)

@@ -15,7 +15,8 @@ from clearhead.run.generate.decode import Ends, Prompts, decode, length_buckets
 from clearhead.run.generate.engine import decode_compiled
 from clearhead.run.generate.request import Request
 from clearhead.run.generate.steps import Steps, rows_bucket, slots_bucket
-from clearhead.run.kernels.kernels import HeadConfig, step_attend, step_linear
+from clearhead.run.kernels.fixed_cache import HeadConfig
+from clearhead.run.kernels.kernels import step_attend, step_linear
 from clearhead.run.kernels.prepare import StepBlock, prepared
 
 DECODER = ch.preset("micro-decoder").replace(n_layers=2, n_heads=4)

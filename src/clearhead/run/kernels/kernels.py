@@ -13,37 +13,16 @@ import functools
 import importlib.util
 import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, ParamSpec, cast
+from typing import ParamSpec, cast
 
 import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
 from clearhead.core import attend, feedforward, norms, positions
+from clearhead.run.kernels.fixed_cache import NOTHING, HeadConfig
 from clearhead.run.quant.grid import Codes
 from clearhead.variants.torch_kernel import without_cudnn
-
-NOTHING = -1  # in place of a token: the logits are not numbers
-
-
-class HeadConfig(NamedTuple):
-    """How heads attend: rotation, scale, soft-cap, and the norm of each head's queries and keys.
-
-    `cos` and `sin` are [B|1, 1, 1, R], for the first R columns of a head; `layout` says how they pair.
-    `q_norm` and `k_norm` [E] scale an RMS norm, where there is one.
-    """
-
-    cos: Tensor | None
-    sin: Tensor | None
-    layout: str
-    n_heads: int
-    scale: float
-    softcap: float | None
-    q_norm: Tensor | None = None
-    k_norm: Tensor | None = None
-    eps: float = 0.0
-    unit_offset: bool = False
-
 
 MOST_ROWS = 2  # rows for which our product, with norm and gate in the same kernel, beats all others
 MOST_TOGETHER = 32  # rows for which our product on matrix units, in bfloat16, beats the library's

@@ -27,10 +27,9 @@ from clearhead.core.transformer import Output, Transformer
 from clearhead.errors import refuse
 from clearhead.run.kernels import library
 from clearhead.run.kernels import native as in_c
-from clearhead.run.kernels.fixed_cache import FixedCache, FixedKeys
+from clearhead.run.kernels.fixed_cache import FixedCache, FixedKeys, HeadConfig
 from clearhead.run.kernels.kernels import (
     MOST_ROWS,
-    HeadConfig,
     available,
     materialise,
     step_attend,

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from clearhead.run.kernels.kernels import HeadConfig
+from clearhead.run.kernels.fixed_cache import HeadConfig
 from clearhead.run.kernels.triton_step import Tile, counters, follow, launched, lets_next, waits
 
 

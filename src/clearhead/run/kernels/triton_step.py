@@ -24,8 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from clearhead.core.positions import Rotary
-from clearhead.run.kernels.fixed_cache import FixedCache
-from clearhead.run.kernels.kernels import NOTHING
+from clearhead.run.kernels.fixed_cache import NOTHING, FixedCache
 
 
 @triton.jit
