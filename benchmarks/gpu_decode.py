@@ -33,9 +33,8 @@ import clearhead as ch
 from clearhead.core.attend import KERNELS
 from clearhead.core.attention import Attention
 from clearhead.run.generate import steps as made
-from clearhead.run.generate.decode import Ends, Prompts, decode, prefill
+from clearhead.run.generate.decode import Ends, Prompts, decode, prefill, prefill_fixed
 from clearhead.run.generate.engine import decode_compiled
-from clearhead.run.generate.reading import read_prompts
 from clearhead.run.generate.request import Request
 from clearhead.run.generate.steps import CompiledStep, Running, Steps
 from clearhead.run.kernels import kernels as kernels_module
@@ -172,7 +171,7 @@ def speed_at(model: ch.Transformer, prompts: list[list[int]], backend: str) -> d
     assert step is not None, "not compiled: see the warning above"
     alone = []
     for _ in range(4):
-        step.ids[:rows, 0] = read_prompts(model, Prompts(prompts), step.cache).argmax(-1)
+        step.ids[:rows, 0] = prefill_fixed(model, Prompts(prompts), step.cache).argmax(-1)
         alone.append(seconds_of(lambda: step.ahead(NEW - 1)))
     request, read = Request(max_new_tokens=NEW, compile=True), Prompts(prompts)
     whole = min(seconds_of(lambda: decode_compiled(model, request, read, steps=steps)) for _ in range(4))
@@ -192,7 +191,7 @@ def step_error(model: ch.Transformer, step: CompiledStep, prompts: list[list[int
     The distance is in standard deviations of the uncompiled logits.
     """
     running, same = Running(len(prompts), step.ids.device), ch.Cache()
-    first = read_prompts(model, Prompts(prompts), step.cache).argmax(-1)
+    first = prefill_fixed(model, Prompts(prompts), step.cache).argmax(-1)
     prefill(model, prompts, same)
     ours, plain = (
         step(first, running).float(),

@@ -14,8 +14,7 @@ import argparse
 import torch
 
 import clearhead as ch
-from clearhead.run.generate.prompts import Prompts
-from clearhead.run.generate.reading import read_prompts
+from clearhead.run.generate.decode import Prompts, prefill_fixed
 from clearhead.run.generate.steps import CompiledStep, slots_bucket
 from clearhead.run.kernels.prepare import prepared
 from clearhead.run.quant.apply import quantize_model
@@ -52,7 +51,7 @@ def step_seconds(model: ch.Transformer, rows: int) -> float:
     took = []
     for _ in range(ROUNDS):
         given = Prompts(prompts(rows, rows, "llama-1.1b"))
-        step.ids[:rows, 0] = read_prompts(model, given, step.cache).argmax(-1)
+        step.ids[:rows, 0] = prefill_fixed(model, given, step.cache).argmax(-1)
         took.append(seconds_of(lambda: step.ahead(STEPS)))
     return min(took) / STEPS
 

@@ -19,7 +19,7 @@ from tests.serve import mixes
 from tests.serve.served import serving
 from tests.serve.test_http import call
 
-from clearhead.run.serve import guard
+from clearhead.run.serve import server
 from clearhead.run.serve.engine import ServeEngine
 
 RESULT = pathlib.Path(__file__).parent / "results" / "serve_idle.json"
@@ -43,7 +43,7 @@ def memory() -> int:
 def main(count: int) -> None:
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(files, 4 * count), files))
-    guard.Connection.most = KEPT
+    server.Connection.most = KEPT
     with serving({"m": ServeEngine(mixes.model("learned", bytes_tokenizer()))}) as address:
         host, port = address.removeprefix("http://").split(":")
         body = {"connections": count, "kept at most": KEPT, "before": health(address), "MiB before": memory()}

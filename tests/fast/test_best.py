@@ -7,8 +7,7 @@ import clearhead as ch
 from clearhead.errors import InputError
 from clearhead.run.generate import beam
 from clearhead.run.generate.beam import beam_search
-from clearhead.run.generate.decode import Ends
-from clearhead.run.generate.prompts import Prompts
+from clearhead.run.generate.decode import Ends, Prompts
 from clearhead.run.generate.request import Request
 from clearhead.run.kernels import library
 from clearhead.run.kernels.best import best_tokens

@@ -7,8 +7,7 @@ import clearhead as ch
 from clearhead.core.cache import Cache, WindowCache
 from clearhead.core.stack import Stack
 from clearhead.run.generate.beam import beam_search
-from clearhead.run.generate.decode import cache_for, greedy
-from clearhead.run.generate.prompts import Prompts
+from clearhead.run.generate.decode import Prompts, cache_for, greedy
 from clearhead.run.generate.request import Request
 from clearhead.run.kernels import library, native
 from clearhead.run.kernels.native import NativeBlock, NativeLinear

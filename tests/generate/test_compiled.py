@@ -11,9 +11,8 @@ import clearhead as ch
 from clearhead.core.attend import fused
 from clearhead.core.norms import RMSNorm
 from clearhead.core.positions import Rotary, rotate
-from clearhead.run.generate.decode import Ends, Prompts, decode
+from clearhead.run.generate.decode import Ends, Prompts, decode, length_buckets
 from clearhead.run.generate.engine import decode_compiled
-from clearhead.run.generate.reading import like_lengths
 from clearhead.run.generate.request import Request
 from clearhead.run.generate.steps import Steps, rows_bucket, slots_bucket
 from clearhead.run.kernels.forms import HeadForm
@@ -84,8 +83,8 @@ def test_the_compiled_step_gives_the_same_tokens(name):
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_prompts_of_like_length_are_read_together(name, monkeypatch):
-    monkeypatch.setattr("clearhead.run.generate.reading.TOGETHER", 16)
-    assert like_lengths([3, 9, 6, 2, 9, 1]) == [[1, 4], [0, 2, 3], [5]]
+    monkeypatch.setattr("clearhead.run.generate.decode.TOGETHER", 16)
+    assert length_buckets([3, 9, 6, 2, 9, 1]) == [[1, 4], [0, 2, 3], [5]]
     model, given = built(SHAPES[name]), prompts_of(SHAPES[name], (3, 9, 6, 2, 9, 1), seeds=range(6))
     steps = Steps(model, backend="eager")
     for options in ({}, {**DRAWN, "logprobs": True}):

@@ -16,7 +16,7 @@ from clearhead.errors import CheckpointError
 from clearhead.hub.peft import trained_updates, write_adapter
 from clearhead.learn.training.weights import add_lora
 from clearhead.run.serve.engine import ServeEngine
-from clearhead.run.serve.jobs import Asked
+from clearhead.run.serve.sequence import Asked
 
 peft = pytest.importorskip("peft")
 

@@ -13,6 +13,7 @@ import torch
 import transformers
 
 import clearhead as ch
+from clearhead.hub import weights
 
 transformers.logging.set_verbosity_error()
 pytestmark = pytest.mark.ledger("L2", "L3")
@@ -106,14 +107,14 @@ def small_model(folder: Path, pickled: bool) -> Path:
 
 @pytest.mark.parametrize("pickled", [False, True], ids=["safetensors", "pickle"])
 @pytest.mark.parametrize("dtype", [None, torch.float64])
-def test_a_model_does_not_depend_on_its_file(
+def test_a_model_that_is_not_mapped_does_not_depend_on_its_file(
     pickled: bool, dtype: torch.dtype | None, tmp_path: Path
 ) -> None:
     path = small_model(tmp_path / "m", pickled)
     whole = path.read_bytes()
     ids = torch.arange(9)[None]
-    wanted = ch.load(path.parent, dtype=dtype)
-    loaded = ch.load(path.parent, dtype=dtype)
+    wanted = ch.load(path.parent, dtype=dtype, mapped=False)
+    loaded = ch.load(path.parent, dtype=dtype, mapped=False)
     before = wanted.model(ids).logits.clone()
     ch.load(path.parent, dtype=dtype).save(tmp_path / "kept")
     kept = (tmp_path / "kept" / "model.safetensors").read_bytes()
@@ -134,20 +135,47 @@ def test_weights_loaded_within_inference_mode_can_be_trained(tmp_path: Path) -> 
     assert all(parameter.grad is not None for parameter in model.head.parameters())
 
 
+@pytest.mark.parametrize("pickled", [False, True], ids=["safetensors", "pickle"])
+def test_a_mapped_file_may_be_replaced_or_deleted(pickled: bool, tmp_path: Path) -> None:
+    path, ids = small_model(tmp_path / "m", pickled), torch.arange(9)[None]
+    loaded = ch.load(path.parent)
+    wanted = loaded.model(ids).logits.clone()
+    other = tmp_path / "other"
+    other.write_bytes(bytes(path.stat().st_size))
+    os.replace(other, path)
+    assert torch.equal(loaded.model(ids).logits, wanted)
+    path.unlink()
+    loaded.save(tmp_path / "later")
+    assert torch.equal(ch.load(tmp_path / "later").model(ids).logits, wanted)
+
+
 def test_mapped_weights_are_the_files_own(tmp_path: Path) -> None:
     path = small_model(tmp_path / "m", pickled=False)
-    mapped = ch.load(path.parent, mapped=True).model
-    copied = ch.load(path.parent).model
-    for name, parameter in mapped.named_parameters():
-        assert torch.equal(parameter, dict(copied.named_parameters())[name]), name
-    size = path.stat().st_size
-    with path.open("r+b") as file:
-        file.seek(size - 4096)
+    mapped = dict(ch.load(path.parent).model.named_parameters())
+    copied = dict(ch.load(path.parent, mapped=False).model.named_parameters())
+    assert all(torch.equal(mapped[name], copied[name]) for name in copied)
+    with path.open("r+b") as file:  # written over in place, as no tool for models does
+        file.seek(path.stat().st_size - 4096)
         file.write(bytes(4096))
-    assert any(
-        not torch.equal(parameter, dict(copied.named_parameters())[name])
-        for name, parameter in mapped.named_parameters()
-    )
+    assert any(not torch.equal(mapped[name], copied[name]) for name in copied)
+
+
+def test_tensors_out_of_step_and_files_that_cannot_be_mapped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = small_model(tmp_path / "m", pickled=False)
+    wanted = ch.load(path.parent, mapped=False).model.state_dict()
+    whole = path.read_bytes()
+    end = 8 + int.from_bytes(whole[:8], "little")
+    header = whole[8:end].rstrip() + b" "
+    header += b" " * (8 + len(header) & 1 ^ 1)  # an odd number of bytes before the tensors
+    path.write_bytes(len(header).to_bytes(8, "little") + header + whole[end:])
+    out_of_step = ch.load(path.parent).model.state_dict()
+    assert all(tensor.data_ptr() % tensor.itemsize == 0 for tensor in out_of_step.values())
+    monkeypatch.setattr(weights, "CAN_MAP", False)
+    read = ch.load(path.parent).model.state_dict()
+    for name, tensor in wanted.items():
+        assert torch.equal(out_of_step[name], tensor) and torch.equal(read[name], tensor)
 
 
 @pytest.mark.parametrize("kind", SHAPES)

@@ -10,7 +10,7 @@ from clearhead.inside.attribution import occlusion, paths
 from clearhead.inside.geometry import similarity
 from clearhead.inside.inputs import cached_pass, choices_of, prepare
 from clearhead.inside.lens import best_choices, contributions, lens
-from clearhead.inside.logit_attribution import AskedLogit, firing, parts_of
+from clearhead.inside.logit_attribution import LogitQuery, firing, parts_of
 from clearhead.inside.patch import steering, steering_vector
 from tests.explorer.toys import TEXTS, picture, toy
 
@@ -99,7 +99,7 @@ def test_neurons_and_the_bias_are_the_feedforward(family):
     found = firing(m, given(family), count=3)
     assert len(found.neurons) == 3
     every = firing(m, given(family), count=10_000)
-    parts, _ = parts_of(AskedLogit.of(m, given(family), None, -1, None, None, None))
+    parts, _ = parts_of(LogitQuery.of(m, given(family), None, -1, None, None, None))
     slopes = {part.terms[0].name: part.slope for part in parts if part.terms[0].kind == "feedforward"}
     for layer, block in enumerate(m.model.main.layers()):
         name = f"feedforward {layer}"

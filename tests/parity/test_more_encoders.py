@@ -107,7 +107,11 @@ def test_text_encoder(name, head, label, tmp_path):
     ("name", "changes", "complaint"),
     [
         ("XLMRoberta", {"is_decoder": True}, "is_decoder"),
-        ("ModernBert", {"layer_types": ["chunked_attention"] * 3}, "only sliding and full"),
+        (
+            "ModernBert",
+            {"layer_types": ["chunked_attention"] * 3},
+            "only sliding_attention and full_attention",
+        ),
         ("DebertaV2", {"conv_kernel_size": 3}, "a convolution beside the first layer is not supported"),
         ("DebertaV2", {"share_att_key": False}, "share_att_key False: projections of positions apart"),
         ("DebertaV2", {"position_biased_input": True}, "a table of positions beside disentangled"),

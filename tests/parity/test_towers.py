@@ -17,8 +17,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 import clearhead as ch
 from clearhead.app.cli import main
 from clearhead.hub.rules import matches
-from clearhead.hub.tower_tables import PREFIXES
 from clearhead.hub.towers import JoinedTowers
+from clearhead.hub.vision import PREFIXES
 from clearhead.inside.checks.independent import reference_rows
 from clearhead.learn.tasks.towers import image_pixels
 from clearhead.variants.towers import pair_loss

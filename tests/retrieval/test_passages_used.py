@@ -14,9 +14,9 @@ import clearhead as ch
 from clearhead.app.cli import main
 from clearhead.hub.tokens.training import GENERATOR, READER, byte_tokenizer
 from clearhead.labs.retrieval.index import Index, build_index
+from clearhead.run.serve.app import ServedPassages
 from clearhead.run.serve.engine import ServeEngine
 from clearhead.run.serve.limits import Limits
-from clearhead.run.serve.passages import ServedPassages
 from tests.serve import mixes
 from tests.serve.served import serving
 

@@ -6,8 +6,8 @@ import random
 
 import clearhead as ch
 from clearhead.run.serve.engine import ServeEngine
-from clearhead.run.serve.jobs import Asked
 from clearhead.run.serve.limits import Limits
+from clearhead.run.serve.sequence import Asked
 from tests import harness
 
 V = 256  # one token for each byte

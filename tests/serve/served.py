@@ -10,7 +10,7 @@ import uvicorn
 
 from clearhead.run.serve.app import make_server
 from clearhead.run.serve.engine import ServeEngine
-from clearhead.run.serve.guard import Connection
+from clearhead.run.serve.server import Connection
 
 
 @contextmanager

@@ -14,8 +14,8 @@ from clearhead.learn.training.weights import add_lora
 from clearhead.run.kernels.lora import merge
 from clearhead.run.serve.adapters import updates_of
 from clearhead.run.serve.engine import ServeEngine
-from clearhead.run.serve.jobs import Asked
 from clearhead.run.serve.limits import Limits
+from clearhead.run.serve.sequence import Asked
 from tests.serve import mixes
 from tests.serve.served import serving
 from tests.serve.test_http import call

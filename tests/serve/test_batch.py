@@ -12,10 +12,9 @@ import pytest
 
 from clearhead.app.cli import main
 from clearhead.errors import InputError, MissingExtraError
-from clearhead.run.serve.batch import URLS, read_rows, run_batch, unanswered
+from clearhead.run.serve.batch import URLS, read_rows, run_batch, run_on_ray, unanswered
 from clearhead.run.serve.engine import ServeEngine
 from clearhead.run.serve.limits import Limits
-from clearhead.run.serve.shards import run_on_ray
 from tests.serve import kills, mixes
 from tests.serve.test_http import TEMPLATE
 

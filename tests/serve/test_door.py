@@ -15,10 +15,9 @@ import uvicorn
 
 from clearhead.app.commands.models import bind
 from clearhead.run.serve.app import make_server
-from clearhead.run.serve.behind import ServerBehind
 from clearhead.run.serve.engine import ServeEngine
-from clearhead.run.serve.guard import Connection
 from clearhead.run.serve.limits import Limits
+from clearhead.run.serve.server import Connection, ServerBehind
 from tests.serve import mixes
 
 pytestmark = pytest.mark.skipif(

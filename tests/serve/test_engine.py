@@ -9,11 +9,11 @@ import clearhead as ch
 from clearhead.errors import BusyError, InputError
 from clearhead.learn.tasks import reading
 from clearhead.run.kernels import library
-from clearhead.run.serve.blocks import BlockPool, Named, chain
+from clearhead.run.serve.cuda_graph import GraphWriter
 from clearhead.run.serve.engine import ServeEngine
-from clearhead.run.serve.graphs import GraphWriter
-from clearhead.run.serve.jobs import Asked
+from clearhead.run.serve.kv_cache import BlockPool, Named, chain
 from clearhead.run.serve.limits import Limits
+from clearhead.run.serve.sequence import Asked
 from tests import harness
 from tests.serve import mixes
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from clearhead.run.serve.ahead import FEW, RowPrice
-from clearhead.run.serve.engine import ServeEngine
-from clearhead.run.serve.graphs import GraphWriter
+from clearhead.run.serve.cuda_graph import GraphWriter
+from clearhead.run.serve.engine import FEW, RowPrice, ServeEngine
 from clearhead.run.serve.limits import Limits
-from clearhead.run.serve.metrics import Metrics
+from clearhead.run.serve.status import Metrics
 from tests.serve import mixes
 from tests.serve.test_engine import PROMPT, served
 

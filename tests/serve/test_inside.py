@@ -11,10 +11,10 @@ import torch
 import clearhead as ch
 from clearhead.errors import InputError
 from clearhead.inside.lens import lens
-from clearhead.run.serve import inside
+from clearhead.run.serve import pooling
 from clearhead.run.serve.engine import ServeEngine
-from clearhead.run.serve.jobs import Asked
 from clearhead.run.serve.limits import Limits
+from clearhead.run.serve.sequence import Asked
 from tests import harness
 from tests.serve import mixes
 from tests.serve.served import serving
@@ -81,7 +81,7 @@ def test_what_cannot_be_seen_is_refused_by_name(byte_tokenizer, monkeypatch):
     pattern = unpacked(
         finished_inside(engine, ask("blocks.0.attention.pattern"))["blocks.0.attention.pattern"]
     )
-    monkeypatch.setattr(inside, "MOST_VALUES", pattern.numel())
+    monkeypatch.setattr(pooling, "MOST_VALUES", pattern.numel())
     ask("blocks.0.attention.pattern")
     with pytest.raises(InputError, match=f"inside would give {2 * pattern.numel():,} numbers of 44 tokens"):
         ask("blocks.*.attention.pattern")

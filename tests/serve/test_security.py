@@ -13,10 +13,10 @@ from contextlib import redirect_stderr, redirect_stdout
 
 import pytest
 
-from clearhead.run.serve import guard
+from clearhead.run.serve import server
+from clearhead.run.serve.answers import embedding
 from clearhead.run.serve.engine import ServeEngine
 from clearhead.run.serve.limits import Limits
-from clearhead.run.serve.vectors import embedding
 from tests.serve import mixes
 from tests.serve.served import serving
 from tests.serve.test_http import TEMPLATE, call
@@ -86,8 +86,8 @@ def test_headers_that_can_be_read_in_two_ways_are_refused(address, request_bytes
 
 
 def test_slow_headers_and_slow_bodies_end(address, monkeypatch):
-    monkeypatch.setattr(guard, "HEADER_SECONDS", 0.2)
-    monkeypatch.setattr(guard, "BODY_SECONDS", 0.2)
+    monkeypatch.setattr(server, "HEADER_SECONDS", 0.2)
+    monkeypatch.setattr(server, "BODY_SECONDS", 0.2)
     assert raw(address) == b""  # closed, though nothing was ever sent
     assert raw(address, b"GET /v1/models HTTP/1.1\r\n", b"Host: 127", wait=0.05) == b""
     again = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
@@ -97,13 +97,13 @@ def test_slow_headers_and_slow_bodies_end(address, monkeypatch):
 
 
 def test_a_body_without_an_end_is_cut(address, monkeypatch):
-    monkeypatch.setattr(guard, "LARGEST_BODY", 1000)
+    monkeypatch.setattr(server, "LARGEST_BODY", 1000)
     chunk = b"3e8\r\n" + b"x" * 1000 + b"\r\n"
     assert raw(address, HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + 3 * chunk).startswith(b"HTTP/1.1 413")
 
 
 def test_idle_connections_are_few_and_make_room(address, monkeypatch):
-    monkeypatch.setattr(guard.Connection, "most", 8)
+    monkeypatch.setattr(server.Connection, "most", 8)
     host, port = address.removeprefix("http://").split(":")
     idle = [socket.create_connection((host, int(port)), 10) for _ in range(40)]
     try:
@@ -345,7 +345,7 @@ def test_what_is_wrong_many_times_over_is_refused_at_once(address, path, body, n
 
 
 def test_a_client_that_is_refused_while_it_sends_reads_why(address):
-    size = guard.LARGEST_BODY + 1_000_000
+    size = server.LARGEST_BODY + 1_000_000
     found = raw(address, HEAD + b"Content-Length: %d\r\n\r\n" % size + b"x" * size)
     assert found.startswith(b"HTTP/1.1 413")
 

@@ -1,7 +1,7 @@
 """Checkpoints: a model directory becomes a config and a model, and the other way round.
 
-The model is built on the meta device, where it costs no memory, and each parameter then takes a copy of the
-file's bytes, or, where the file is mapped, its own.
+The model is built on the meta device, where it costs no memory, and each parameter then is a part of the
+mapped file, or a copy where the file has another dtype or layout.
 """
 
 import dataclasses
@@ -9,6 +9,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,6 @@ from clearhead.core.transformer import Transformer
 from clearhead.errors import CheckpointError, ClearheadError, ConfigError, nearest
 from clearhead.hub import gguf_architectures
 from clearhead.hub.architecture import SECTION, Architecture, check_sizes, is_among
-from clearhead.hub.desk import Ahead, Desk, loaded, shared
 from clearhead.hub.files import read_json, refuse
 from clearhead.hub.gguf import is_gguf, open_gguf, read_header
 from clearhead.hub.quantized import Packed, is_packed, place_like, unpacked
@@ -31,8 +31,11 @@ from clearhead.hub.rules import Rule, Shape, matches
 from clearhead.hub.stored import as_stored, check_bounds, common_dtype, equal
 from clearhead.hub.weights import Entry, allocated, cast, finite, held, open_weights
 from clearhead.learn.data.files import RECIPE
+from clearhead.run.kernels.transpose import is_transposed, lay_out_when_trained, row_major
 
 READERS = min(4, os.cpu_count() or 1)  # threads: they wait for memory
+SHARES = 16  # of the tensors: passing each on its own to a thread takes as long as reading a small one
+SMALL = 1 << 20  # bytes of a matrix that is transposed at once; larger ones stay views until that is needed
 OWN = Architecture(SECTION, {"ClearheadModel": {}}, (), ())  # tensors under our own names
 
 
@@ -146,62 +149,47 @@ def load_model(
     folder: Path,
     description: Description,
     dtype: torch.dtype | None = None,
-    mapped: bool = False,
+    mapped: bool = True,
     entries: dict[str, Entry] | None = None,
     check_finite: bool = True,
 ) -> tuple[Transformer, Description]:
     """Return the model of a directory, on the CPU, and the description with what its weights add.
 
     The dtype is that of the file unless `dtype` is given. Where the file has several, `common_dtype` decides.
-    `mapped` weights are pages of the file. `entries` are the tensors to read, where it holds those of others.
-    With `check_finite`, weights that are NaN or infinite are refused; mapped ones are not looked at.
+    `mapped` weights are pages of the file, where it has them in this dtype; matrices that it holds transposed
+    stay so, as views. `entries` are the tensors to read, where the file holds those of others. With
+    `check_finite`, weights that are NaN or infinite are refused.
     """
-    if entries is None:
-        description, entries = _open(folder, description, mapped)
-    config = description.config
-    ahead = Ahead([] if mapped else entries.values(), (config.vocab_size, config.d_model), dtype)
     model, description, unread = open_model(folder, description, dtype, mapped, entries)
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    parts, sources = dict(model.named_modules()), unread.sources
     dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
-    names = {name: rule.theirs for rule, _ in unread.sources for name in rule.ours}
-    early = ahead.claim(unread.sources, shapes, dtypes)
-    room = {} if mapped else allocated({name: shapes[name] for name in shapes if name not in early}, dtypes)
-    desk, parts = Desk(room), dict(model.named_modules())
-    counts = Counter(id(entry) for _, entry in unread.sources)
+    converted = [name for rule, entry in sources for name in rule.ours if entry.dtype != dtypes[name]]
+    room = allocated({name: unread.shapes[name] for name in converted}, dtypes)
+    counts = Counter(id(entry) for _, entry in sources)
 
-    def read(source: tuple[Rule, Entry]) -> list[Tensor]:
+    def read(source: tuple[Rule, Entry]) -> dict[str, Tensor]:
         rule, entry = source
         twice = counts[id(entry)] > 1  # a table that fills two parameters is two tables from now on
         entry = dataclasses.replace(entry, release=lambda: None) if twice else entry
-        tensors = unread.read(rule, entry if mapped else desk.placed(entry))
-        new = [
-            cast(tensor, dtypes[name], rule.theirs, into=room.get(name))
-            for name, tensor in zip(rule.ours, tensors)
-        ]
-        if not mapped or any(made is not tensor for made, tensor in zip(new, tensors)):
+        tensors = {}
+        for name, tensor in zip(rule.ours, unread.read(rule, entry)):
+            if name in room:
+                tensor = cast(tensor, dtypes[name], rule.theirs, into=room[name])
+            elif is_transposed(tensor) and tensor.nbytes < SMALL:
+                tensor = row_major(tensor)
+            tensors[name] = tensor.clone() if twice else tensor
+        if check_finite:
+            finite(folder, rule.theirs, list(tensors.values()))
+        if all(name in room for name in tensors):
             entry.release()
-        return [tensor.clone() for tensor in new] if mapped and twice else new
+        return tensors
 
-    unread.sources.sort(key=lambda source: -math.prod(source[1].shape))  # what is held twice for a moment
-    direct, whole = desk.divided(unread.sources)
-    # Of what is read whole and then converted, one reader at a time holds one tensor twice at most.
-    some = READERS if mapped and dtype is None else 1
-    checks = check_finite and not mapped
-
-    def checked(name: str, tensors: list[Tensor]) -> list[Tensor]:
-        return finite(folder, name, tensors) if checks else tensors
-
-    def read_whole(source: tuple[Rule, Entry]) -> list[Tensor]:
-        return checked(source[0].theirs, read(source))
-
-    def fill(source: tuple[Rule, Entry]) -> list[Tensor]:
-        return checked(source[0].theirs, desk.fill(source))
-
-    for way, sources, readers in ((read_whole, whole, some), (fill, direct, READERS)):
-        for (rule, _), tensors in shared(way, sources, readers):
-            _put(parts, dict(zip(rule.ours, tensors)))
-    for name, reading in early.items():
-        _put(parts, {name: checked(names[name], [reading.result()])[0]})
+    sources.sort(key=lambda source: -math.prod(source[1].shape))  # the largest first: threads end together
+    shares = [sources[first::SHARES] for first in range(min(SHARES, len(sources)))]
+    with ThreadPoolExecutor(READERS) as pool:
+        for share in pool.map(lambda share: list(map(read, share)), shares):
+            for tensors in share:
+                _put(parts, tensors)
     model.tie()
     if not mapped:
         carried = {name: held(entry.read()) for name, entry in description.carried.items()}
@@ -222,7 +210,7 @@ class Unread:
     def read(self, rule: Rule, entry: Entry) -> list[Tensor]:
         """Return the parameters that one tensor of the file becomes."""
         wrong = f"{self.folder}: tensor {rule.theirs} has"
-        tensors = loaded(rule, entry, [self.shapes[name] for name in rule.ours], self.config)
+        tensors = _loaded(rule, entry, [self.shapes[name] for name in rule.ours], self.config)
         for name, tensor in zip(rule.ours, tensors):
             needs = f"{name} needs {self.shapes[name]}: config.json does not fit"
             refuse(tensor.shape != self.shapes[name], f"{wrong} shape {entry.shape} and {needs}")
@@ -239,6 +227,20 @@ class Unread:
                     rule.ours, finite(self.folder, rule.theirs, tensors) if self.check_finite else tensors
                 )
                 entry.release()
+
+
+def _loaded(rule: Rule, entry: Entry, shapes: list[Shape], config: ModelConfig) -> list[Tensor]:
+    """Read one tensor as our parameters; where that makes copies, give the file's pages back at once."""
+    theirs = entry.read()
+    if not theirs.is_floating_point():
+        return [theirs]
+    try:
+        ours = rule.operation.load([theirs], shapes, config)
+    except RuntimeError:  # it cannot be split into those shapes
+        return [theirs]
+    if rule.operation.copies:
+        entry.release()
+    return ours
 
 
 def open_model(
@@ -286,7 +288,10 @@ def _put(parts: Mapping[str, nn.Module], tensors: Mapping[str, Tensor]) -> None:
     """Make tensors the parameters of these names; `parts` are the model's modules by their names."""
     for name, tensor in tensors.items():
         path, _, last = name.rpartition(".")
-        setattr(parts[path], last, nn.Parameter(tensor, tensor.is_floating_point()))
+        parameter = nn.Parameter(tensor, tensor.is_floating_point())
+        if is_transposed(parameter):
+            lay_out_when_trained(parameter)
+        setattr(parts[path], last, parameter)
 
 
 def _fill(

@@ -23,7 +23,7 @@ from clearhead.errors import CheckpointError, MissingExtraError, refusing
 from clearhead.hub.files import reading, refuse
 from clearhead.hub.sentencepiece import PieceModel, assembled, llama
 from clearhead.hub.vocabularies import QWEN2_SPLIT, completed
-from clearhead.hub.weights import Entry, Shape, copied_entry, mapped_entry
+from clearhead.hub.weights import Entry, Shape, map_file, stored_entry
 
 SUFFIX, MAGIC, VERSIONS = ".gguf", b"GGUF", (2, 3)
 SCALARS = {  # the kinds of values, by number
@@ -223,18 +223,12 @@ def _decimal(value: float) -> float:
 
 def open_gguf(header: GgufHeader, mapped: bool = True) -> dict[str, Entry]:
     """Return the tensors of a file by their names there."""
-    pages = None
-    if mapped:
-        with reading(header.path, "cannot be read"), header.path.open("rb") as file:
-            pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    pages = map_file(header.path) if mapped else None
 
     def entry(name: str, one: StoredTensor) -> Entry:
         place = (one.start, one.start + one.size)
         dtype, shape = (PLAIN[one.kind], one.shape) if one.kind in PLAIN else (torch.uint8, (one.size,))
-        if pages is not None:
-            raw = mapped_entry(pages, header.body, dtype, shape, *place)
-        else:
-            raw = copied_entry(header.path, header.body, dtype, shape, *place)
+        raw = stored_entry(header.path, pages, header.body, dtype, shape, *place)
         return raw if one.kind in PLAIN else _dequantized(f"{header.path}: tensor {name}", raw, one)
 
     return {name: entry(name, one) for name, one in header.tensors.items()}
@@ -255,7 +249,7 @@ def _dequantized(wrong: str, raw: Entry, stored: StoredTensor) -> Entry:
             ) from None
         return torch.from_numpy(numbers).reshape(stored.shape)
 
-    return replace(raw, shape=stored.shape, dtype=torch.float32, read=read, fill=None)
+    return replace(raw, shape=stored.shape, dtype=torch.float32, read=read)
 
 
 # The tokenizer, byte-level BPE ("gpt2") and SentencePiece's BPE ("llama") -----------------------------------

@@ -21,7 +21,7 @@ from clearhead.hub.architecture import WITHOUT_EFFECT, Architecture
 from clearhead.hub.fields import Json
 from clearhead.hub.files import refuse
 from clearhead.hub.gguf import GgufHeader, open_gguf
-from clearhead.hub.llama import BLOCK, QKV, TOKENS
+from clearhead.hub.llama import BLOCK, QKV
 from clearhead.hub.registry import ARCHITECTURES
 from clearhead.hub.rules import EXPERTS, SAME, Operation, Rule, Shape, Tensors, joined, same
 
@@ -78,7 +78,7 @@ def of_block(pairs: Mapping[str, str], operation: Operation = SAME) -> tuple[Rul
     return same({f"{THEIRS}.{theirs}": f"{BLOCK}.{ours}" for theirs, ours in pairs.items()}, operation)
 
 
-EMBEDDING = Rule("token_embd.weight", TOKENS)
+EMBEDDING = Rule("token_embd.weight", ("decoder.embedding.front.tokens.weight",))
 EDGES = (EMBEDDING, *same({"output_norm": "decoder.norm"}))
 NORM_PAIRS = {"attn_norm": "attention_residual.before", "ffn_norm": "feedforward_residual.before"}
 AFTER_PAIRS = {

@@ -37,7 +37,7 @@ def _split(whole: Tensor, shapes: list[Shape]) -> Tensors:
 
 
 def _split_columns(tensor: Tensor, shapes: list[Shape]) -> Tensors:
-    """Split [in, out] along the outputs, and turn each part: one that lies in one piece is turned quicker."""
+    """Split [in, out] along the outputs into transposed matrices, each of which lies in one block."""
     return [part.contiguous().t() for part in torch.split(tensor, [shape[0] for shape in shapes], -1)]
 
 
@@ -63,7 +63,7 @@ def _reversed(x: Tensor) -> Tensor:
 
 # Only the name differs.
 SAME = Operation(lambda theirs, shapes, config: theirs, lambda ours, config: ours, copies=False)
-# Their matrix is [in, out], ours is [out, in]: it is turned as it is copied to its place.
+# Their matrix is [in, out], ours is [out, in]: a view of it.
 TRANSPOSED = Operation(
     lambda theirs, shapes, config: [x.t() for x in theirs],
     lambda ours, config: _transposed(ours),
@@ -71,7 +71,9 @@ TRANSPOSED = Operation(
 )
 # Their one tensor is several of ours, end to end along the outputs.
 JOINED = Operation(
-    lambda theirs, shapes, config: _split(theirs[0].clone(), shapes), lambda ours, config: [torch.cat(ours)]
+    lambda theirs, shapes, config: _split(theirs[0], shapes),
+    lambda ours, config: [torch.cat(ours)],
+    copies=False,
 )
 # The same, stored [in, out].
 JOINED_TRANSPOSED = Operation(
@@ -136,16 +138,69 @@ class Rule:
 
 
 def same(
-    pairs: dict[str, str], operation: Operation = SAME, when: Mapping[str, Any] | None = None
+    pairs: Mapping[str, str], operation: Operation = SAME, when: Mapping[str, Any] | None = None
 ) -> tuple[Rule, ...]:
-    """Return rules for whole modules, {"their.module": "our.module"}; `operation` is for the weight only."""
+    """Return rules for whole modules, {"their.module": "our.module"}; `operation` is for the weight only.
+
+    "{q,k}" in both names stands for each in turn: {"{q,k}_proj": "attention.{q,k}"} is two modules.
+    """
     return tuple(
         Rule(
             f"{theirs}.{kind}", (f"{ours}.{kind}",), operation if kind == "weight" else SAME, when=when or {}
         )
-        for theirs, ours in pairs.items()
+        for pair in pairs.items()
+        for theirs, ours in zip(*map(_alternatives, pair), strict=True)
         for kind in ("weight", "bias")
     )
+
+
+def _alternatives(name: str) -> list[str]:
+    """Return the names that "a.{b,c}" stands for: "a.b" and "a.c"; a letter alone, as {i}, stays."""
+    before, *inside, after = re.split(r"\{([^{}]*,[^{}]*)\}", name) if "," in name else (name, "")
+    return [before + word + after for word in (inside[0].split(",") if inside else [""])]
+
+
+# Our modules by the words of `stack_rules`: tables and norms of a stack, then parts of a block.
+TABLES = {"tokens": "embedding.front.tokens", "positions": "positions.table", "types": "embedding.types"}
+EDGES = {"embedding_norm": "embedding.norm", "projection": "embedding.project", "norm": "norm"}
+PARTS = {
+    "qkvo": "attention.{q,k,v,out}",
+    "qkv": "attention.{q,k,v}",
+    "out": "attention.out",
+    "qk_norms": "attention.{q,k}_norm",
+    "mlp": "feedforward.{up,down}",
+    "gated": "feedforward.{gate,up,down}",
+    "down": "feedforward.down",
+    "pre_norm": "attention_residual.before",
+    "pre_norms": "{attention,feedforward}_residual.before",
+    "output_norms": "{attention,feedforward}_residual.inside",
+    "post_norms": "{attention,feedforward}_residual.after",
+}
+
+
+def stack_rules(
+    stack: str = "decoder",
+    layer: str = "",
+    operation: Operation = SAME,
+    when: Mapping[str, Any] | None = None,
+    /,
+    **modules: str,
+) -> tuple[Rule, ...]:
+    """Return the rules of a stack, by what their modules are: words of TABLES, EDGES and PARTS.
+
+    Names of PARTS follow `layer`, the name of a block with {i} in it. An empty name is left out.
+    """
+    rules: tuple[Rule, ...] = ()
+    for word, theirs in modules.items():
+        if not theirs:
+            continue
+        if word in TABLES:
+            rules += (Rule(f"{theirs}.weight", (f"{stack}.{TABLES[word]}.weight",)),)
+        elif word in EDGES:
+            rules += same({theirs: f"{stack}.{EDGES[word]}"}, operation, when)
+        else:
+            rules += same({f"{layer}.{theirs}": f"{stack}.blocks.{{i}}.{PARTS[word]}"}, operation, when)
+    return rules
 
 
 def joined(theirs: str, ours: Sequence[str], operation: Operation = JOINED) -> tuple[Rule, ...]:

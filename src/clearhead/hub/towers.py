@@ -16,7 +16,7 @@ from clearhead.hub.files import read_json, read_json_if_any, refuse
 from clearhead.hub.registry import TOWERS
 from clearhead.hub.rules import Rule, matches
 from clearhead.hub.stored import common_dtype
-from clearhead.hub.tower_tables import PREFIXES, Tower, TowersTable
+from clearhead.hub.vision import PREFIXES, Tower, TowersTable
 from clearhead.hub.weights import cast, finite, open_weights
 from clearhead.hub.writing import Outgoing
 from clearhead.variants.towers import Towers, TowersConfig
@@ -97,7 +97,7 @@ class JoinedTowers(Towers):
 
 @torch.inference_mode(False)
 def load_towers(
-    folder: Path, dtype: torch.dtype | None = None, mapped: bool = False, check_finite: bool = True
+    folder: Path, dtype: torch.dtype | None = None, mapped: bool = True, check_finite: bool = True
 ) -> JoinedTowers:
     """Return the towers of a directory, on the CPU; see `checkpoint.load_model`."""
     description = describe_towers(folder)
@@ -121,7 +121,7 @@ def load_towers(
         entry = found["joint"].pop(rule.theirs)
         shapes = [tuple(parameters[name].shape) for name in rule.ours]
         read = entry.read()
-        if check_finite and not mapped:
+        if check_finite:
             finite(folder, rule.theirs, [read])
         fits = read.numel() == sum(parameters[name].numel() for name in rule.ours)
         refuse(

@@ -1,4 +1,4 @@
-"""Weights on disk: safetensors, read or mapped; pickles that hold only tensors; shards and their index.
+"""Weights on disk: safetensors, mapped or read; pickles that hold only tensors; shards and their index.
 
 Nothing here runs code from a file. Every mistake in a file is one line that names the file and what is wrong
 with it.
@@ -30,7 +30,7 @@ from clearhead.hub.files import (
     reading,
     refuse,
 )
-from clearhead.run.kernels.turning import copied
+from clearhead.run.kernels.transpose import copied
 
 DTYPES = {
     "F64": torch.float64,
@@ -46,6 +46,7 @@ DTYPES = {
 }
 Shape = tuple[int, ...]
 MAX_HEADER = 100_000_000  # bytes: the format's own limit
+CAN_MAP = os.name == "posix"  # Windows lets nobody replace a file that is mapped
 
 
 @dataclass(frozen=True)
@@ -54,10 +55,8 @@ class Entry:
 
     shape: Shape
     dtype: torch.dtype
-    read: Callable[[], Tensor]  # where mapped, the file's own bytes: writing to them changes no file
-    release: Callable[[], None] = lambda: None  # gives back what reading took, once a copy was made
-    # Reads into a tensor of this dtype the numbers from the given one on, where it can.
-    fill: Callable[[Tensor, int], None] | None = None
+    read: Callable[[], Tensor]  # where mapped, the file's own pages: writing to them changes no file
+    release: Callable[[], None] = lambda: None  # gives pages back, once a copy was made
 
 
 def held(tensor: Tensor) -> Entry:
@@ -66,7 +65,7 @@ def held(tensor: Tensor) -> Entry:
 
 
 def allocated(shapes: Mapping[str, Shape], dtypes: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
-    """Return tensors of these shapes in one piece of memory, which is taken as they are filled.
+    """Return tensors of these shapes in one block of memory, which is taken as they are filled.
 
     PyTorch may round each tensor of its own up to huge pages, which adds a tenth and more.
     """
@@ -92,7 +91,7 @@ def allocated(shapes: Mapping[str, Shape], dtypes: Mapping[str, torch.dtype]) ->
 def open_weights(folder: Path, mapped: bool = True) -> dict[str, Entry]:
     """Return every tensor of a model directory, by name: from safetensors, or else from a pickle.
 
-    Tensors of a `mapped` file are its own pages: they take no memory until used, and change with the file.
+    Tensors of a `mapped` file are its pages, copied as they are written to: the file never changes by that.
     """
     for name, index, opener in (
         (WEIGHTS, INDEX, open_safetensors),
@@ -190,11 +189,8 @@ def open_safetensors(path: Path, mapped: bool = True) -> dict[str, Entry]:
         )
         end = stop
     refuse(end != room, f"{path} has {room - end} bytes after its last tensor; the file is damaged")
-    if not mapped:
-        return {name: copied_entry(path, body, *span) for name, span in spans.items()}
-    with path.open("rb") as file:
-        pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    return {name: mapped_entry(pages, body, *span) for name, span in spans.items()}
+    pages = map_file(path) if mapped else None
+    return {name: stored_entry(path, pages, body, *span) for name, span in spans.items()}
 
 
 def _span(path: Path, name: str, stated: Any, room: int) -> tuple[torch.dtype, Shape, int, int]:
@@ -226,40 +222,44 @@ def _span(path: Path, name: str, stated: Any, room: int) -> tuple[torch.dtype, S
     return DTYPES[kind], tuple(shape), start, stop
 
 
-def copied_entry(path: Path, body: int, dtype: torch.dtype, shape: Shape, start: int, stop: int) -> Entry:
-    """Return how to read a tensor of a file, whose header ends at `body`, into memory of its own."""
-
-    def fill(tensor: Tensor, number: int) -> None:
-        into = tensor.view(-1).view(torch.uint8).numpy().data if tensor.numel() else bytearray()
-        with reading(path, "cannot be read"), path.open("rb") as file:
-            file.seek(body + start + number * dtype.itemsize)
-            found = file.readinto(into)
-        refuse(found != len(into), f"{path} has become shorter while it was read: load it again")
-
-    def read() -> Tensor:
-        tensor = allocated({"": shape}, {"": dtype})[""]  # goes back to the system at once, not to a heap
-        fill(tensor, 0)
-        return tensor
-
-    return Entry(shape, dtype, read, fill=fill)
+def map_file(path: Path) -> mmap.mmap | None:
+    """Map a file, privately: pages are copied when written to. None where that is not possible."""
+    try:
+        with path.open("rb") as file:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) if CAN_MAP else None
+    except (OSError, ValueError):  # some network file systems
+        return None
 
 
-def mapped_entry(
-    pages: mmap.mmap, body: int, dtype: torch.dtype, shape: Shape, start: int, stop: int
+def stored_entry(
+    path: Path, pages: mmap.mmap | None, body: int, dtype: torch.dtype, shape: Shape, start: int, stop: int
 ) -> Entry:
-    """Return how to read a tensor of a mapped file, whose header ends at `body`, and to free its pages."""
+    """Return how to read a tensor of a file whose header ends at `body`: from its pages, if it is mapped."""
+    first, last = body + start, body + stop
     if start == stop:
         return Entry(shape, dtype, lambda: torch.empty(shape, dtype=dtype))
 
-    def read() -> Tensor:
-        return torch.frombuffer(pages, dtype=dtype, count=math.prod(shape), offset=body + start).view(shape)
+    def view() -> Tensor:
+        tensor = torch.frombuffer(pages, dtype=dtype, count=math.prod(shape), offset=first).view(shape)
+        return tensor if first % dtype.itemsize == 0 else tensor.clone()  # processors expect numbers in step
 
     def release() -> None:
-        if hasattr(mmap, "MADV_DONTNEED"):
-            page = (body + start) // mmap.PAGESIZE * mmap.PAGESIZE
-            pages.madvise(mmap.MADV_DONTNEED, page, body + stop - page)
+        if pages is not None and hasattr(mmap, "MADV_DONTNEED"):
+            page = first // mmap.PAGESIZE * mmap.PAGESIZE
+            pages.madvise(mmap.MADV_DONTNEED, page, last - page)
 
-    return Entry(shape, dtype, read, release)
+    def copy() -> Tensor:
+        tensor = allocated({"": shape}, {"": dtype})[""]  # goes back to the system at once, not to a heap
+        into = tensor.view(-1).view(torch.uint8).numpy().data
+        with reading(path, "cannot be read"), path.open("rb") as file:
+            file.seek(first)
+            refuse(
+                file.readinto(into) != len(into),
+                f"{path} has become shorter while it was read: load it again",
+            )
+        return tensor
+
+    return Entry(shape, dtype, copy) if pages is None else Entry(shape, dtype, view, release)
 
 
 # Pickles ----------------------------------------------------------------------------------------------------
@@ -268,7 +268,9 @@ def mapped_entry(
 def open_pickle(path: Path, mapped: bool = True) -> dict[str, Entry]:
     """Return the tensors of a PyTorch file, read with `weights_only=True`: code in a pickle is refused."""
     try:
-        mapped = mapped and zipfile.is_zipfile(path)  # files from before PyTorch 1.6 are read whole
+        mapped = (
+            mapped and CAN_MAP and zipfile.is_zipfile(path)
+        )  # files from before PyTorch 1.6 are read whole
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as error:
         raise CheckpointError(

@@ -88,7 +88,7 @@ class Examples:
 
     @property
     def targets(self) -> int:
-        """Tokens, classes or tags that are asked for."""
+        """Tokens, classes or tags to predict."""
         return sum(batch.n_targets for batch in self.batches)
 
 
@@ -169,13 +169,13 @@ def _next_tokens(m: Model, texts: Sequence[str | Sequence[int]]) -> Examples:
         not rows or len(rows[0]) < 2,
         "a text of fewer than two tokens leaves nothing to guess: give longer texts",
     )
-    made = []
+    batches = []
     for start in range(0, len(rows), PICTURES):
         some = rows[start : start + PICTURES]
         ids, mask = padded(some, m.special.get("pad", 0)), real_tokens(some)  # B T+1
         targets = ids.masked_fill(~mask, IGNORE)[:, 1:]
-        made.append(Batch(ids[:, :-1], targets, None if mask.all() else mask[:, 1:]))
-    return Examples("lm", tuple(made))
+        batches.append(Batch(ids[:, :-1], targets, None if mask.all() else mask[:, 1:]))
+    return Examples("lm", tuple(batches))
 
 
 def _corpus(task: str, texts: Sequence[Any]) -> Corpus:
@@ -186,13 +186,14 @@ def _corpus(task: str, texts: Sequence[Any]) -> Corpus:
         f"texts alone have no right answers for the task {task}: name a file that has them",
     )
     refuse(
-        shape is PAIRS and not all(isinstance(one, tuple | list) and len(one) == 2 for one in texts),
+        shape is PAIRS
+        and not all(isinstance(example, tuple | list) and len(example) == 2 for example in texts),
         "texts of an encoder-decoder are pairs: give (source, target) for each",
     )
     refuse(not texts, "there are no texts: give one at least")
-    rows: Rows = [Chunk(str(one), True) for one in texts]
+    rows: Rows = [Chunk(str(example), True) for example in texts]
     if shape is PAIRS:
-        rows = [Pair(*one) for one in texts]
+        rows = [Pair(*example) for example in texts]
     return Corpus(shape.name, cast(Rows, []), rows, (), "texts", (), 0)
 
 
@@ -220,8 +221,8 @@ def judge(model: Transformer, examples: Examples) -> Quality:
 
 def _vocabulary(head: LanguageHead, hidden: Tensor, targets: Tensor) -> tuple[float, int]:
     """Return the summed cross-entropy of [B, T, D] with targets [B, T], and how many are put first."""
-    asked = targets != IGNORE
-    rows, wanted = hidden[asked], targets[asked]  # N D, N
+    counted = targets != IGNORE
+    rows, wanted = hidden[counted], targets[counted]  # N D, N
     total, hits = 0.0, 0
     chunk = default_chunk(head.out.out_features, hidden.device)
     for some, right in zip(torch.split(rows, chunk), torch.split(wanted, chunk)):
@@ -234,8 +235,8 @@ def _vocabulary(head: LanguageHead, hidden: Tensor, targets: Tensor) -> tuple[fl
 def _right(answers: Sequence[Any], targets: Sequence[Any], whole: bool) -> int:
     """Return how many answers of a head without a vocabulary are right; `whole`: a row counts as one."""
     if whole:
-        return sum(one == other for one, other in zip(answers, targets))
-    return sum(one == other for row, right in zip(answers, targets) for one, other in zip(row, right))
+        return sum(answer == target for answer, target in zip(answers, targets))
+    return sum(answer == target for row, right in zip(answers, targets) for answer, target in zip(row, right))
 
 
 # Ablation ---------------------------------------------------------------------------------------------------
@@ -279,7 +280,7 @@ class Effect(Result):
     ablated: tuple[str, ...]
     how: How
     tokens: tuple[str, ...]  # what it read
-    position: int | None  # of the token at which it was asked; None: of the whole text
+    position: int | None  # of the token whose output is compared; None: of the whole text
     before: Tensor  # C logits
     after: Tensor  # C
     kl: float  # KL(before || after), bits
@@ -451,13 +452,13 @@ def effect(
         m, given, target, pair: as for `prepare`.
         heads, layers, feedforwards: what is off together; see `ablating`.
         how: zero, or mean: of `means`, else of the tokens of this text.
-        position: the token at which the model is asked, negative from the end; None: the last; of a masked
+        position: the token whose output is compared, negative from the end; None: the last; of a masked
             language model the first mask, else the last.
         top: how many of the likeliest, before and after, are listed.
     """
     refuse(top < 1, f"top {top} must be 1 or more")
     prepared = prepare(m, given, target, pair)
-    where, model = asked_place(prepared, position), prepared.model
+    where, model = readout_position(prepared, position), prepared.model
     choices = choices_of(prepared)
     ablated, parts = selected(prepared.m.config, heads, layers, feedforwards)
     refuse(not ablated, NOTHING_NAMED)
@@ -492,16 +493,16 @@ def compared(
     log_p, log_q = (x.double().log_softmax(-1) for x in (before, after))
     p, q = (x.double().softmax(-1) for x in (before, after))
     kl = float((p * (log_p - log_q)).sum().clamp(min=0)) / math.log(2)
-    best = {int(one) for row in (p, q) for one in row.topk(min(top, len(p))).indices}
+    best = {int(choice) for row in (p, q) for choice in row.topk(min(top, len(p))).indices}
     listed = tuple(
-        ChoiceEffect(choices.name(one), one, float(p[one]), float(q[one]))
-        for one in sorted(best, key=lambda one: float(-p[one]))
+        ChoiceEffect(choices.name(choice), choice, float(p[choice]), float(q[choice]))
+        for choice in sorted(best, key=lambda choice: float(-p[choice]))
     )
     return Effect(ablated, how, prepared.tokens.labels, where, before, after, kl, listed)
 
 
-def asked_place(prepared: Prepared, position: int | None) -> int | None:
-    """Return the token at which a model is asked, None: the whole text; refuse one that chooses nothing."""
+def readout_position(prepared: Prepared, position: int | None) -> int | None:
+    """Return the token whose output is compared, None: the whole text; refuse a head without choices."""
     head, ids, length = prepared.m.config.head, prepared.tokens.ids, len(prepared.tokens)
     refuse(
         head not in ("lm", "mlm", "classifier", "tagger"),
@@ -532,7 +533,7 @@ class EachEffect(Result):
     @property
     def kl(self) -> dict[str, float]:
         """KL(before || after) of each part, bits."""
-        return {name: one.kl for name, one in self.effects.items()}
+        return {name: effect.kl for name, effect in self.effects.items()}
 
 
 def single_parts(config: ModelConfig) -> dict[str, dict[str, str]]:
@@ -561,9 +562,9 @@ def effect_of_each(
     `on_progress` is told how many parts are done, after each batch.
     """
     prepared = prepare(m, given, target, pair)
-    where = asked_place(prepared, position)
+    where = readout_position(prepared, position)
     parts = single_parts(prepared.m.config)
-    found = {name: selected(prepared.m.config, **{**NOTHING, **one}) for name, one in parts.items()}
+    found = {name: selected(prepared.m.config, **{**NOTHING, **part}) for name, part in parts.items()}
     sites = {name: _sites(taps) for name, (_, taps) in found.items()}
     replaced = _replacements(prepared, {site.tap for some in sites.values() for site in some}, how)
     rows: Sequence[Sequence[Site]] = [(), *sites.values()]
@@ -583,7 +584,7 @@ def _sites(taps: Mapping[str, Any]) -> tuple[Site, ...]:
     return tuple(
         site
         for tap, heads in taps.items()
-        for site in ([Site(tap, head=one) for one in heads] if isinstance(heads, list) else [Site(tap)])
+        for site in ([Site(tap, head=head) for head in heads] if isinstance(heads, list) else [Site(tap)])
     )
 
 

@@ -231,7 +231,7 @@ def agreement(m: inputs.AnyModel, examples: Iterable[Aligned]) -> Agreement:
     )
     kind = ("cross" if cross else "encoder") if both else "self"
     looking = patterned(m.config, kind)
-    heads, names = tuple(heads_in(looking)), [f"{one.part}.pattern" for one in looking]
+    heads, names = tuple(heads_in(looking)), [f"{attention.part}.pattern" for attention in looking]
     hits, mass = torch.zeros(2, len(heads)), torch.zeros(2, len(heads))
     chance, counted = torch.zeros(2), 0
     for example in examples:
@@ -239,13 +239,13 @@ def agreement(m: inputs.AnyModel, examples: Iterable[Aligned]) -> Agreement:
         _, seen = prepared.record(*names)
         pattern = torch.cat([results.on_cpu(seen[name][0]) for name in names])  # N T S
         found = [
-            (_tokens(one, first, example.unit), _tokens(other, second, example.unit))
-            for one, other in example.pairs
+            (_tokens(span, first, example.unit), _tokens(other, second, example.unit))
+            for span, other in example.pairs
         ]
         known = [pair for pair in found if all(pair)]
         counted += len(known)
-        for one, other in known:
-            looks = [(other, one, -1), (other, one, 0)] if cross else [(one, other, 0), (other, one, 0)]
+        for span, other in known:
+            looks = [(other, span, -1), (other, span, 0)] if cross else [(span, other, 0), (other, span, 0)]
             for direction, (queries, keys, shift) in enumerate(looks):
                 candidates = ~torch.tensor(first.special)
                 if not cross:
@@ -394,7 +394,7 @@ def syntax(m: Model, sentences: Sequence[Sentence]) -> Syntax:
     right = torch.zeros(2, 2, len(heads), len(counted), dtype=torch.long)
     arcs = torch.zeros(2, len(counted), dtype=torch.long)
     aligned = [align(m, sentence) for sentence in sentences]
-    read = [at for at, one in enumerate(aligned) if one.ids]
+    read = [at for at, sentence in enumerate(aligned) if sentence.ids]
     for group in by_length(
         [len(aligned[at].ids) for at in read], lambda count, longest: count * longest**2 <= CELLS
     ):
@@ -421,8 +421,8 @@ def syntax(m: Model, sentences: Sequence[Sentence]) -> Syntax:
         distances=distances,
         baselines=baselines,
         sentences=len(sentences),
-        words=sum(len(one.words) for one in aligned),
-        lost=sum(not tokens for one in aligned for tokens in one.words),
+        words=sum(len(sentence.words) for sentence in aligned),
+        lost=sum(not tokens for sentence in aligned for tokens in sentence.words),
     )
 
 
@@ -450,15 +450,15 @@ def strongest_links(m: Model, batch: Sequence[WordTokens], kind: str = "self") -
     `kind` is "self" for a model of one stack, "encoder" for the encoder before a decoder.
     """
     device = inputs.device_of(m.model)
-    sentences = [one.ids for one in batch]
+    sentences = [words.ids for words in batch]
     ids, mask = padded(sentences, m.special.get("pad", 0), device), real_tokens(sentences, device)
-    names = [f"{one.part}.pattern" for one in patterned(m.config, kind)]
+    names = [f"{attention.part}.pattern" for attention in patterned(m.config, kind)]
     if kind == "encoder":
         start = torch.tensor([m.start_ids[:1]] * len(batch), device=device)
         seen = inputs.recorded(m.model, names, start, source=ids, source_mask=mask)
     else:
         seen = inputs.recorded(m.model, names, ids, mask=mask)
-    matrices = word_matrices([one.words for one in batch], ids.shape[1])
+    matrices = word_matrices([words.words for words in batch], ids.shape[1])
     sum_of, mean_of = (x.to(device)[:, None] for x in matrices)  # B 1 T W, B 1 W T
     itself = torch.eye(sum_of.shape[-1], dtype=torch.bool, device=device)
     found = []

@@ -40,7 +40,7 @@ from clearhead.hub.tokens.text import labels
 from clearhead.inside import inputs, names, results
 from clearhead.inside.alignments import positions
 from clearhead.inside.inputs import choices_of, find_column
-from clearhead.inside.logit_attribution import AddedPart, AskedLogit, Term, exact, parts_of, terms_of
+from clearhead.inside.logit_attribution import AddedPart, LogitQuery, Term, exact, parts_of, terms_of
 
 LOOKED_THROUGH = 300  # of the largest edges, where one that moved something is looked for
 
@@ -66,9 +66,8 @@ class Paths(results.Result):
     tokens: tuple[str, ...]  # T
     rows: tuple[int, ...]  # R readers that the head of the model reads
     direct: dict[str, Tensor]  # [H, R, S] by attention: "3", "cross.3"
-    terms: tuple[
-        Term, ...
-    ]  # what no head carried: embeddings, feed-forwards, biases, layers without a pattern
+    # What no head carried: embeddings, feed-forwards, biases, layers without a pattern.
+    terms: tuple[Term, ...]
     logit: float
 
     @cached_property
@@ -125,10 +124,10 @@ def paths(
 ) -> Paths:
     """Return what each head carried from each token, for one logit; the arguments are `contributions`'."""
     config = inputs.as_model(m).config
-    own = {str(one): one for one in _patterned(config) if one.kind != "encoder"}
-    taps = [f"{one.part}.{tap}" for one in own.values() for tap in ("pattern", "v")]
-    asked = AskedLogit.of(m, given, token, position, target, against, pair, *taps)
-    parts, read = parts_of(asked)
+    own = {str(attention): attention for attention in _patterned(config) if attention.kind != "encoder"}
+    taps = [f"{attention.part}.{tap}" for attention in own.values() for tap in ("pattern", "v")]
+    query = LogitQuery.of(m, given, token, position, target, against, pair, *taps)
+    parts, read = parts_of(query)
     direct: dict[str, Tensor] = {}
     others: list[AddedPart] = []
     for part in parts:
@@ -136,17 +135,17 @@ def paths(
         if part.terms[0].head is None or name not in own:
             others.append(part)
             continue
-        direct[name] = _carried(asked.seen, own[name], part.slope, read.rows)
+        direct[name] = _carried(query.seen, own[name], part.slope, read.rows)
     return Paths(
-        columns=asked.choices.columns,
-        column=asked.column,
-        choice=asked.name,
-        against=asked.against,
-        tokens=asked.prepared.tokens.labels,
+        columns=query.choices.columns,
+        column=query.column,
+        choice=query.name,
+        against=query.against,
+        tokens=query.prepared.tokens.labels,
         rows=tuple(read.rows.tolist()),
         direct=direct,
-        terms=terms_of(asked, others),
-        logit=asked.logit,
+        terms=terms_of(query, others),
+        logit=query.logit,
     )
 
 
@@ -171,7 +170,8 @@ def looks(
     (found,) = names.find_heads(config, [head])
     known = _patterned(config)
     refuse(
-        found.part not in {one.part for one in known}, f"head {head} has no attention pattern to look into"
+        found.part not in {attention.part for attention in known},
+        f"head {head} has no attention pattern to look into",
     )
     refuse(
         f"{found.part}.scores" not in tap_names(config),
@@ -184,7 +184,7 @@ def looks(
         for prefix, spec in stacks.items()
         for tap in ("embedding", *(f"blocks.{layer}.feedforward.out" for layer in range(spec.n_layers)))
     ]
-    taps = [f"{one.part}.{tap}" for one in known for tap in ("z", "pattern", "v")]
+    taps = [f"{attention.part}.{tap}" for attention in known for tap in ("z", "pattern", "v")]
     seen = prepared.record_graph(f"{found.part}.scores", *taps, *others)
     with torch.enable_grad():
         scores = seen[f"{found.part}.scores"][0, found.number]
@@ -196,11 +196,11 @@ def looks(
         slopes = torch.autograd.grad(odds, [seen[name] for name in wanted], None, True, allow_unused=True)
     slope = {name: results.on_cpu(x[0]) for name, x in zip(wanted, slopes) if x is not None}
     edges: list[Edge] = []
-    for one in known:
-        if f"{one.part}.z" in slope and slope[f"{one.part}.z"].any():
-            table = _carried(seen, one, slope[f"{one.part}.z"], to=results.on_cpu)
+    for attention in known:
+        if f"{attention.part}.z" in slope and slope[f"{attention.part}.z"].any():
+            table = _carried(seen, attention, slope[f"{attention.part}.z"], to=results.on_cpu)
             cells = _cells(table, count)
-            edges += [Edge(f"{one}.{number}", row, place, value) for number, row, place, value in cells]
+            edges += [Edge(f"{attention}.{number}", row, place, value) for number, row, place, value in cells]
     for name in others:
         if name in slope:
             part = name.replace("blocks.", "").replace(".feedforward.out", "")
@@ -212,7 +212,11 @@ def looks(
 
 def _patterned(config: ModelConfig) -> list[names.AttentionName]:
     """Return every attention with heads and a pattern; none is not refused."""
-    return [one for one, kind in names.kinds_of(config).items() if kind.patterned and one.n_heads]
+    return [
+        attention
+        for attention, kind in names.kinds_of(config).items()
+        if kind.patterned and attention.n_heads
+    ]
 
 
 def _check_place(place: int, count: int, what: str) -> None:
@@ -233,7 +237,7 @@ def _largest(edges: Iterable[Edge], count: int) -> list[Edge]:
 
 def _carried(
     seen: Recording,
-    one: names.AttentionName,
+    attention: names.AttentionName,
     slope: Tensor,
     rows: Tensor | None = None,
     to: Callable[[Tensor], Tensor] = exact,
@@ -242,7 +246,7 @@ def _carried(
 
     A gate behind the values scales what every source gave.
     """
-    z, pattern, v = (seen[f"{one.part}.{tap}"][0] for tap in ("z", "pattern", "v"))
+    z, pattern, v = (seen[f"{attention.part}.{tap}"][0] for tap in ("z", "pattern", "v"))
     if rows is not None:
         pattern, z = pattern[:, rows], z[:, rows]
     z, pattern, v = to(z), to(pattern), to(v)

@@ -130,7 +130,7 @@ class WordVectors:
         own, tokenizer = {str(word): self.ids(word) for _, word in words}, self.m.tokenizer
         left_out = {token for ids in own.values() for token in ids}
         if tokenizer is not None:
-            left_out |= {one for one in range(len(self.vectors)) if tokenizer.id_to_token(one) is None}
+            left_out |= {token for token in range(len(self.vectors)) if tokenizer.id_to_token(token) is None}
         unit = torch.stack([sign * nnf.normalize(self.mean(word), dim=0) for sign, word in words])
         scores = nnf.normalize(self.vectors, dim=-1) @ unit.sum(0)
         scores = scores.index_fill(0, torch.tensor(sorted(left_out)), -torch.inf)
@@ -363,7 +363,7 @@ def similarity(m: inputs.AnyModel, text: str, other: str) -> Similarity:
     """Return how alike two texts are to a model that embeds texts; each is read by itself."""
     m = inputs.as_model(m)
     vectors = nnf.normalize(embed(m, [text, other]).double(), dim=-1)
-    read = [inputs.prepare(m, one) for one in (text, other)]
+    read = [inputs.prepare(m, read_text) for read_text in (text, other)]
     hidden = [prepared.record("hidden", logits="none")[0].hidden[0] for prepared in read]
     first, second = (nnf.normalize(x.double().cpu(), dim=-1) for x in hidden)
     labels = (read[0].tokens.labels, read[1].tokens.labels)

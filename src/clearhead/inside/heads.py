@@ -51,7 +51,7 @@ WIDE = ("local", "uniform")
 ROLES = ("induction", *NARROW, *WIDE)
 LOCAL = 2  # tokens, or rows and columns of patches
 OFTEN = 0.5  # a fixed distance counts where this part of the queries has a key at it
-COUNT, LENGTH = 24, 24  # rows made where none are given, and tokens of a random one
+COUNT, LENGTH = 24, 24  # rows where none are given, and tokens of a random one
 SMALL = 40_000  # bytes of a module that is read for sentences
 REPEATED, SHORTEST, LONGEST = 8, 4, 24  # rows for induction, and the tokens that are repeated in one
 
@@ -188,7 +188,7 @@ class Tally:
 
 
 def rows(m: Model, given: Sequence[Any] | None, seed: int) -> list[inputs.Prepared]:
-    """Return texts, ids or images, ready to be read; those made here where none are given."""
+    """Return texts, ids or images, prepared; None: library sentences, or random rows."""
     given = [given] if isinstance(given, str) else given
     refuse(given is not None and not len(given), "there is no text to look at: give at least one")
     first, draw = m.config.stacks[0], torch.Generator().manual_seed(seed)
@@ -199,7 +199,7 @@ def rows(m: Model, given: Sequence[Any] | None, seed: int) -> list[inputs.Prepar
         shape = (m.config.n_channels, *(m.config.image_size or ()))
         given = [torch.randn(shape, generator=draw) for _ in range(COUNT)]
     return [
-        _marked(inputs.prepare(m, one)) for one in (library_sentences()[:COUNT] if given is None else given)
+        _marked(inputs.prepare(m, text)) for text in (library_sentences()[:COUNT] if given is None else given)
     ]
 
 
@@ -337,7 +337,7 @@ class HeadRoles(results.Result):
 
     def role(self, head: str | AttentionHead) -> str:
         """Return what one head does."""
-        names = {str(one): role for one, role in zip(self.heads, self.roles)}
+        names = {str(head_name): role for head_name, role in zip(self.heads, self.roles)}
         refuse(
             str(head) not in names,
             f'there is no head "{head}"{nearest(str(head), names)}: heads are called layer.head',

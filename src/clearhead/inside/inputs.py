@@ -257,19 +257,19 @@ def prepare_any(m: Model, given: Any, target: Target, pair: str | None) -> Prepa
 
 
 def _sound(m: Model, given: Any, target: Target) -> Prepared:
-    """Return the first window of a sound, and what the decoder writes of it or is said to have written."""
-    frames, start, said, seconds = first_window(m, given)
+    """Return the first window of a sound, and what the decoder has written of it."""
+    frames, start, written, seconds = first_window(m, given)
     if isinstance(target, str):
-        said = m.text_tokenizer.encode(target, add_special_tokens=False).ids
-    ids = [*start, *said] if target is None or isinstance(target, str) else list(target)
+        written = m.text_tokenizer.encode(target, add_special_tokens=False).ids
+    ids = [*start, *written] if target is None or isinstance(target, str) else list(target)
     places = range(m.config.stacks[0].n_tokens(frames.shape[1]))
     times = InputTokens(tuple(f"{place * seconds:.2f} s" for place in places), special=(False,) * len(places))
     special = {
         number for number, token in m.text_tokenizer.get_added_tokens_decoder().items() if token.special
     }
     marked = tuple(token in special for token in ids)
-    written = InputTokens(labels(m.tokenizer, ids), tuple(ids), special=marked)
-    return Prepared(m, torch.tensor([ids], device=frames.device), written, frames, times)
+    tokens = InputTokens(labels(m.tokenizer, ids), tuple(ids), special=marked)
+    return Prepared(m, torch.tensor([ids], device=frames.device), tokens, frames, times)
 
 
 def _vectors(m: Model, given: Any) -> Tensor:
@@ -311,8 +311,8 @@ def _target(m: Model, source: InputTokens, target: Target) -> InputTokens:
     start = m.start_ids
     if target is None:
         most = max(1, min(LONGEST_ANSWER, m.config.max_positions - len(start)))
-        made: Any = m.generate(list(source.ids), most, num_beams=1)
-        ids = [*start[:1], *made.ids]
+        generation: Any = m.generate(list(source.ids), most, num_beams=1)
+        ids = [*start[:1], *generation.ids]
     elif isinstance(target, str):
         ids = [*start, *(token for token in m.prompt_ids(target) if token not in (*m.stops, *start))]
     else:
@@ -389,12 +389,12 @@ class CachedPass(Prepared):
     @property
     def _pattern_numbers(self) -> int:
         cells = {
-            one: len(self.tokens_of("encoder." if one.kind == "encoder" else ""))
-            * len(self.tokens_of("" if one.kind == "self" else "encoder."))
-            for one, kind in kinds_of(self.model.config).items()
+            attention: len(self.tokens_of("encoder." if attention.kind == "encoder" else ""))
+            * len(self.tokens_of("" if attention.kind == "self" else "encoder."))
+            for attention, kind in kinds_of(self.model.config).items()
             if kind.patterned
         }
-        return sum(one.n_heads * count for one, count in cells.items())
+        return sum(attention.n_heads * count for attention, count in cells.items())
 
     def forget(self) -> None:
         """Free what was recorded; the next question runs the model again."""

@@ -35,7 +35,7 @@ from clearhead.core.transformer import Transformer, evaluating
 from clearhead.errors import refuse
 from clearhead.inside import inputs, names, results
 from clearhead.inside.inputs import CachedPass, Choices, choices_of, find_column
-from clearhead.inside.logit_attribution import AskedLogit, Term, parts_of, terms_of
+from clearhead.inside.logit_attribution import LogitQuery, Term, parts_of, terms_of
 from clearhead.run.generate.exits import stop_at
 from clearhead.run.kernels.parts import like
 
@@ -111,7 +111,7 @@ def lens(
 def best_choices(
     m: inputs.AnyModel, given: inputs.Given | inputs.Prepared, columns: Sequence[int]
 ) -> tuple[Choices, Tensor]:
-    """Return what would be said after each layer at some columns, [L + 1, C]: `lens` without its figures."""
+    """Return the best choice after each layer at some columns, [L + 1, C]: `lens` without its figures."""
     prepared = inputs.prepare(m, given)
     choices = choices_of(prepared)
     some = [find_column(column, choices.columns) for column in columns]
@@ -150,8 +150,10 @@ def followed(
     some = [find_column(column, choices.columns) for column in columns or range(len(choices.columns))]
     alone = _with_one_choice(prepared.model, choice)
     if alone is None:
-        read = (dtypes.wide(one) for one in _read_layers(prepared, choices, some))
-        return torch.stack([(one[:, choice] - one.logsumexp(-1)).exp().float().cpu() for one in read])
+        read = (dtypes.wide(scores) for scores in _read_layers(prepared, choices, some))
+        return torch.stack(
+            [(scores[:, choice] - scores.logsumexp(-1)).exp().float().cpu() for scores in read]
+        )
     sums = _log_sums(prepared, choices, some)
     scores = torch.cat(_read_layers(prepared, choices, some, alone), -1).T  # L + 1, C
     return (dtypes.wide(scores) - sums).exp().float().cpu()
@@ -166,7 +168,7 @@ def _log_sums(prepared: inputs.Prepared, choices: Choices, some: list[int]) -> T
     missing = [column for column in some if column not in kept]
     for first in range(0, len(missing), TOGETHER):
         few = missing[first : first + TOGETHER]
-        read = (dtypes.wide(one).logsumexp(-1) for one in _read_layers(prepared, choices, few))
+        read = (dtypes.wide(scores).logsumexp(-1) for scores in _read_layers(prepared, choices, few))
         kept.update(zip(few, torch.stack(list(read), 1)))
     return torch.stack([kept[column] for column in some], 1)
 
@@ -275,15 +277,15 @@ def contributions(
         against: subtract the logit of this one.
         pair: the second text of a pair.
     """
-    asked = AskedLogit.of(m, given, token, position, target, against, pair)
-    terms = terms_of(asked, parts_of(asked)[0])
+    query = LogitQuery.of(m, given, token, position, target, against, pair)
+    terms = terms_of(query, parts_of(query)[0])
     return Contributions(
-        columns=asked.choices.columns,
-        column=asked.column,
-        choice=asked.name,
-        against=asked.against,
+        columns=query.choices.columns,
+        column=query.column,
+        choice=query.name,
+        against=query.against,
         terms=terms,
-        logit=asked.logit,
-        capped=asked.capped,
+        logit=query.logit,
+        capped=query.capped,
         total=math.fsum(term.value for term in terms),
     )

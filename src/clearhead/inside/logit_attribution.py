@@ -219,8 +219,8 @@ class AddedPart:
 
 
 @dataclass(frozen=True)
-class AskedLogit:
-    """The logit that is asked about, perhaps less another one, and the forward pass that it was read from."""
+class LogitQuery:
+    """One logit, perhaps less another one, and the forward pass that it was read from."""
 
     prepared: inputs.Prepared
     choices: Choices
@@ -242,7 +242,7 @@ class AskedLogit:
         against: str | int | None,
         pair: str | None,
         *taps: str,
-    ) -> "AskedLogit":
+    ) -> "LogitQuery":
         """Run the model, record what `parts_of` reads and `taps` besides; see `contributions`."""
         prepared = inputs.prepare(m, given, target, pair)
         choices = choices_of(prepared)
@@ -277,16 +277,16 @@ class AskedLogit:
         return scores[self.choice] if self.other is None else scores[self.choice] - scores[self.other]
 
     @cached_property
-    def said(self) -> float:
-        """What the model says, behind a soft cap where it has one."""
+    def output_logit(self) -> float:
+        """The model's logit, after its soft cap where it has one."""
         return float(self.difference(self.scores.double()))
 
     @cached_property
     def logit(self) -> float:
-        """What the model says before the soft cap."""
+        """The model's logit before the soft cap."""
         head = self.uncapped
         if head is None:
-            return self.said
+            return self.output_logit
         with torch.no_grad():
             return float(
                 self.difference(head(self.output.hidden[:, self.column][:, None], None)[0, 0].double())
@@ -294,8 +294,8 @@ class AskedLogit:
 
     @property
     def capped(self) -> float | None:
-        """What the model says behind its soft cap; None where it has none."""
-        return None if self.uncapped is None else self.said
+        """The model's logit after its soft cap; None where it has none."""
+        return None if self.uncapped is None else self.output_logit
 
     @property
     def uncapped(self) -> LanguageHead | None:
@@ -308,14 +308,14 @@ class AskedLogit:
         return uncapped
 
 
-def parts_of(asked: AskedLogit) -> tuple[list[AddedPart], LinearReadout]:
+def parts_of(query: LogitQuery) -> tuple[list[AddedPart], LinearReadout]:
     """Return every vector that is added to the stream, in the order of the forward pass, and what reads it.
 
     The stream is added up again with frozen norms: the logit is linear in each vector that is added, so a
     term is that vector times the logit's gradient with respect to it.
     """
-    prepared, seen, stack = asked.prepared, asked.seen, asked.prepared.model.main
-    read = _readout(asked)
+    prepared, seen, stack = query.prepared, query.seen, query.prepared.model.main
+    read = _readout(query)
     added: list[tuple[tuple[Term, ...], Tensor]] = []  # a vector may be of several terms: the heads of its z
 
     def add(vector: Tensor, *terms: Term) -> Tensor:
@@ -365,7 +365,7 @@ def parts_of(asked: AskedLogit) -> tuple[list[AddedPart], LinearReadout]:
                     bias = f"{part} norm bias {layer}"
                     y = residual.scale * normed(residual.inside, y, bias, layer)
                     if block.router is not None:  # it lets so much of the layer through, or nothing
-                        router, passed = (seen[f"blocks.{layer}.{one}"][0] for one in ("router", "passed"))
+                        router, passed = (seen[f"blocks.{layer}.{tap}"][0] for tap in ("router", "passed"))
                         y = y * exact(router * passed)[read.rows, None]
                     x = normed(residual.after, x + y, bias, layer)
         logit = (normed(stack.norm, x, "final norm bias") * read.directions).sum()
@@ -373,24 +373,24 @@ def parts_of(asked: AskedLogit) -> tuple[list[AddedPart], LinearReadout]:
     return [AddedPart(terms, x.detach(), slope) for (terms, x), slope in zip(added, slopes)], read
 
 
-def terms_of(asked: AskedLogit, parts: Iterable[AddedPart]) -> tuple[Term, ...]:
+def terms_of(query: LogitQuery, parts: Iterable[AddedPart]) -> tuple[Term, ...]:
     """Return what each part adds, in the order of the forward pass; biases that add nothing are left out."""
     values = defaultdict[Term, float](float)
     for part in parts:
         each = (part.slope * part.vector).reshape(len(part.terms), -1).sum(1).tolist()
         for term, value in zip(part.terms, each):
             values[term] += value
-    read = _readout(asked)
+    read = _readout(query)
     values |= {Term("head transform", "bias"): read.transform, Term("head bias", "bias"): read.bias}
     return tuple(replace(term, value=value) for term, value in values.items() if value or term.kind != "bias")
 
 
-def _readout(asked: AskedLogit) -> LinearReadout:
+def _readout(query: LogitQuery) -> LinearReadout:
     """Return how the logit depends on the hidden states."""
-    head = asked.prepared.model.head
-    if asked.choices.kind == "place":
-        return read_span(head, asked.column, asked.choice, asked.other)
-    return read_back(head, exact(asked.output.hidden[0]), asked.column, asked.choice, asked.other)
+    head = query.prepared.model.head
+    if query.choices.kind == "place":
+        return read_span(head, query.column, query.choice, query.other)
+    return read_back(head, exact(query.output.hidden[0]), query.column, query.choice, query.other)
 
 
 def _embeddings(prepared: inputs.Prepared) -> dict[str, Tensor]:
@@ -450,8 +450,8 @@ def firing(
         if f"blocks.{layer}.feedforward.post" in tap_names(model)
     ]
     refuse(not taps, "this model has no plain feed-forward whose neurons could be looked at")
-    asked = AskedLogit.of(m, given, token, position, target, against, pair, *taps)
-    parts, read = parts_of(asked)
+    query = LogitQuery.of(m, given, token, position, target, against, pair, *taps)
+    parts, read = parts_of(query)
     blocks = model.main.layers()
     values: dict[int, Tensor] = {}
     posts: dict[int, Tensor] = {}
@@ -459,7 +459,7 @@ def firing(
         (term, *_) = part.terms
         tap = f"blocks.{term.layer}.feedforward.post"
         if term.kind == "feedforward" and term.layer is not None and tap in taps:
-            posts[term.layer] = exact(asked.seen[tap][0][read.rows])  # R F
+            posts[term.layer] = exact(query.seen[tap][0][read.rows])  # R F
             # As float64 it would be a long copy.
             down = wide(weight_of(blocks[term.layer], "feedforward.down").detach())  # D F
             values[term.layer] = (posts[term.layer] * exact(part.slope.to(down) @ down)).sum(0)
@@ -469,11 +469,11 @@ def firing(
             for layer, table in values.items()
             for unit in table.abs().topk(min(count, len(table))).indices
         ),
-        key=lambda one: -abs(one[2]),
+        key=lambda neuron: -abs(neuron[2]),
     )[:count]
     return Firing(
-        asked.column,
-        asked.name,
+        query.column,
+        query.name,
         tuple(
             FiringNeuron(f"{layer}.{unit}", float(posts[layer][-1, unit]), value)
             for layer, unit, value in best

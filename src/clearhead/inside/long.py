@@ -14,7 +14,7 @@ Words are drawn from the text, so that any tokenizer can write them, that of sin
     needle      one needle in running text
     needles     four needles in running text, one of which is asked for
     tracking    two chains of three needles: the value of the second is the key of the first, and so on; the
-                last key is asked for, and the value at the beginning of its chain is right
+                last key is length for, and the value at the beginning of its chain is right
 
 A trial is right where the model finds the value more probable than those of seven others, whichever are in
 the context: by chance one time in eight. It is exact where no token at all is more probable.
@@ -129,7 +129,7 @@ def _words(m: Model, text: LongText) -> Vocabulary:
         name = names.get(token, SPACE)
         letters = name.removeprefix(SPACE)
         if name.startswith(SPACE) or not letters.isalpha():
-            if word and sum(len(names[one].removeprefix(SPACE)) for one in word) >= SHORTEST:
+            if word and sum(len(names[token].removeprefix(SPACE)) for token in word) >= SHORTEST:
                 found[tuple(word)] = None
             word = [token] if letters.isalpha() else [] if name == SPACE else None
         elif word is not None:
@@ -166,9 +166,9 @@ def make_trial(
         if chain == 0:
             places, question = depth + (1 - depth) * places, (*vocabulary.space, *keys[-1])
             places[0] = depth
-        said = [spaced[chosen[chain]], *keys]
-        made = [(*vocabulary.space, *name, *what) for name, what in zip(keys, said)]
-        needles += zip(places.tolist(), made)
+        follows = [spaced[chosen[chain]], *keys]
+        inserted = [(*vocabulary.space, *name, *what) for name, what in zip(keys, follows)]
+        needles += zip(places.tolist(), inserted)
     needles.sort(key=lambda needle: needle[0])
     room = length - len(text.prefix) - len(question) - sum(len(needle) for _, needle in needles)
     if room < 0 or room > len(text.ids):
@@ -197,13 +197,13 @@ def retrieve(
         for number, (name, probe) in enumerate(PROBES.items()):
             shares = np.full((2, len(lengths), len(DEPTHS)), np.nan)
             for row, length in enumerate(lengths):
-                made = [
+                drawn = [
                     make_trial(text, vocabulary, probe, length, depth, (seed, number, row, column, trial))
                     for column, depth in enumerate(DEPTHS)
                     for trial in range(trials)
                 ]
-                fitting = [trial for trial in made if trial is not None]
-                if len(fitting) == len(made):
+                fitting = [trial for trial in drawn if trial is not None]
+                if len(fitting) == len(drawn):
                     judged = np.array(list(_judged(m, fitting))).reshape(len(DEPTHS), trials, 2)
                     shares[:, row] = judged.mean(1).T
                 on_progress(name, row + 1, len(lengths))
@@ -318,21 +318,23 @@ def long(
     return LongReport(trained_length(config), tokens, name, by_position, grids, growth, tries, tuple(notes))
 
 
-def _length(bounded: bool, positions: int, asked: int | None, text: LongText | None, notes: list[str]) -> int:
+def _length(
+    bounded: bool, positions: int, length: int | None, text: LongText | None, notes: list[str]
+) -> int:
     """Return the length of rows: what was asked for, or as long as the model, the text and patience allow."""
-    if asked is None:
+    if length is None:
         usual = positions if bounded else STRETCH * positions
         room = usual if text is None else text.room
-        asked = min(usual, LONGEST, room)
-        if asked < usual:
-            why = "the text has no more" if asked == room else "--length chooses another"
-            notes.append(f"rows of {asked:,} tokens, not {usual:,}: {why}")
-    refuse(asked < 2, f"length {asked} leaves nothing to predict: choose 2 or more, or give a longer text")
+        length = min(usual, LONGEST, room)
+        if length < usual:
+            why = "the text has no more" if length == room else "--length chooses another"
+            notes.append(f"rows of {length:,} tokens, not {usual:,}: {why}")
+    refuse(length < 2, f"length {length} leaves nothing to predict: choose 2 or more, or give a longer text")
     refuse(
-        bounded and asked > positions,
-        f"length {asked:,} is beyond the {positions:,} learned positions of this model: "
+        bounded and length > positions,
+        f"length {length:,} is beyond the {positions:,} learned positions of this model: "
         f"choose up to {positions:,}",
     )
     if text is not None:
-        text.starts(asked, 1)  # refuses a text that is shorter
-    return asked
+        text.starts(length, 1)  # refuses a text that is shorter
+    return length

@@ -44,8 +44,7 @@ from clearhead.learn.recipe import read_recipe
 from clearhead.learn.tasks.corpus import open_examples
 from clearhead.learn.tasks.table import task_named
 from clearhead.run.api import Model
-from clearhead.run.generate.decode import PREFILL_CHUNK, cache_for
-from clearhead.run.generate.prompts import turns_by_length
+from clearhead.run.generate.decode import PREFILL_CHUNK, cache_for, turns_by_length
 from clearhead.variants.costs import cost
 
 NO_TEXT = (
@@ -288,10 +287,10 @@ def find_scaling(given: str | RopeScaling | None, config: ModelConfig) -> tuple[
 
 def scaled(model: Transformer, scaling: RopeScaling | None) -> Transformer:
     """Return a model with this scaling and the weights of `model`, which both share."""
-    made = empty_model(model.config.replace(rope_scaling=scaling))
-    made.load_state_dict(model.state_dict(), assign=True)
-    made.tie()
-    return made.eval()
+    scaled_model = empty_model(model.config.replace(rope_scaling=scaling))
+    scaled_model.load_state_dict(model.state_dict(), assign=True)
+    scaled_model.tie()
+    return scaled_model.eval()
 
 
 def try_scalings(
@@ -432,13 +431,13 @@ class _Living(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.seen = {tensor.untyped_storage().data_ptr() for tensor in known}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
-        before = {one.untyped_storage().data_ptr() for one in given}
-        made = func(*args, **(kwargs or {}))
-        for one in tree_leaves(made):
-            if isinstance(one, Tensor):
-                self._count(one.untyped_storage(), before)
-        return made
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        before = {x.untyped_storage().data_ptr() for x in given}
+        output = func(*args, **(kwargs or {}))
+        for x in tree_leaves(output):
+            if isinstance(x, Tensor):
+                self._count(x.untyped_storage(), before)
+        return output
 
     def _count(self, storage: torch.UntypedStorage, before: set[int]) -> None:
         """Add a storage that is new; what is a view of another, or was there before, is not."""

@@ -221,7 +221,7 @@ def memories(
 
 @dataclass(frozen=True, eq=False)
 class ReadCorpus:
-    """What fired the neurons of a model in a corpus; what they promote is asked later, of all or of some."""
+    """What fired the neurons of a model in a corpus; `judged` adds what they promote."""
 
     m: Model
     shelves: tuple[Shelf, ...]
@@ -334,7 +334,9 @@ def token_id(m: Model, token: str | int) -> int:
         return named
     whole, spaced = (tokenizer.encode(text, add_special_tokens=False) for text in (token, " " + token))
     known = [
-        int(one.ids[0]) for one in (whole, spaced) if len(one.ids) == 1 and one.ids[0] != m.special.get("unk")
+        int(encoding.ids[0])
+        for encoding in (whole, spaced)
+        if len(encoding.ids) == 1 and encoding.ids[0] != m.special.get("unk")
     ]
     refuse(
         not known,

@@ -68,9 +68,8 @@ def kinds_of(config: ModelConfig) -> dict[AttentionName, Kind]:
     found = {}
     for spec in config.stacks:
         for layer, own in enumerate(spec.kinds):
-            for name, kind in (("encoder" if spec.prefix else "self", own), ("cross", FULL))[
-                : 1 + spec.cross
-            ]:
+            kinds = (("encoder" if spec.prefix else "self", own), ("cross", FULL))
+            for name, kind in kinds[: 1 + spec.cross]:
                 heads = spec.heads_of(AttentionName(name, layer).part)
                 alone = not isinstance(kind, GatedDeltaKind)
                 found[AttentionName(name, layer, len(heads) if alone else 0)] = kind
@@ -79,13 +78,13 @@ def kinds_of(config: ModelConfig) -> dict[AttentionName, Kind]:
 
 def attentions(config: ModelConfig, kind: str | None = None) -> list[AttentionName]:
     """Return every attention whose heads are heads by themselves, or those of one kind, in order."""
-    every = kinds_of(config).items()
-    return [one for one, own in every if kind in (None, one.kind) and not isinstance(own, GatedDeltaKind)]
+    alone = [name for name, own in kinds_of(config).items() if not isinstance(own, GatedDeltaKind)]
+    return [name for name in alone if kind in (None, name.kind)]
 
 
 def patterned(config: ModelConfig, kind: str | None = None) -> list[AttentionName]:
     """Return every attention with a pattern, shares of tokens for each query; refuse a model without any."""
-    found = [one for one, own in kinds_of(config).items() if own.patterned and kind in (None, one.kind)]
+    found = [name for name, own in kinds_of(config).items() if own.patterned and kind in (None, name.kind)]
     refuse(not found, f"there is no attention pattern to look at; {''.join(unpatterned(config))}")
     return found
 
@@ -93,8 +92,8 @@ def patterned(config: ModelConfig, kind: str | None = None) -> list[AttentionNam
 def unpatterned(config: ModelConfig) -> list[str]:
     """Return one line on the layers without an attention pattern; none where every layer has one."""
     groups: dict[str, list[str]] = {}
-    for one, kind in kinds_of(config).items():
-        groups.setdefault("" if kind.patterned else str(kind), []).append(str(one))
+    for attention, kind in kinds_of(config).items():
+        groups.setdefault("" if kind.patterned else str(kind), []).append(str(attention))
     those = ", ".join(groups.pop("", ["none"]))
     without = ", ".join(f"{', '.join(layers)} ({kind})" for kind, layers in groups.items())
     return [f"layers without an attention pattern: {without}; layers with one: {those}"] if groups else []
@@ -109,7 +108,7 @@ def all_heads(config: ModelConfig, kind: str | None = None) -> list[AttentionHea
 
 def heads_in(found: Iterable[AttentionName]) -> list[AttentionHead]:
     """Return the heads of some attentions."""
-    return [head for one in found for head in one.heads]
+    return [head for attention in found for head in attention.heads]
 
 
 def find_heads(config: ModelConfig, names: Iterable[str]) -> list[AttentionHead]:

@@ -215,11 +215,13 @@ def read_batch(m: Model, batch: Sequence[Passage], shelves: Sequence[Shelf]) -> 
     seen = (
         alone.record(*taps, logits="none")[1] if alone else inputs.recorded(m.model, taps, **arguments(batch))
     )
-    notes_by_stack = {stack: [one.notes(stack) for one in batch] for stack in {one.stack for one in shelves}}
+    notes_by_stack = {
+        stack: [passage.notes(stack) for passage in batch] for stack in {shelf.stack for shelf in shelves}
+    }
     for shelf in shelves:
         post = results.on_cpu(seen[shelf.tap].flatten(0, -2)[:, shelf.units.to(seen[shelf.tap].device)])
         noted = notes_by_stack[shelf.stack]
-        real, notes = real_tokens([range(len(one)) for one in noted]).flatten(), torch.cat(noted)
+        real, notes = real_tokens([range(len(tokens)) for tokens in noted]).flatten(), torch.cat(noted)
         experts = stack_of(m, shelf.stack).layers()[shelf.layer].feedforward
         expert = shelf.part.rpartition(".")[2]
         if isinstance(experts, Experts) and expert.isdecimal():
@@ -259,13 +261,14 @@ def empty_shelves(m: Model, layer: int | str | None, neurons: Sequence[str] | No
         wanted is not None and wanted not in known,
         f'there is no layer "{layer}": layers are {", ".join(known)}',
     )
-    asked = None if neurons is None else [parse_neuron(m, name) for name in neurons]
+    chosen = None if neurons is None else [parse_neuron(m, name) for name in neurons]
     refuse(
-        asked is not None and not asked, "no neurons are named: name some, such as 0.5, or leave neurons out"
+        chosen is not None and not chosen,
+        "no neurons are named: name some, such as 0.5, or leave neurons out",
     )
     shelves = []
     for name, (spec, number, part, width) in feedforwards(m).items():
-        units = range(width) if asked is None else sorted({unit for own, unit in asked if own == name})
+        units = range(width) if chosen is None else sorted({unit for own, unit in chosen if own == name})
         if units and wanted in (None, f"{spec.prefix}{number}"):
             shelves.append(Shelf(name, spec.prefix, number, part, torch.tensor(units), top))
     return shelves

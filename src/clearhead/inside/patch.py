@@ -21,6 +21,7 @@ length), L layers, H heads, D model, E head width, N choices.
 
 import difflib
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -144,7 +145,7 @@ def patch(
     _, seen = first.record(*taps)
     scores = [patched_scores(run, {}, [()], own)[0] for run, own in zip((first, second), columns)]  # N
     good, bad, note = _answers(choices, scores[0], scores[1], answer, wrong)
-    top, bottom = (float(one[good] - one[bad]) for one in scores)
+    top, bottom = (float(run[good] - run[bad]) for run in scores)
     refuse(
         abs(top - bottom) < SAME,
         f'"{choices.name(good)}" leads "{choices.name(bad)}" by {top:.4f} in both runs: '
@@ -278,8 +279,10 @@ def _checked(
     """Return pairs of token numbers in order, each token once; negative ones count from the end."""
     sizes, pairs = (len(clean), len(corrupt)), []
     for pair in align:
-        whole = isinstance(pair, list | tuple) and len(pair) == 2 and all(type(one) is int for one in pair)
-        there = whole and all(-size <= one < size for one, size in zip(pair, sizes))
+        whole = (
+            isinstance(pair, list | tuple) and len(pair) == 2 and all(type(token) is int for token in pair)
+        )
+        there = whole and all(-size <= token < size for token, size in zip(pair, sizes))
         refuse(
             not there,
             f"align has {pair!r}: give pairs of token numbers, clean (0 to {sizes[0] - 1}) and corrupt "
@@ -287,14 +290,15 @@ def _checked(
         )
         pairs.append((pair[0] % sizes[0], pair[1] % sizes[1]))
     refuse(not pairs, "align has no pairs: give one at least")
-    twice = next((other for _, other in pairs if [one for _, one in pairs].count(other) > 1), None)
+    times = Counter(position for _, position in pairs)
+    twice = next((position for position, count in times.items() if count > 1), None)
     refuse(twice is not None, f"align names token {twice} of the corrupt prompt twice: give each one source")
     return tuple(sorted(pairs, key=lambda pair: pair[1]))
 
 
 def _around(clean: inputs.InputTokens, corrupt: inputs.InputTokens, subject: tuple[str, str]) -> Pairs:
     """Return the pairs before two spans of text, of the spans, and after them."""
-    (first, last), (start, end) = (_span(*one) for one in ((clean, subject[0]), (corrupt, subject[1])))
+    (first, last), (start, end) = (_span(*prompt) for prompt in ((clean, subject[0]), (corrupt, subject[1])))
     sides = ((first, start, "before"), (len(clean) - last, len(corrupt) - end, "after"))
     for ours, theirs, side in sides:
         refuse(
@@ -344,9 +348,8 @@ def _words(tokens: inputs.InputTokens) -> list[tuple[str, list[int]]]:
     end = 0  # of the characters of the last word
     for number, name in enumerate(tokens.labels):
         left, right = tokens.text_spans[number] if tokens.spans else (0, 0)
-        left += len(tokens.text[left:right]) - len(
-            tokens.text[left:right].lstrip()
-        )  # of a space before the word
+        text = tokens.text[left:right]
+        left += len(text) - len(text.lstrip())  # of a space before the word
         if left < right and words and left == end and left:
             word, some = words.pop()
             words.append((word + tokens.text[left:right], [*some, number]))
@@ -365,7 +368,7 @@ def _from_the_end(clean: Sequence[int], corrupt: Sequence[int]) -> list[tuple[in
 def _apart(ours: Sequence[object], theirs: Sequence[object]) -> int:
     """Return the first place where two sequences differ, or the end of the shorter one."""
     pairs = enumerate(zip(ours, theirs))
-    return next((place for place, (one, other) in pairs if one != other), min(len(ours), len(theirs)))
+    return next((place for place, (x, y) in pairs if x != y), min(len(ours), len(theirs)))
 
 
 def _few(tokens: inputs.InputTokens, start: int) -> str:
@@ -380,12 +383,11 @@ def _other_column(column: int, clean: Choices, corrupt: Choices, pairs: Pairs) -
         corrupt.kind == "place" and len(clean.names) != len(corrupt.names),
         "a span head chooses among the tokens themselves: give prompts of equal length",
     )
-    by_token = (
-        corrupt.columns == corrupt.prepared.first_tokens.labels
-    )  # not by class, nor by tokens of a target
+    # Not by class, nor by tokens of a target.
+    by_token = corrupt.columns == corrupt.prepared.first_tokens.labels
     if not by_token or column == len(corrupt.columns) - 1:
         return column - len(corrupt.columns) + len(clean.columns)
-    found = next((one for one, other in pairs if other == column), None)
+    found = next((token for token, other in pairs if other == column), None)
     refuse(
         found is None,
         f"position {column}, {corrupt.columns[column]}, belongs to no token of the clean prompt: "
@@ -404,9 +406,9 @@ def _tables(
     ours, theirs = (run.tokens_of(spec.prefix).labels for run in (first, second))
     if spec.prefix == "" and second.source is not None:
         pairs = tuple((token, token) for token in range(len(theirs)))  # both read the same target
-    named = ((ours[one], theirs[other]) for one, other in pairs)
-    tokens = tuple(one if one == other else f"{one}/{other}" for one, other in named)
-    sources, positions = tuple(one for one, _ in pairs), tuple(other for _, other in pairs)
+    labels = ((ours[source], theirs[position]) for source, position in pairs)
+    tokens = tuple(a if a == b else f"{a}/{b}" for a, b in labels)
+    sources, positions = tuple(source for source, _ in pairs), tuple(position for _, position in pairs)
     layers = tuple(map(str, range(spec.n_layers)))
     taps = {
         "residual": [*(f"{layer}.resid_pre" for layer in layers), f"{layers[-1]}.resid_post"],
@@ -422,15 +424,17 @@ def _tables(
                 found = names.attentions(first.m.config, kind)
                 heads = range(max(head.number for head in names.all_heads(first.m.config, kind)) + 1)
                 name = "cross heads" if kind == "cross" else part
-                rows = tuple(str(one.layer) for one in found)
+                rows = tuple(str(attention.layer) for attention in found)
                 yield (
                     replace(empty, part=name, rows=rows, columns=tuple(map(str, heads))),
                     [
                         [
-                            Site(f"{one.part}.z", positions, head, sources) if head < one.n_heads else None
+                            Site(f"{attention.part}.z", positions, head, sources)
+                            if head < attention.n_heads
+                            else None
                             for head in heads
                         ]
-                        for one in found
+                        for attention in found
                     ],
                 )
         else:

@@ -290,7 +290,7 @@ def control_labels(
     counts = np.bincount(y)
     drawn = np.random.default_rng(seed).choice(len(counts), size=len(known), p=counts / counts.sum())
     label = dict(zip(known, drawn.tolist()))
-    return np.array([label[one] for one in types]), np.array([label[one] for one in test_types])
+    return np.array([label[kind] for kind in types]), np.array([label[kind] for kind in test_types])
 
 
 def baselines(
@@ -299,10 +299,10 @@ def baselines(
     """Return accuracies of the most frequent label and of each type's, and the share of test types seen."""
     majority = int(np.bincount(y).argmax())
     rising = sorted(Counter(zip(types, y.tolist())).items(), key=lambda counted: (counted[1], -counted[0][1]))
-    usual = {one: label for (one, label), _ in rising}  # the last of a type stays: its most frequent label
-    said = np.array([usual.get(one, majority) for one in test_types])
-    seen = sum(one in usual for one in test_types) / len(test_types)
-    return float((y_test == majority).mean()), float((said == y_test).mean()), seen
+    usual = {kind: label for (kind, label), _ in rising}  # the last of a type stays: its most frequent label
+    predicted = np.array([usual.get(kind, majority) for kind in test_types])
+    seen = sum(kind in usual for kind in test_types) / len(test_types)
+    return float((y_test == majority).mean()), float((predicted == y_test).mean()), seen
 
 
 def interval(hits: NDArray[np.bool_], items: Numbers, seed: int) -> tuple[float, float]:

@@ -88,7 +88,7 @@ def read_items(data: Data, column: str | None = None) -> tuple[list[ProbeItem], 
     refuse(first is None, "there are no examples: give one at least")
     kind = type(first)
     refuse(
-        kind not in KINDS or (first is not rows and any(type(one) is not kind for one in rows)),
+        kind not in KINDS or (first is not rows and any(type(row) is not kind for row in rows)),
         f"probes take {', '.join(list(KINDS.values())[:3])}, one kind at a time, or a file; "
         f"not {kind.__name__}",
     )

@@ -75,15 +75,15 @@ class HeadTable(results.Result):
     @classmethod
     def of(cls, config: ModelConfig, quantity: str, numbers: Mapping[AttentionHead, float]) -> Self:
         """Return the table of one number for each head."""
-        rows = [[numbers[head] for head in one.heads] for one in attentions(config)]
+        rows = [[numbers[head] for head in attention.heads] for attention in attentions(config)]
         return cls(quantity, tuple(map(str, attentions(config))), results.filled(rows))
 
     def numbers(self, config: ModelConfig) -> dict[AttentionHead, float]:
         """Return one number for each head of the model that the table is of."""
         return {
             head: float(value)
-            for one, row in zip(attentions(config), self.values)
-            for head, value in zip(one.heads, row)
+            for attention, row in zip(attentions(config), self.values)
+            for head, value in zip(attention.heads, row)
         }
 
 
@@ -123,7 +123,7 @@ def importance(
     changes = {
         name: partial(masked, name=name)
         for name in (
-            *(f"{one.part}.z" for one in attentions(model.config)),
+            *(f"{attention.part}.z" for attention in attentions(model.config)),
             *(f"{block}.feedforward.out" for block in layer_names(model.config).values()),
         )
     }
@@ -139,10 +139,10 @@ def importance(
         on_progress("gradients", done, len(examples.batches))
     means = {name: (total / examples.targets).numpy() for name, total in sums.items()}
     numbers: dict[AttentionHead, float] = {}
-    for one in attentions(model.config):
-        row = means[f"{one.part}.z"]
+    for attention in attentions(model.config):
+        row = means[f"{attention.part}.z"]
         row = row / (np.linalg.norm(row) or 1.0) if normalise else row
-        numbers |= dict(zip(one.heads, row.tolist()))
+        numbers |= dict(zip(attention.heads, row.tolist()))
     inner = {
         name: float(means[f"{block}.feedforward.out"][0]) for name, block in layer_names(model.config).items()
     }
@@ -198,9 +198,10 @@ def prune(m: inputs.AnyModel, heads: Heads, whole_groups: bool = False) -> Model
         "this model has a norm over all heads of a layer (qk_norm full), which fewer heads would change: "
         "ablate instead",
     )
-    for one in names.attentions(whole.config):
+    for attention in names.attentions(whole.config):
         refuse(
-            set(one.heads) <= set(gone), f"all {one.n_heads} heads of {one.part} would go: keep one at least"
+            set(attention.heads) <= set(gone),
+            f"all {attention.n_heads} heads of {attention.part} would go: keep one at least",
         )
     model = checkpoint.empty_model(_without(whole.config, gone))
     weights, even = _weights(whole.model, model), _evened(model.config)
@@ -218,11 +219,11 @@ def prune(m: inputs.AnyModel, heads: Heads, whole_groups: bool = False) -> Model
 def units(config: ModelConfig) -> list[Unit]:
     """Return heads in units that go together: a key/value group, at all depths that share the weights."""
     found: dict[tuple[str, int, int], list[names.AttentionHead]] = {}
-    for one in names.attentions(config):
-        spec = names.spec_of(config, one.kind)
-        first, size = spec.block_of.index(spec.block_of[one.layer]), spec.n_heads // spec.n_kv_heads
-        for head in one.heads:
-            found.setdefault((one.kind, first, head.number // size), []).append(head)
+    for attention in names.attentions(config):
+        spec = names.spec_of(config, attention.kind)
+        first, size = spec.block_of.index(spec.block_of[attention.layer]), spec.n_heads // spec.n_kv_heads
+        for head in attention.heads:
+            found.setdefault((attention.kind, first, head.number // size), []).append(head)
     return [tuple(unit) for unit in found.values()]
 
 
@@ -234,7 +235,7 @@ def least(
     One unit at least is left to each layer.
     """
     refuse(not 0 < keep <= 1, f"keep {keep} is no share of the heads: choose above 0, up to 1")
-    left = {one.part: one.n_heads for one in names.attentions(config)}
+    left = {attention.part: attention.n_heads for attention in names.attentions(config)}
     total = sum(left.values())
     gone: list[names.AttentionHead] = []
     for unit in ordered(config, numbers):
@@ -288,9 +289,9 @@ def _evened(config: ModelConfig) -> ModelConfig | None:
     None where layers differ, or a bias tells heads apart.
     """
     sizes: dict[bool, set[tuple[int, int]]] = {False: set(), True: set()}  # heads; True: of an encoder
-    for one in names.attentions(config):
-        n_kv_heads = names.spec_of(config, one.kind).kv_heads_of(one.part)
-        sizes[one.kind == "encoder"].add((one.n_heads, n_kv_heads))
+    for attention in names.attentions(config):
+        n_kv_heads = names.spec_of(config, attention.kind).kv_heads_of(attention.part)
+        sizes[attention.kind == "encoder"].add((attention.n_heads, n_kv_heads))
     grouped = config.n_kv_heads != config.n_heads and sizes[True]
     if config.positions in BIASES or grouped or any(len(several) > 1 for several in sizes.values()):
         return None
@@ -306,21 +307,21 @@ def _evened(config: ModelConfig) -> ModelConfig | None:
 
 def _weights(whole: Transformer, smaller: Transformer) -> dict[str, Tensor]:
     """Return a copy of every weight by name, with rows of q, k, v and columns of out cut."""
-    made = {name: weight.detach().clone() for name, weight in whole.named_parameters(remove_duplicate=False)}
+    weights = {
+        name: weight.detach().clone() for name, weight in whole.named_parameters(remove_duplicate=False)
+    }
     for name, part in smaller.named_modules(remove_duplicate=False):
         own = whole.get_submodule(name)
         if isinstance(part, Attention) and isinstance(own, Attention):
             kept = [own.heads.index(head) for head in part.heads]
             groups = sorted({place * own.n_kv_heads // own.n_heads for place in kept})
             for weight, (axis, grouped, width) in own.head_shares().items():
-                found = made.get(f"{name}.{weight}")
+                found = weights.get(f"{name}.{weight}")
                 if found is not None:
                     places = torch.arange(found.shape[axis], device=found.device).view(-1, width)
-                    cut = places[
-                        groups if grouped else kept
-                    ].flatten()  # rows, or columns, `width` for a head
-                    made[f"{name}.{weight}"] = found.index_select(axis, cut)
-    return made
+                    cut = places[groups if grouped else kept]  # rows, or columns, `width` for a head
+                    weights[f"{name}.{weight}"] = found.index_select(axis, cut.flatten())
+    return weights
 
 
 # The curve --------------------------------------------------------------------------------------------------

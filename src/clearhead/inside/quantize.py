@@ -157,15 +157,15 @@ def quantize(
     if isinstance(wide, int) and read is not None:
         refuse(wide < 1, f"wide {wide} must be 1 part or more, or names of layers")
         tried = _sensitivity(m.model, plan, read, on_progress)
-        chosen = tuple(f"{one.part}.*" for one in tried[:wide])
+        chosen = tuple(f"{part.part}.*" for part in tried[:wide])
         plan = dataclasses.replace(plan, wide=chosen)
     done = quantize_model(m.model, plan, None, lambda n, i, total: on_progress("rounding", i, total), seen)
-    made = dataclasses.replace(m, model=done.model, description=None)
+    quantized = dataclasses.replace(m, model=done.model, description=None)
     before = after = None
     if read is not None:
         before, after = read.compare(m.model, done.model, on_progress)
     sizes = weight_bytes(m.model), weight_bytes(done.model)
-    return QuantReport(made, done.plan, tuple(done.layers), *sizes, before, after, tried)
+    return QuantReport(quantized, done.plan, tuple(done.layers), *sizes, before, after, tried)
 
 
 def _names(wide: int | Sequence[str]) -> tuple[str, ...]:
@@ -176,8 +176,8 @@ def weight_bytes(model: Transformer) -> int:
     """Return the bytes of all weights of a model, shared ones once."""
     tensors: list[Tensor] = [*model.parameters()]
     for part in quantized_parts(model).values():
-        tensors += [one for one in part.buffers() if one.numel()]
-    sizes = {one.data_ptr(): one.numel() * one.element_size() for one in tensors}
+        tensors += [tensor for tensor in part.buffers() if tensor.numel()]
+    sizes = {tensor.data_ptr(): tensor.numel() * tensor.element_size() for tensor in tensors}
     return sum(sizes.values())
 
 
@@ -267,4 +267,4 @@ def _sensitivity(
                 model.set_submodule(part, before)
             divergence = (reference.exp() * (reference - log)).sum() / ids.numel()
             found.append(Sensitivity(part, float(divergence)))
-    return tuple(sorted(found, key=lambda one: -one.divergence))
+    return tuple(sorted(found, key=lambda tried: -tried.divergence))

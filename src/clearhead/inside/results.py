@@ -47,13 +47,13 @@ def plain(value: Any) -> Any:
             finite = value.dtype.kind != "f" or np.isfinite(value).all()
             return value.tolist() if finite else plain(value.tolist())
         case Mapping():
-            return {name: plain(one) for name, one in value.items()}
+            return {name: plain(item) for name, item in value.items()}
         case list() | tuple():
-            return [plain(one) for one in value]
+            return [plain(item) for item in value]
         case float():
             return value if math.isfinite(value) else None
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {name: plain(one) for name, one in vars(value).items()}
+        return {name: plain(item) for name, item in vars(value).items()}
     return value
 
 

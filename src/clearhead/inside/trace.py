@@ -139,9 +139,9 @@ class Recorder:
                 self.note(joined, torch.cat(pieces), before)
             self._experts.clear()
             # An activation that a recent step has computed is this very tensor.
-            made = next((number for number, value in reversed(self._recent) if public and value is x), None)
-            if made is not None:
-                self.steps[made] = replace(self.steps[made], taps=(*self.steps[made].taps, name))
+            step = next((number for number, value in reversed(self._recent) if public and value is x), None)
+            if step is not None:
+                self.steps[step] = replace(self.steps[step], taps=(*self.steps[step].taps, name))
             elif name not in self._named:
                 self.note(name, x, seconds, taps=(name,) if public else ())
         self._clock = time.perf_counter()
@@ -305,13 +305,13 @@ def answer_steps(
     def choice(row: int, number: int) -> Choice:
         return Choice(_answer_name(m, tokens, number), number, float(shares[row, number]))
 
-    made = []
+    predictions = []
     for row, (best, following) in enumerate(zip(shares.topk(top).indices.tolist(), follows)):
         candidates = tuple(choice(row, number) for number in best)
         chosen = candidates[0] if following is None else choice(row, following)
         read = tokens.ids[row] if by_token and tokens.ids else None
-        made.append(Prediction(questions[row], row if by_token else None, read, chosen, candidates))
-    return tuple(made)
+        predictions.append(Prediction(questions[row], row if by_token else None, read, chosen, candidates))
+    return tuple(predictions)
 
 
 def _answer_name(m: Model, tokens: InputTokens, number: int) -> str:
@@ -430,7 +430,7 @@ class Trace(Sums):
             for level in range(1, min(len(step.path), limit) + 1):
                 group = step.path[:level]
                 if open_groups[:level] != group:
-                    own = tuple(one for one in self.steps[number:] if one.path[:level] == group)
+                    own = tuple(later for later in self.steps[number:] if later.path[:level] == group)
                     last = group[-1].rpartition(".")[2]
                     title = f"block {last}" if last.isdigit() else last
                     rows.append(TraceRow(group[-1], title, level, own))

@@ -14,9 +14,9 @@ from torch import Tensor
 from clearhead.core.config import ModelConfig
 
 LEGEND = {
-    "B": "batch, here one row",
-    "T": "tokens that ask: the length of this stack's input",
-    "S": "tokens that are asked: T in self-attention, the source's length in cross-attention",
+    "B": "batch: one row",
+    "T": "query tokens: the length of this stack's input",
+    "S": "key tokens: T in self-attention, the source's length in cross-attention",
     "D": "width of the model",
     "W": "width of the token table, where it is not D",
     "H": "heads",
@@ -56,307 +56,172 @@ class Words(NamedTuple):
     why: str
 
 
+def _table(text: str) -> dict[str, Words]:
+    """Read a table of words: step | title | shape | formula | why; a long why has a line of its own."""
+    rows = (" ".join(row.split()).split(" | ") for row in re.split(r"\n(?! )", text.strip()) if row[0] != "#")
+    return {name: Words(*words) for name, *words in rows}
+
+
 INPUTS = ("tokenize", "ids", "pixels", "vectors")
-WORDS = {
-    # Input
-    "tokenize": Words(
-        *("tokenize", "T 2", "text → tokens"),
-        "A model reads pieces from a fixed vocabulary; here are the characters behind each piece.",
-    ),
-    "ids": Words(
-        *("ids", "B T", "token → its number"),
-        "Each piece has a number, which says where its vector stands in the table.",
-    ),
-    "pixels": Words(
-        *("pixels", "B channels height width", "image → numbers"),
-        "The image at the size, and on the scale, that the model was trained on.",
-    ),
-    "vectors": Words("vectors", "B {Tin} I", "as given", "The input is a row of vectors already."),
-    # Embedding
-    "embedding.front.tokens": Words(
-        *("embed", "B T {W}", "table[ids]"),
-        "Each token becomes a vector, learned in training: what it means before its neighbours are known.",
-    ),
-    "embedding.front.scaled": Words(
-        *("scale", "B T {W}", "x · {embedding_scale}"),
-        "Makes the token's vector large beside the vectors that are added to it.",
-    ),
-    "embedding.front.patches": Words(
-        *("patches", "B N channels·patch·patch", "cut, then flatten"),
-        "An image has no words, so squares of it take their place.",
-    ),
-    "embedding.front.project": Words(
-        "project", "B {N} D", "x · W{front_bias}", "Brings each input vector to the width of the model."
-    ),
-    "embedding.front.class_token": Words(
-        *("class token", "B T D", "[class token; x]"),
-        "A learned vector that stands for no patch gathers what the whole image shows.",
-    ),
-    "embedding.front.first": Words(
-        "first convolution", "B D Tin", "conv(x)", "Each frame takes in its neighbours in time."
-    ),
-    "embedding.front.first_bent": Words(
-        "activate", "B D Tin", "gelu(x)", "Without a bend, two convolutions would be one."
-    ),
-    "embedding.front.second": Words(
-        *("second convolution", "B D T", "conv(x)"),
-        "Takes in neighbours again, with a stride that shortens the row.",
-    ),
-    "embedding.front.second_bent": Words(
-        *("activate", "B T D", "gelu(x)"),
-        "Bends the result, so that what follows is more than one linear map.",
-    ),
-    "embedding.types": Words(
-        "types", "B T {W}", "table[types]", "A vector that says which of two texts a token belongs to."
-    ),
-    "embedding.typed": Words(
-        "add types", "B T {W}", "x + types", "Each token now carries the text it belongs to."
-    ),
-    "embedding.placed": Words(
-        "add positions", "B T {W}", "x + positions", "Each token now carries where it stands."
-    ),
-    "embedding.norm": Words(
-        "norm", "B T {W}", "{norm}(x)", "Brings every token's vector to one scale before the first block."
-    ),
-    "embedding.project": Words(
-        *("widen", "B T D", "x · W + b"),
-        "The table is narrower than the model, to save weights, and is widened here.",
-    ),
-    "positions.table": Words(
-        *("positions", "1 T {W}", "table[0, 1, 2, …]"),
-        "A learned vector for each place in the row: attention itself knows no order.",
-    ),
-    "positions.places.table": Words(
-        *("positions", "1 T {W}", "table[0, 1, 2, …]"),
-        "A learned vector for each place in the row, beside the bias by distance.",
-    ),
-    "positions.norm": Words("norm", "R D", "{norm}(table)", "Brings the vectors of distances to one scale."),
-    "positions.which": Words(
-        *("distances", "1 T S", "bucket of query − key"), "Which vector stands for the distance of each pair."
-    ),
-    "positions.waves": Words(
-        *("positions", "1 T {W}", "sin, cos of the place"),
-        "Waves of many lengths give each place a vector of its own: attention itself knows no order.",
-    ),
-    "positions.rotary": Words(
-        *("angles", "2 1 1 T R", "cos, sin of place · frequency"),
-        "By how much queries and keys will be turned at each place.",
-    ),
-    "positions.rotary.local": Words(
-        *("angles, local", "2 1 1 T R", "cos, sin of place · frequency"),
-        "The same at the base that layers with a window have.",
-    ),
-    "positions.bias": Words(
-        *("position bias", "1 H T S", "{bias}"),
-        "What will be added to a score for the distance between two tokens.",
-    ),
-    "counts": Words(
-        *("repeated keys", "1 1 T S", "ln(times)"),
-        "A key that stands in the softmax several times weighs as much more.",
-    ),
-    "mask": Words("who sees whom", "1 1 T S", "{mask}", "True where a token may look at another one."),
-    "norm": Words(
-        "final norm", "B T D", "{norm}(x)", "The last states are brought to one scale for whoever reads them."
-    ),
-    # Attention
-    "attention.q": Words("query", "B T H·E", "x · Wq{qkv_bias}", "What each token looks for."),
-    "attention.k": Words("key", "B S K·E", "x · Wk{key_bias}", "What each token offers to be found by."),
-    "attention.v": Words(
-        "value", "B S K·{Ev}", "x · Wv{qkv_bias}", "What each token hands over when it is found."
-    ),
-    "attention.q_heads": Words(
-        *("split heads, q", "B H T E", "B T H·E → B H T E"),
-        "Each head looks for something else, with its own share of the columns.",
-    ),
-    "attention.k_heads": Words(
-        *("split heads, k", "B K S E", "B S K·E → B K S E"),
-        "Each head has its own keys; fewer than queries where heads share them.",
-    ),
-    "attention.v_heads": Words(
-        *("split heads, v", "B K S {Ev}", "B S K·E → B K S E"),
-        "Each head has its own values; fewer than queries where heads share them.",
-    ),
-    "attention.q_norm": Words(
-        "norm q", "{q_normed}", "{norm}(q)", "Keeps scores from growing with the size of the queries."
-    ),
-    "attention.k_norm": Words(
-        "norm k", "{k_normed}", "{norm}(k)", "Keeps scores from growing with the size of the keys."
-    ),
-    "attention.q_rotated": Words(
-        *("rotate q", "B H T E", "q turned by its place"),
-        "Turned queries and keys fit by their distance, so order enters the scores.",
-    ),
-    "attention.k_rotated": Words(
-        *("rotate k", "B K S E", "k turned by its place"),
-        "Turned queries and keys fit by their distance, so order enters the scores.",
-    ),
-    "attention.z": Words(
-        *("{z}", "B H T {Ev}", "{z_formula}"),
-        "Each token takes in the values of those it looks at, by their shares.",
-    ),
-    "attention.mixed": Words(
-        *("mix values", "B H T {Ev}", "pattern · v"),
-        "Each token takes in the values of those it looks at, by their shares.",
-    ),
-    "attention.gate": Words(
-        *("gate", "B T H·{Ev}", "x · Wg{qkv_bias}"),
-        "How much of what the heads find each token will let through.",
-    ),
-    "attention.concat": Words(
-        "concatenate", "B T H·{Ev}", "B H T E → B T H·E", "What the heads found is laid side by side."
-    ),
-    "attention.out": Words(
-        *("output", "B T D", "z · Wo{out_bias}"),
-        "Mixes what the heads found, and brings it to the width of the stream.",
-    ),
-    "attention.scores": Words("scores", "B H T S", "q · kᵀ", "How well each query fits each key."),
-    "attention.scaled": Words(
-        *("scale", "B H T S", "scores · {scale}"),
-        "Long vectors make large products; the scale keeps softmax from choosing one key alone.",
-    ),
-    "attention.softcapped": Words(
-        *("soft-cap", "B H T S", "{softcap} · tanh(scores / {softcap})"),
-        "Bounds the scores smoothly, so that none runs away.",
-    ),
-    "attention.by_distance": Words(
-        *("meet distances", "B H T S", "(q · k(d) + q(d) · k) · {scale}"),
-        "Content meets position: how far away a key stands counts by what the query, or the key, says.",
-    ),
-    "attention.biased": Words("add bias", "B H T S", "scores + position bias", "Distance enters the scores."),
-    "attention.masked": Words(
-        "mask", "B H T S", "{hidden}", "What a token may not see gets the lowest score, and so no weight."
-    ),
-    "attention.pattern": Words(
-        *("softmax", "B H T S", "softmax(scores)"),
-        "Scores become shares: how much each token takes from each other one, one in all.",
-    ),
-    # Cross-attention, where it differs
-    "cross.q": Words(
-        "query", "B T H·E", "x · Wq{qkv_bias}", "What each token being written looks for in the source."
-    ),
-    "cross.k": Words(
-        *("key", "B S K·E", "memory · Wk{key_bias}"), "What each token of the source offers to be found by."
-    ),
-    "cross.v": Words(
-        *("value", "B S K·{Ev}", "memory · Wv{qkv_bias}"),
-        "What each token of the source hands over when it is found.",
-    ),
-    "cross.masked": Words(
-        "mask", "B H T S", "{hidden}", "Every token of the source may be seen: nothing is hidden here."
-    ),
-    # Residual stream
-    "residual.before": Words(
-        *("norm", "B T D", "{norm}(x)"),
-        "The sublayer reads the stream at one scale, whatever its size has become.",
-    ),
-    "residual.inside": Words(
-        *("inner norm", "B T D", "{norm}(y)"),
-        "What the sublayer says is brought to one scale before it is added.",
-    ),
-    "residual.scaled": Words(
-        "scale", "B T D", "y · {residual_scale}", "How loudly a sublayer speaks beside the stream."
-    ),
-    "residual.add": Words(
-        *("residual", "B T D", "x + y"),
-        "The stream goes on, and the sublayer only adds to it: so depth loses nothing.",
-    ),
-    "residual.after": Words(
-        "post norm", "B T D", "{norm}(x)", "The stream itself is brought back to one scale."
-    ),
-    # Mixture of depths
-    "router": Words("router", "B T", "x · w", "How much a token needs this layer."),
-    "passed": Words(
-        "choice of tokens", "B T", "score > 0, or the best", "Tokens that go through; the others pass by."
-    ),
-    "mixed": Words(
-        *("mix", "B T D", "x + score · (layer(x) − x)"),
-        "Tokens that went through take as much of the layer as their score says.",
-    ),
-    # Feed-forward
-    "feedforward.router": Words(
-        "router", "B T X", "x · Wr{router_bias}", "How well each expert suits each token."
-    ),
-    "feedforward.chosen": Words(
-        *("choice of experts", "B·T A", "the best {n_active} of {n_experts}"),
-        "Each token visits a few experts, so that weights are many and work is little.",
-    ),
-    "feedforward.weights": Words(
-        "weights of experts", "B·T A", "{router}", "How much of each chosen expert's answer a token takes."
-    ),
-    "feedforward.sorted": Words(
-        *("sort by expert", "B·T·A D", "rows of x, by expert"),
-        "Tokens of one expert are laid together, so that it works on them at once.",
-    ),
-    "feedforward.mixed": Words(
-        *("mix experts", "B T D", "Σ weight · answer"),
-        "Each token adds up the answers of its experts, by their weights.",
-    ),
-    "feedforward.shared_gate": Words(
-        "gate", "B T 1", "x · Ws", "How much of the shared expert's answer a token takes."
-    ),
-    "feedforward.with_shared": Words(
-        *("add the shared expert", "B T D", "mixed + sigmoid(gate) · answer"),
-        "One expert works for every token, so that the others need not all learn the same.",
-    ),
-    "feedforward.gate": Words(
-        "gate", "{rows} {F}", "x · Wg{feedforward_bias}", "Which of the wide features will be let through."
-    ),
-    "feedforward.up": Words(
-        *("expand", "{rows} {F}", "x · Wu{feedforward_bias}"),
-        "Each token by itself looks for many features, in a wider space.",
-    ),
-    "feedforward.gate_clamped": Words(
-        "clamp", "{rows} {F}", "min(gate, {clamp})", "Bounds the gate, so that none runs away."
-    ),
-    "feedforward.up_clamped": Words(
-        *("clamp", "{rows} {F}", "min(max(up, −{clamp}), {clamp})"),
-        "Bounds what the gate multiplies, so that none runs away.",
-    ),
-    "feedforward.up_shifted": Words(
-        *("shift", "{rows} {F}", "up + {shift}"),
-        "A feature that was not found still lets some of the gate through.",
-    ),
-    "feedforward.activated": Words(
-        "activate", "{rows} {F}", "{activation}(x)", "The bend: without it the two linear maps would be one."
-    ),
-    "feedforward.gated": Words(
-        "multiply", "{rows} {F}", "gate · up", "The gate lets some features through and holds others back."
-    ),
-    "feedforward.down": Words(
-        *("contract", "{rows} D", "x · Wd{feedforward_bias}"),
-        "The features found say what to add to the stream.",
-    ),
-    # Head
-    "head.transform": Words(
-        *("transform", "B T {W}", "x · W{pooler_bias}"),
-        "One more layer on each state before it is compared with the tokens.",
-    ),
-    "head.activation": Words("activate", "B T {W}", "{head_activation}(x)", "The bend of that layer."),
-    "head.norm": Words("norm", "B T {W}", "{norm}(x)", "Brings the transformed states to one scale."),
-    "head.scaled": Words("scale", "B T {W}", "x · {logit_scale}", "Sets how sharp the choice will be."),
-    "head.up": Words("expand", "B T F", "x · W + b", "One more layer on each state, wide at first."),
-    "head.activated": Words("activate", "B T F", "{head_activation}(x)", "The bend of that layer."),
-    "head.down": Words("contract", "B T D", "x · W + b", "What that layer has to say of each state."),
-    "head.added": Words("add", "B T D", "state + layer", "It joins the state that it was made from."),
-    "head.pooled": Words("pool", "B D", "{pooling}", "One vector must speak for the whole input."),
-    "head.pooler": Words("pooler", "{vectors}", "x · W{pooler_bias}", "A layer before the scores."),
-    "head.bent": Words("activate", "{vectors}", "{pooler}(x)", "The bend of that layer."),
-    "head.pooler_norm": Words("norm", "{vectors}", "{norm}(x)", "Brings what it says to one scale."),
-    "head.normalised": Words(
-        "unit length", "B D", "x / |x|", "Vectors of length one are compared by their angle alone."
-    ),
-    "head.out": Words("logits", "{answers}", "x · W{head_bias}", "A score for every answer there is."),
-    "head.softcapped": Words(
-        *("soft-cap", "B T V", "{logit_softcap} · tanh(x / {logit_softcap})"),
-        "Bounds the scores smoothly, so that none runs away.",
-    ),
-    "head.probabilities": Words(
-        "probabilities", "{answers}", "{probability}", "Scores become probabilities."
-    ),
-    "head.candidates": Words(
-        "top candidates", "{candidates}", "the best {top}", "What the model finds most likely."
-    ),
-}
+WORDS = _table(
+    """
+# Input
+tokenize | tokenize | T 2 | text → tokens |
+    A model reads tokens of a fixed vocabulary; these are the characters behind each token.
+ids | ids | B T | token → its number |
+    Each token has a number: the row of its vector in the table.
+pixels | pixels | B channels height width | image → numbers |
+    The image at the size, and on the scale, that the model was trained on.
+vectors | vectors | B {Tin} I | as given | The input is a row of vectors already.
+# Embedding
+embedding.front.tokens | embed | B T {W} | table[ids] |
+    Each token becomes a vector, learned in training: what it means before its neighbours are known.
+embedding.front.scaled | scale | B T {W} | x · {embedding_scale} |
+    Makes the token's vector large next to the vectors that are added to it.
+embedding.front.patches | patches | B N channels·patch·patch | cut, then flatten |
+    An image has no words, so squares of it take their place.
+embedding.front.project | project | B {N} D | x · W{front_bias} |
+    Brings each input vector to the width of the model.
+embedding.front.class_token | class token | B T D | [class token; x] |
+    A learned vector that stands for no patch gathers what the whole image shows.
+embedding.front.first | first convolution | B D Tin | conv(x) | Each frame takes in its neighbours in time.
+embedding.front.first_bent | activate | B D Tin | gelu(x) | Without a bend, two convolutions would be one.
+embedding.front.second | second convolution | B D T | conv(x) |
+    Takes in neighbours again, with a stride that shortens the row.
+embedding.front.second_bent | activate | B T D | gelu(x) |
+    Bends the result, so that what follows is more than one linear map.
+embedding.types | types | B T {W} | table[types] | A vector that says which of two texts a token belongs to.
+embedding.typed | add types | B T {W} | x + types | Each token now carries the text it belongs to.
+embedding.placed | add positions | B T {W} | x + positions | Each token now carries where it stands.
+embedding.norm | norm | B T {W} | {norm}(x) | Brings every token's vector to one scale before the first block.
+embedding.project | widen | B T D | x · W + b |
+    The table is narrower than the model, to save weights, and is widened here.
+positions.table | positions | 1 T {W} | table[0, 1, 2, …] |
+    A learned vector for each position: attention itself knows no order.
+positions.places.table | positions | 1 T {W} | table[0, 1, 2, …] |
+    A learned vector for each position, next to the bias by distance.
+positions.norm | norm | R D | {norm}(table) | Brings the vectors of distances to one scale.
+positions.which | distances | 1 T S | bucket of query − key |
+    Which vector stands for the distance of each pair.
+positions.waves | positions | 1 T {W} | sin, cos of the position |
+    Waves of many lengths give each position a vector of its own: attention itself knows no order.
+positions.rotary | angles | 2 1 1 T R | cos, sin of position · frequency |
+    By how much queries and keys will be rotated at each position.
+positions.rotary.local | angles, local | 2 1 1 T R | cos, sin of position · frequency |
+    The same at the base that layers with a window have.
+positions.bias | position bias | 1 H T S | {bias} |
+    What will be added to a score for the distance between two tokens.
+counts | repeated keys | 1 1 T S | ln(times) |
+    A key that stands in the softmax several times weighs as much more.
+mask | attention mask | 1 1 T S | {mask} | True where a token may look at another one.
+norm | final norm | B T D | {norm}(x) | The last states are brought to one scale for whoever reads them.
+# Attention
+attention.q | query | B T H·E | x · Wq{qkv_bias} | What each token looks for.
+attention.k | key | B S K·E | x · Wk{key_bias} | What each token offers to be found by.
+attention.v | value | B S K·{Ev} | x · Wv{qkv_bias} | What each token hands over when it is found.
+attention.q_heads | split heads, q | B H T E | B T H·E → B H T E |
+    Each head looks for something else, with its own share of the columns.
+attention.k_heads | split heads, k | B K S E | B S K·E → B K S E |
+    Each head has its own keys; fewer than queries where heads share them.
+attention.v_heads | split heads, v | B K S {Ev} | B S K·E → B K S E |
+    Each head has its own values; fewer than queries where heads share them.
+attention.q_norm | norm q | {q_normed} | {norm}(q) | Keeps scores from growing with the size of the queries.
+attention.k_norm | norm k | {k_normed} | {norm}(k) | Keeps scores from growing with the size of the keys.
+attention.q_rotated | rotate q | B H T E | q rotated by its position |
+    Rotated queries and keys fit by their distance, so order enters the scores.
+attention.k_rotated | rotate k | B K S E | k rotated by its position |
+    Rotated queries and keys fit by their distance, so order enters the scores.
+attention.z | {z} | B H T {Ev} | {z_formula} |
+    Each token takes in the values of those it looks at, by their shares.
+attention.mixed | mix values | B H T {Ev} | pattern · v |
+    Each token takes in the values of those it looks at, by their shares.
+attention.gate | gate | B T H·{Ev} | x · Wg{qkv_bias} |
+    How much of what the heads find each token will let through.
+attention.concat | concatenate | B T H·{Ev} | B H T E → B T H·E | What the heads found is laid side by side.
+attention.out | output | B T D | z · Wo{out_bias} |
+    Mixes what the heads found, and brings it to the width of the stream.
+attention.scores | scores | B H T S | q · kᵀ | How well each query fits each key.
+attention.scaled | scale | B H T S | scores · {scale} |
+    Long vectors make large dot products; the scale keeps softmax from choosing one key alone.
+attention.softcapped | soft-cap | B H T S | {softcap} · tanh(scores / {softcap}) |
+    Bounds the scores smoothly, so that none runs away.
+attention.by_distance | meet distances | B H T S | (q · k(d) + q(d) · k) · {scale} |
+    Content meets position: how far away a key stands counts by what the query, or the key, says.
+attention.biased | add bias | B H T S | scores + position bias | Distance enters the scores.
+attention.masked | mask | B H T S | {hidden} |
+    What a token may not see gets the lowest score, and so no weight.
+attention.pattern | softmax | B H T S | softmax(scores) |
+    Scores become shares: how much each token takes from each other one, one in all.
+# Cross-attention, where it differs
+cross.q | query | B T H·E | x · Wq{qkv_bias} | What each token being written looks for in the source.
+cross.k | key | B S K·E | memory · Wk{key_bias} | What each token of the source offers to be found by.
+cross.v | value | B S K·{Ev} | memory · Wv{qkv_bias} |
+    What each token of the source hands over when it is found.
+cross.masked | mask | B H T S | {hidden} | Every token of the source may be seen: nothing is hidden.
+# Residual stream
+residual.before | norm | B T D | {norm}(x) |
+    The sublayer reads the stream at one scale, whatever its size has become.
+residual.inside | inner norm | B T D | {norm}(y) |
+    What the sublayer says is brought to one scale before it is added.
+residual.scaled | scale | B T D | y · {residual_scale} | How much a sublayer adds, relative to the stream.
+residual.add | residual | B T D | x + y |
+    The stream goes on, and the sublayer only adds to it: so depth loses nothing.
+residual.after | post norm | B T D | {norm}(x) | The stream itself is brought back to one scale.
+# Mixture of depths
+router | router | B T | x · w | How much a token needs this layer.
+passed | choice of tokens | B T | score > 0, or the best | Tokens that go through; the others pass by.
+mixed | mix | B T D | x + score · (layer(x) − x) |
+    Tokens that went through take as much of the layer as their score says.
+# Feed-forward
+feedforward.router | router | B T X | x · Wr{router_bias} | How well each expert suits each token.
+feedforward.chosen | choice of experts | B·T A | the best {n_active} of {n_experts} |
+    Each token visits a few experts, so that weights are many and work is little.
+feedforward.weights | weights of experts | B·T A | {router} |
+    How much of each chosen expert's answer a token takes.
+feedforward.sorted | sort by expert | B·T·A D | rows of x, by expert |
+    Tokens of one expert are laid together, so that it works on them at once.
+feedforward.mixed | mix experts | B T D | Σ weight · answer |
+    Each token adds up the answers of its experts, by their weights.
+feedforward.shared_gate | gate | B T 1 | x · Ws | How much of the shared expert's answer a token takes.
+feedforward.with_shared | add the shared expert | B T D | mixed + sigmoid(gate) · answer |
+    One expert works for every token, so that the others need not all learn the same.
+feedforward.gate | gate | {rows} {F} | x · Wg{feedforward_bias} |
+    Which of the wide features will be let through.
+feedforward.up | expand | {rows} {F} | x · Wu{feedforward_bias} |
+    Each token by itself looks for many features, in a wider space.
+feedforward.gate_clamped | clamp | {rows} {F} | min(gate, {clamp}) | Bounds the gate, so that none runs away.
+feedforward.up_clamped | clamp | {rows} {F} | min(max(up, −{clamp}), {clamp}) |
+    Bounds what the gate multiplies, so that none runs away.
+feedforward.up_shifted | shift | {rows} {F} | up + {shift} |
+    A feature that was not found still lets some of the gate through.
+feedforward.activated | activate | {rows} {F} | {activation}(x) |
+    The bend: without it the two linear maps would be one.
+feedforward.gated | multiply | {rows} {F} | gate · up |
+    The gate lets some features through and holds others back.
+feedforward.down | contract | {rows} D | x · Wd{feedforward_bias} |
+    The features found say what to add to the stream.
+# Head
+head.transform | transform | B T {W} | x · W{pooler_bias} |
+    One more layer on each state before it is compared with the tokens.
+head.activation | activate | B T {W} | {head_activation}(x) | The bend of that layer.
+head.norm | norm | B T {W} | {norm}(x) | Brings the transformed states to one scale.
+head.scaled | scale | B T {W} | x · {logit_scale} | Sets how sharp the choice will be.
+head.up | expand | B T F | x · W + b | One more layer on each state, wide at first.
+head.activated | activate | B T F | {head_activation}(x) | The bend of that layer.
+head.down | contract | B T D | x · W + b | What that layer has to say of each state.
+head.added | add | B T D | state + layer | It joins the state that it was made from.
+head.pooled | pool | B D | {pooling} | One vector must speak for the whole input.
+head.pooler | pooler | {vectors} | x · W{pooler_bias} | A layer before the scores.
+head.bent | activate | {vectors} | {pooler}(x) | The bend of that layer.
+head.pooler_norm | norm | {vectors} | {norm}(x) | Brings what it says to one scale.
+head.normalised | unit length | B D | x / |x| | Vectors of length one are compared by their angle alone.
+head.out | logits | {answers} | x · W{head_bias} | A score for every answer there is.
+head.softcapped | soft-cap | B T V | {logit_softcap} · tanh(x / {logit_softcap}) |
+    Bounds the scores smoothly, so that none runs away.
+head.probabilities | probabilities | {answers} | {probability} | Scores become probabilities.
+head.candidates | top candidates | {candidates} | the best {top} | What the model finds most likely.
+"""
+)
 
 _PLACE = re.compile(r"^(?:encoder\.)?(?:blocks\.\d+\.)?")
 _INNER = re.compile(r"^feedforward\.(?:experts|shared)\.")
@@ -375,91 +240,59 @@ def words_of(name: str, shape: tuple[int, ...], own_words: Mapping[str, Words]) 
     return own_words.get(key) or WORDS.get(key) or WORDS.get(key.replace("cross.", "attention."), own)
 
 
-# Gated delta layers -----------------------------------------------------------------------------------------
-
-
-DELTA = {
-    **{
-        f"attention.{x}_projected": Words(
-            f"{word}, projected", f"B T {width}", f"x · W{x}", "One linear map of each token."
-        )
-        for x, word, width in (("q", "query", "Kd·Ed"), ("k", "key", "Kd·Ed"), ("v", "value", "Hd·Vd"))
-    },
-    "attention.conv": Words(
-        *("convolve", "B T Cd", "silu(conv(q, k, v))"),
-        "Each token takes in the few before it.",
-    ),
-    "attention.q": Words("query", "B Kd T Ed", "q / |q|", "What each token looks for in the memory."),
-    "attention.k": Words("key", "B Kd T Ed", "k / |k|", "The place in the memory that each token writes to."),
-    "attention.v": Words("value", "B Hd T Vd", "B T Hd·Vd → B Hd T Vd", "What each token writes there."),
-    "attention.beta": Words(
-        "strength", "B Hd T", "sigmoid(x · Wb)", "How far each token replaces what stands at its place."
-    ),
-    "attention.decay": Words(
-        *("decay", "B Hd T", "−rate · softplus(x · Wa + b)"),
-        "How much of the memory each token forgets first, as a logarithm.",
-    ),
-    "attention.z": Words(
-        *("recall", "B Hd T Vd", "memory · q"),
-        "Each token reads the memory, after it has forgotten and written.",
-    ),
-    "attention.gate": Words(
-        "gate", "B T Hd·Vd", "x · Wg", "How much of what was read each token will let through."
-    ),
-    "attention.concat": Words(
-        *("norm and gate", "B T Hd·Vd", "rmsnorm(z) · silu(gate)"),
-        "What the heads read is brought to one scale, gated, and laid side by side.",
-    ),
-    "attention.out": Words(
-        *("output", "B T D", "x · Wo"), "Mixes what the heads read, and brings it to the width of the stream."
-    ),
-}
-
-
 # Kinds of attention -----------------------------------------------------------------------------------------
 
 
-GLOBAL = {
-    "attention.q_global": Words(
-        *("global query", "B T H·E", "x · Wq'{qkv_bias}"),
-        "What global tokens look for: those that see all others.",
+KIND_WORDS = {
+    "global": _table(
+        """
+attention.q_global | global query | B T H·E | x · Wq'{qkv_bias} |
+    What global tokens look for: those that see all others.
+attention.k_global | global key | B S K·E | x · Wk'{key_bias} |
+    What each token offers to be found by global ones.
+attention.v_global | global value | B S K·{Ev} | x · Wv'{qkv_bias} |
+    What each token hands over to global ones.
+"""
     ),
-    "attention.k_global": Words(
-        *("global key", "B S K·E", "x · Wk'{key_bias}"), "What each token offers to be found by global ones."
+    "linear": _table(
+        """
+attention.pattern | shares | B H T S | φ(q) · φ(k) / their sum |
+    How much each token takes from each other one. The layer itself adds up values without them.
+"""
     ),
-    "attention.v_global": Words(
-        *("global value", "B S K·{Ev}", "x · Wv'{qkv_bias}"), "What each token hands over to global ones."
+    "low-rank": _table(
+        """
+attention.k_mix | mix keys | {shape} | Mᵀ · k |
+    A few mixtures stand for all keys, by weights for each position.
+attention.v_mix | mix values | {shape} | Mᵀ · v | The same mixtures of values, with weights of their own.
+attention.scores | scores | {shape} | q · kᵀ | How well each query fits each mixture.
+attention.scaled | scale | {shape} | scores · {scale} |
+    Long vectors make large dot products; the scale keeps softmax from choosing one mixture alone.
+attention.masked | mask | {shape} | {hidden} | Every mixture may be seen: nothing is hidden.
+attention.pattern | softmax | {shape} | softmax(scores) |
+    Scores become shares: how much each token takes from each mixture, one in all.
+"""
     ),
-}
-LINEAR = {
-    "attention.pattern": Words(
-        *("shares", "B H T S", "φ(q) · φ(k) / their sum"),
-        "How much each token takes from each other one. The layer itself adds up values without them.",
+    "gated-delta": _table(
+        """
+attention.q_projected | query, projected | B T Kd·Ed | x · Wq | One linear map of each token.
+attention.k_projected | key, projected | B T Kd·Ed | x · Wk | One linear map of each token.
+attention.v_projected | value, projected | B T Hd·Vd | x · Wv | One linear map of each token.
+attention.conv | convolve | B T Cd | silu(conv(q, k, v)) | Each token takes in the few before it.
+attention.q | query | B Kd T Ed | q / |q| | What each token looks for in the memory.
+attention.k | key | B Kd T Ed | k / |k| | The place in the memory that each token writes to.
+attention.v | value | B Hd T Vd | B T Hd·Vd → B Hd T Vd | What each token writes there.
+attention.beta | strength | B Hd T | sigmoid(x · Wb) | How far each token replaces what stands at its place.
+attention.decay | decay | B Hd T | −rate · softplus(x · Wa + b) |
+    How much of the memory each token forgets first, as a logarithm.
+attention.z | recall | B Hd T Vd | memory · q |
+    Each token reads the memory, after it has forgotten and written.
+attention.gate | gate | B T Hd·Vd | x · Wg | How much of what was read each token will let through.
+attention.concat | norm and gate | B T Hd·Vd | rmsnorm(z) · silu(gate) |
+    What the heads read is brought to one scale, gated, and laid side by side.
+attention.out | output | B T D | x · Wo | Mixes what the heads read, and brings it to the width of the stream.
+"""
     ),
-}
-LOW_RANK = {
-    "attention.k_mix": Words(
-        "mix keys", "{shape}", "Mᵀ · k", "A few mixtures stand for all keys, by weights for each position."
-    ),
-    "attention.v_mix": Words(
-        "mix values", "{shape}", "Mᵀ · v", "The same mixtures of values, with weights of their own."
-    ),
-    "attention.scores": Words("scores", "{shape}", "q · kᵀ", "How well each query fits each mixture."),
-    "attention.scaled": Words(
-        *("scale", "{shape}", "scores · {scale}"),
-        "Long vectors make large products; the scale keeps softmax from choosing one mixture alone.",
-    ),
-    "attention.masked": Words("mask", "{shape}", "{hidden}", "Every mixture may be seen: nothing is hidden."),
-    "attention.pattern": Words(
-        *("softmax", "{shape}", "softmax(scores)"),
-        "Scores become shares: how much each token takes from each mixture, one in all.",
-    ),
-}
-KIND_WORDS: dict[str, Mapping[str, Words]] = {
-    "global": GLOBAL,
-    "linear": LINEAR,
-    "low-rank": LOW_RANK,
-    "gated-delta": DELTA,
 }
 
 

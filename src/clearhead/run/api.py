@@ -315,7 +315,7 @@ def load(
     device: str | torch.device = "cpu",
     allow_download: bool = False,
     tokenizer: str | Path | None = None,
-    mapped: bool = False,
+    mapped: bool = True,
     parallel: Mapping[str, int] | None = None,
     quantize: str | QuantPlan | None = None,
     check_finite: bool = True,
@@ -326,11 +326,12 @@ def load(
     the weights are.
     `device` is "cpu", "cuda", "cuda:1", "mps", or "auto" for the best there is. `tokenizer` names one that
     lies elsewhere: a directory, a tokenizer.json, a SentencePiece .model, llama2.c's .bin. `mapped` weights
-    are the file's own pages: they are read when first used and shared between processes, and the file must
-    not be written to while the model is in use. `parallel`, such as {"tensor": 2}, splits the model by heads
+    are pages of the file, which processes share and which are copied when written to: the file may be
+    replaced or deleted, but not written over or cut short while the model is in use. False reads it into
+    memory. `parallel`, such as {"tensor": 2}, splits the model by heads
     over the processes that `torchrun` has started; each reads its part, and all call it with the same inputs.
     `quantize`, "int8", "int4" (groups of 32, no data) or a `QuantPlan`, rounds weights once they are read.
-    Weights that are NaN or infinite are refused unless `check_finite` is False; mapped ones are not checked.
+    Weights that are NaN or infinite are refused unless `check_finite` is False.
     """
     cast, place, rounding = float_dtype(dtype), best_device(device), plan_of(quantize, parallel is not None)
     path = here_or_fetched(folder, allow_download)

@@ -97,10 +97,8 @@ def serve(
         import uvicorn
 
         from clearhead.app.explorer.app import is_loopback
-        from clearhead.run.serve.app import make_server
-        from clearhead.run.serve.behind import ServerBehind
-        from clearhead.run.serve.guard import Connection, connections_allowed
-        from clearhead.run.serve.passages import ServedPassages
+        from clearhead.run.serve.app import ServedPassages, make_server
+        from clearhead.run.serve.server import Connection, ServerBehind, connections_allowed
     except ImportError:
         raise MissingExtraError("serving needs FastAPI and uvicorn: pip install 'clearhead[serve]'") from None
     from clearhead.app.commands.models import bind
@@ -169,8 +167,7 @@ def batch(
     refuse(not requests.is_file(), f"{requests} is not a file: name one with a request on each line")
     refuse(ray < 0, f"--ray {ray} is no number of engines: give 1 or more, or 0 for none")
     try:
-        from clearhead.run.serve.batch import check_files, model_fingerprint, run_batch
-        from clearhead.run.serve.shards import run_on_ray
+        from clearhead.run.serve.batch import check_files, model_fingerprint, run_batch, run_on_ray
     except ImportError:
         raise MissingExtraError("batch needs FastAPI: pip install 'clearhead[serve]'") from None
     from clearhead.run.serve.limits import Limits

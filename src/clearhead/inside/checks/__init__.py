@@ -1,8 +1,8 @@
 """The equality suite: what must come out equal, on the user's own model and machine.
 
 Each row computes one thing in two ways that must agree, and says what was compared, the largest difference
-and what is allowed. Inputs are random but seeded, and short. A model in half precision is held to what its
-dtype can tell apart.
+and what is allowed. Inputs are random but seeded, and short. A model in half precision has the tolerance of
+its dtype.
 
     independent  against the float64 reference, which shares no code with the model, and against transformers;
                  quantized models, two towers

@@ -18,9 +18,7 @@ import copy
 import dataclasses
 import functools
 import math
-import tempfile
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,9 +38,11 @@ from clearhead.inside.checks.rows import (
     Comparison,
     Inputs,
     cache_forms,
+    fast,
     forward_rows,
     gap,
     inside_rows,
+    saved,
     through,
 )
 from clearhead.run.api import Model, load
@@ -135,19 +135,19 @@ def _quiet(inputs: Inputs) -> float:
 @torch.no_grad()
 def lively(model: Transformer, seed: int = 0) -> Transformer:
     """Return a float32 copy with large random weights, short windows, and clamps that they reach."""
-    made = copy.deepcopy(model).float()
+    model_copy = copy.deepcopy(model).float()
     limit = model.config.gated_clamp and min(model.config.gated_clamp, CLAMP)
-    made.config = config = model.config.replace(
+    model_copy.config = config = model.config.replace(
         window=_shorter(model.config.window), attention=_shorter(model.config.attention), gated_clamp=limit
     )
-    for part in made.modules():
+    for part in model_copy.modules():
         if isinstance(part, FeedForward) and part.clamp is not None:
             part.clamp = limit
-    for stack, spec in zip((made.encoder, made.decoder), (config.encoder, config.decoder)):
+    for stack, spec in zip((model_copy.encoder, model_copy.decoder), (config.encoder, config.decoder)):
         if stack is not None and spec is not None:
             stack.spec = dataclasses.replace(stack.spec, kinds=spec.kinds)
     generator = torch.Generator().manual_seed(seed)
-    for name, weight in made.named_parameters():
+    for name, weight in model_copy.named_parameters():
         noise = torch.randn(weight.shape, generator=generator).to(weight.device)
         if name.endswith(TABLES):
             weight.copy_(noise)
@@ -155,12 +155,12 @@ def lively(model: Transformer, seed: int = 0) -> Transformer:
             weight.copy_(0.3 * noise + float(name.endswith("weight") and not config.norm_unit_offset))
         else:
             weight.copy_(noise / math.sqrt(weight[0].numel()))
-    return made
+    return model_copy
 
 
 def _shorter(window: Any) -> Any:
     if isinstance(window, tuple):
-        return tuple(_shorter(one) for one in window)
+        return tuple(map(_shorter, window))
     if isinstance(window, str):
         return str(read_kind(window).shortened(WINDOW))
     return None if window is None else min(window, WINDOW)
@@ -173,11 +173,11 @@ def quiet(lively: Transformer) -> Transformer:
     What enters the residual stream is made small; what a norm before a sublayer has made large again is made
     small where the sublayer answers. Gains of the norms that are read by a sublayer, or by the head, stay.
     """
-    made, config, small = copy.deepcopy(lively), lively.config, math.sqrt(lively.config.norm_eps)
+    model_copy, config, small = copy.deepcopy(lively), lively.config, math.sqrt(lively.config.norm_eps)
     queries = ("q.weight", "k.weight") if config.qk_norm != "none" else ()
     before = config.norm_position in ("pre", "sandwich")
     answers = ("out.weight", "down.weight", *queries) if before else ()
-    for name, weight in made.named_parameters():
+    for name, weight in model_copy.named_parameters():
         after_a_norm = (".blocks." in name and name.endswith(answers)) or (
             name == "head.transform.weight" and config.final_norm
         )
@@ -186,7 +186,7 @@ def quiet(lively: Transformer) -> Transformer:
             weight.copy_((1 + weight) * small - 1)
         elif into_stream or after_a_norm or name.endswith(("bias", *TABLES)) or ".front." in name:
             weight.mul_(small)
-    return made
+    return model_copy
 
 
 # transformers -----------------------------------------------------------------------------------------------
@@ -237,18 +237,23 @@ def reference_rows(m: Model | Transformer) -> list[Comparison]:
 
 def their_class(m: Model) -> Any:
     """Return the class of transformers that a directory names."""
+    theirs = m.description.theirs if m.description is not None else {}
+    names = theirs.get("architectures") or [None]
+    named_class = getattr(_transformers(), str(names[0]), None)
+    refuse(
+        named_class is None,
+        f"transformers has no class {names[0]} to compare with: this model is clearhead's own",
+    )
+    return named_class
+
+
+def _transformers() -> Any:
     try:
         import transformers
     except ImportError:
         raise MissingExtraError("a comparison with transformers needs it: pip install transformers") from None
-    theirs = m.description.theirs if m.description is not None else {}
-    names = theirs.get("architectures") or [None]
-    found = getattr(transformers, str(names[0]), None)
-    refuse(
-        found is None, f"transformers has no class {names[0]} to compare with: this model is clearhead's own"
-    )
     transformers.logging.set_verbosity_error()
-    return found
+    return transformers
 
 
 def _difference(inputs: Inputs, their_model: Any) -> float:
@@ -337,102 +342,77 @@ def _largest(ours: Tensor, theirs: Tensor) -> float:
 # Quantized models -------------------------------------------------------------------------------------------
 
 
-REPLACED = ("fast copy = model", "saved = loaded", "built = config")
+REPLACED = ("fast copy = model", "saved = loaded", "built = config", "pruned = masked", "device = CPU")
 FAST_TOLERANCE = 5e-2  # of logits, relative to the largest: inputs have 8 bits in every layer
-ROWS = 5  # of a product, whose tiles have four
-SLACK = 1e-5  # of float32 sums, beside the stated error
+ROWS = 5  # of a matmul, whose tiles have four
+SLACK = 1e-5  # of float32 sums, added to the stated error
 
 
 def quantized_rows(inputs: Inputs) -> list[Comparison]:
-    """Return the rows of a model of few bits."""
-    row, fast = inputs.compare, "the products of generation"
-    lens = [one for one in inside_rows(inputs, compile=False) if one.name.startswith("lens")]
+    """Return the rows of a quantized model."""
+    row, kept = inputs.compare, [*forward_rows(inputs), *inside_rows(inputs, compile=False)]
     return [
-        row("quantized = dequantized", "logits with those of its weights in floating point", _dequantized),
+        row(
+            "quantized = dequantized",
+            "logits with those of its weights in floating point",
+            lambda inputs: gap(inputs.run(), inputs.of(dequantized(inputs.model)).run()),
+        ),
         row(
             "model = formula",
             "logits with those of a plain loop in float64 over the weights that the codes stand for",
-            _dequantized_formula,
+            lambda inputs: gap(inputs.run(), _formula(inputs.of(dequantized(inputs.model)))),
             copies=True,
         ),
-        *(one for one in forward_rows(inputs) if one.name not in REPLACED),
-        *lens,
+        *(shared for shared in kept if shared.name not in REPLACED),
         row(
             "product = stated error",
-            f"{fast} with those of the weights: the largest difference, as a share of the error they state",
+            "the matmuls of generation with those of the weights: the largest difference, as a share of the "
+            "error they state",
             _stated,
             tolerance=1.0,
         ),
         row(
             "product: batched = alone",
-            f"each row of {fast} with the row by itself, bit for bit",
+            "each row of the matmuls of generation with the row by itself, bit for bit",
             _alone,
             tolerance=0.0,
         ),
         row(
             "fast copy = model",
             "the copy that generation uses, which rounds inputs to 8 bits, with the model",
-            lambda inputs: gap(inputs.of(prepared(inputs.model)).run(), inputs.run()),
+            fast,
             tolerance=FAST_TOLERANCE,
             fits=inputs.model.config.head == "lm",
         ),
-        row("saved = loaded", "codes and logits of a copy on disk, bit for bit", _saved, tolerance=0.0),
+        row("saved = loaded", "codes and logits of a copy on disk, bit for bit", saved, [], tolerance=0.0),
     ]
 
 
-def _dequantized(inputs: Inputs) -> float:
-    return gap(inputs.run(), inputs.of(dequantized(inputs.model)).run())
-
-
-def _dequantized_formula(inputs: Inputs) -> float:
-    model = dequantized(inputs.model)
-    given: dict[str, Any] = dict(inputs.given)
-    return gap(inputs.run(), reference_logits(model.config, model.state_dict(), **given))
-
-
-def _products(inputs: Inputs) -> list[tuple[QuantizedLinear, Direct, torch.Tensor]]:
-    """Return each layer of few bits, what generation has in its place, and random inputs [B, D]."""
-    made, found = dict(prepared(inputs.model).named_modules()), []
+def _matmuls(inputs: Inputs) -> list[tuple[QuantizedLinear, Direct, torch.Tensor]]:
+    """Return each quantized layer, what generation has in its place, and random inputs [B, D]."""
+    replaced, layers = dict(prepared(inputs.model).named_modules()), []
     generator = torch.Generator().manual_seed(0)
     for name, part in quantized_parts(inputs.model).items():
         if isinstance(part, QuantizedLinear):
             x = torch.randn(ROWS, part.in_features, generator=generator).to(inputs.device, inputs.dtype)
-            found.append((part, made[name], x))
-    return found
+            layers.append((part, replaced[name], x))
+    return layers
 
 
 def _stated(inputs: Inputs) -> float:
-    worst = 0.0
-    for layer, fast, x in _products(inputs):
-        exact, allowed = layer(x).float(), rounding_bound(layer, x)
-        slack = inputs_slack(inputs) * (1 + exact.abs())
-        worst = max(worst, float(((fast(x).float() - exact).abs() / (allowed + slack)).max()))
+    worst, slack = 0.0, max(SLACK, float(torch.finfo(inputs.dtype).eps))  # relative to an output
+    for layer, quick, x in _matmuls(inputs):
+        exact = layer(x).float()
+        allowed = rounding_bound(layer, x) + slack * (1 + exact.abs())
+        worst = max(worst, float(((quick(x).float() - exact).abs() / allowed).max()))
     return worst
-
-
-def inputs_slack(inputs: Inputs) -> float:
-    """Return what the dtype of a model may add to the stated error, relative to an output."""
-    return max(SLACK, float(torch.finfo(inputs.dtype).eps))
 
 
 def _alone(inputs: Inputs) -> float:
     return max(
-        float((fast(x) - torch.cat([fast(row[None]) for row in x])).abs().max())
-        for _, fast, x in _products(inputs)
+        float((quick(x) - torch.cat([quick(row[None]) for row in x])).abs().max())
+        for _, quick, x in _matmuls(inputs)
     )
-
-
-def _saved(inputs: Inputs) -> float:
-    with tempfile.TemporaryDirectory() as folder:
-        Model(inputs.model).save(Path(folder) / "copy")
-        loaded = load(Path(folder) / "copy").model.to(inputs.device)
-        mine, theirs = quantized_parts(inputs.model), quantized_parts(loaded)
-        same = mine.keys() == theirs.keys() and all(
-            torch.equal(tensor, dict(theirs[name].named_buffers())[kind])
-            for name, part in mine.items()
-            for kind, tensor in part.named_buffers()
-        )
-        return gap(inputs.of(loaded).run(), inputs.run()) if same else torch.inf
 
 
 # Two towers -------------------------------------------------------------------------------------------------
@@ -449,40 +429,31 @@ def named(tower: str, rows: Iterable[Comparison]) -> list[Comparison]:
 
 def reference_towers(m: Model) -> list[Comparison]:
     """Return the rows that compare both towers with transformers, for a model loaded from its directory."""
-    try:
-        import transformers
-    except ImportError:
-        raise MissingExtraError("a comparison with transformers needs it: pip install transformers") from None
     assert m.towers is not None and m.folder is not None
-    folder, kind = m.folder, getattr(transformers, m.towers.description.table.named)
-    transformers.logging.set_verbosity_error()
+    folder, kind = m.folder, getattr(_transformers(), m.towers.description.table.named)
 
     @functools.cache
-    def found() -> dict[str, tuple[Tensor, Tensor]]:
-        """Return what both say of the same pairs, in float32, by name."""
+    def both() -> dict[str, tuple[Tensor, Tensor]]:
+        """Return both outputs for the same pairs, in float32, by name."""
         theirs = kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
         ours = load(folder, dtype=torch.float32).towers
         assert ours is not None
         ids, pixels = random_pairs(ours)
-        said = theirs(input_ids=ids, pixel_values=pixels, return_loss=True)
-        made = ours(ids, pixels)
+        expected = theirs(input_ids=ids, pixel_values=pixels, return_loss=True)
+        output = ours(ids, pixels)
         return {
-            "texts": (made.texts, said.text_embeds),
-            "images": (made.images, said.image_embeds),
-            "similarities": (made.logits, said.logits_per_image),
-            "loss": (pair_loss(made.logits, ours.config.loss), said.loss),
+            "texts": (output.texts, expected.text_embeds),
+            "images": (output.images, expected.image_embeds),
+            "similarities": (output.logits, expected.logits_per_image),
+            "loss": (pair_loss(output.logits, ours.config.loss), expected.loss),
         }
 
-    def difference(name: str) -> Callable[[], float]:
-        def run() -> float:
-            ours, theirs = found()[name]
-            return float((ours - theirs).abs().max() / max(1.0, float(theirs.abs().max())))
-
-        return run
+    def difference(name: str) -> float:
+        return gap(*both()[name])
 
     largest = "largest difference, relative to the largest value above 1, of"
     return [
-        Comparison(f"{name} = transformers", f"{largest} {name}", difference(name), PARITY)
+        Comparison(f"{name} = transformers", f"{largest} {name}", functools.partial(difference, name), PARITY)
         for name in ("texts", "images", "similarities", "loss")
     ]
 

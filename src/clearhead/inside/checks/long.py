@@ -24,7 +24,7 @@ from clearhead.inside.checks.reference_float64 import Reference
 from clearhead.inside.checks.reference_inputs import ReferenceRow
 from clearhead.inside.checks.rows import TOLERANCE, Comparison, Inputs, cache_forms, gap
 from clearhead.run.generate import decode
-from clearhead.run.generate.prompts import Prompts, turns_by_length
+from clearhead.run.generate.decode import Prompts, turns_by_length
 from clearhead.run.generate.request import Request
 from clearhead.run.kernels.prepare import prepared
 from clearhead.variants.stream_cache import StreamCache, check_stream, sees_past
@@ -213,13 +213,13 @@ def _switched(inputs: LongInputs) -> float:
     trained = min(scaling.original_positions or config.max_positions, USUAL)
     near = config.replace(rope_scaling=dataclasses.replace(scaling, original_positions=trained))
     with torch.device("meta"):
-        made = Transformer(near).eval()
-    made.load_state_dict(model.state_dict(), assign=True)
+        near_model = Transformer(near).eval()
+    near_model.load_state_dict(model.state_dict(), assign=True)
     given = inputs.own(0)
     ids, sources = given["ids"][0].tolist(), (given.get("source"), None)
     prompts = Prompts([ids[: max(trained - NEW, 1)]], *sources)
     request = Request(max_new_tokens=2 * NEW, logprobs=True)
-    (row,) = decode.decode(prepared(made), request, prompts)
+    (row,) = decode.decode(prepared(near_model), request, prompts)
     plain, text, start = Reference(near, model.state_dict()), row.prompt + row.ids, len(row.prompt)
     expected = []
     for end in range(start, len(text)):
@@ -288,10 +288,10 @@ def shallow(lively: Transformer, config: ModelConfig, kept: Sequence[int] = ()) 
 
     It shares its weights with the lively copy; its windows are those of `config`.
     """
-    made = copy.deepcopy(lively, {id(weight): weight for weight in lively.parameters()})
+    fewer_layers = copy.deepcopy(lively, {id(weight): weight for weight in lively.parameters()})
     deepest = max(config.stacks, key=lambda spec: spec.n_layers)
     kept = kept or sorted({deepest.n_layers - 1, *various(config)})
-    stacks = [stack for stack in (made.encoder, made.decoder) if stack is not None]
+    stacks = [stack for stack in (fewer_layers.encoder, fewer_layers.decoder) if stack is not None]
     counts = [sum(layer < spec.n_layers for layer in kept) for spec in config.stacks]
     pruned = {
         f"{spec.prefix}blocks.{number}.{kind}": spec.pruned_heads.get(f"{spec.prefix}blocks.{layer}.{kind}")
@@ -302,7 +302,7 @@ def shallow(lively: Transformer, config: ModelConfig, kept: Sequence[int] = ()) 
     kinds = tuple(str(deepest.kinds[layer]) for layer in kept)
     dense = tuple(number for number, layer in enumerate(kept) if layer in config.dense_layers)
     mixture = {"dense_layers": dense} if len(dense) < counts[-1] else UNMIXED
-    made.config = lively.config.replace(
+    fewer_layers.config = lively.config.replace(
         n_layers=counts[-1],
         n_encoder_layers=counts[0] if len(stacks) > 1 else None,
         layer_groups=None,
@@ -313,8 +313,8 @@ def shallow(lively: Transformer, config: ModelConfig, kept: Sequence[int] = ()) 
         **mixture,
         pruned_heads={name: heads for name, heads in pruned.items() if heads},
     )
-    for stack, spec in zip(stacks, made.config.stacks):
+    for stack, spec in zip(stacks, fewer_layers.config.stacks):
         layers = stack.layers()
         stack.blocks = nn.ModuleList(layers[layer] for layer in kept if layer < len(layers))
         stack.spec = spec
-    return made
+    return fewer_layers

@@ -131,7 +131,7 @@ def mixtures(
 ) -> tuple[Tensor, Tensor]:
     """Mix the real keys and values of a row by position: [S, E] -> [R, E] each."""
     real, places = torch.tensor(row.real)[:, None], row.positions
-    by_key, by_value = (inputs.weight(f"{name}.{one}_mix")[places] * real for one in ("k", "v"))
+    by_key, by_value = (inputs.weight(f"{name}.{part}_mix")[places] * real for part in ("k", "v"))
     return by_key.T @ k, by_value.T @ v
 
 
@@ -335,7 +335,7 @@ class Reference(ReferenceInputs):
         """Return what the heads find, side by side: [T, D] -> [T, H·V]; `which` names the projections."""
         config, plan, cross = self.config, row.plan, memory is not None
         (read, keys), window = memory or (x, row), kind.reach
-        q, k, v = (self.linear(f"{name}.{one}{which}", x if one == "q" else read) for one in "qkv")
+        q, k, v = (self.linear(f"{name}.{part}{which}", x if part == "q" else read) for part in "qkv")
         if config.qk_norm == "full":
             q, k = self.norm(f"{name}.q_norm", q), self.norm(f"{name}.k_norm", k)
         seen, z = self.seen(row, keys, plan.causal and not cross, kind if kind.chooses else FULL), []
@@ -398,7 +398,7 @@ class Reference(ReferenceInputs):
         distances, where = row.distances
         if self.config.positions == "alibi":
             return (-slope(head, row.plan.n_heads) * distances.double().abs())[where]
-        buckets = [bucket(one, not row.plan.causal, self.config) for one in distances.tolist()]
+        buckets = [bucket(distance, not row.plan.causal, self.config) for distance in distances.tolist()]
         return self.weight(f"{row.stack}.positions.table.weight")[buckets, head][where]
 
     def feedforward(self, name: str, x: Tensor) -> Tensor:

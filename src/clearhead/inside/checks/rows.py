@@ -45,6 +45,7 @@ from clearhead.learn.training.state import (
 from clearhead.run.api import Model, load
 from clearhead.run.kernels.fixed_cache import FixedCache
 from clearhead.run.kernels.prepare import prepared
+from clearhead.run.quant.layers import quantized_parts
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 LARGE = 500_000_000  # parameters above which rows that copy the whole model are left out, unless asked for
@@ -57,7 +58,7 @@ FLOORED, FLOORED_MOST = 30, 5e-2
 
 @dataclass(frozen=True)
 class Comparison:
-    """A comparison that can be made: `run` returns the largest difference."""
+    """A comparison to run: `run` returns the largest difference."""
 
     name: str
     compared: str  # what with what, in words
@@ -69,7 +70,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Check(Result):
-    """A comparison that was made, or was left out."""
+    """A comparison that was run, or was skipped."""
 
     json_names = ("name", "compared", "difference", "tolerance", "seconds", "note", "verdict", "passed")
 
@@ -230,7 +231,7 @@ def forward_rows(inputs: Inputs) -> list[Comparison]:
             for side in ("left", "right", "gaps")
         ),
         row("past = whole", "states of the past when the future is another one", _past, fits=causal),
-        *(one for name, form in forms.items() for one in _cache_rows(inputs, name, form)),
+        *(cached for name, form in forms.items() for cached in _cache_rows(inputs, name, form)),
         row(
             "cached = recomputed (cropped)",
             "a cache that went back half of the way, and on, with one pass over all",
@@ -240,15 +241,15 @@ def forward_rows(inputs: Inputs) -> list[Comparison]:
         row(
             "fast copy = model",
             "the copy that generation uses, its projections fused, with the model",
-            lambda inputs: gap(inputs.of(prepared(inputs.model)).run(), inputs.run()),
+            fast,
             copies=True,
             fits=inputs.model.config.head == "lm",
         ),
-        row("saved = loaded", "a copy written to disk and read back", _saved, of_copy, copies=True),
+        row("saved = loaded", "a copy written to disk and read back", saved, of_copy, copies=True),
         row(
             "built = config",
-            "how many weights, shared or not, are unlike what the config says, here and in that copy",
-            lambda inputs: _strangers(inputs.model) + sum(of_copy),
+            "how many weights, shared or not, are unlike what the config says, in the model and in that copy",
+            lambda inputs: _unlike_config(inputs.model) + sum(of_copy),
             tolerance=0.0,
         ),
     ]
@@ -338,18 +339,29 @@ def _cropped(inputs: Inputs) -> float:
     return gap(inputs.model(**inputs.piece(cut, inputs.length), cache=cache).logits, inputs.run()[:, cut:])
 
 
-# Copies on disk ---------------------------------------------------------------------------------------------
+# Copies ----------------------------------------------------------------------------------------------------
 
 
-def _saved(inputs: Inputs, of_copy: list[float]) -> float:
+def fast(inputs: Inputs) -> float:
+    """Compare the model that generation uses with the model."""
+    return gap(inputs.of(prepared(inputs.model)).run(), inputs.run())
+
+
+def saved(inputs: Inputs, of_copy: list[float]) -> float:
+    """Compare a copy on disk with the model; the codes of quantized weights must be the same."""
     with tempfile.TemporaryDirectory() as folder:
         Model(inputs.model).save(Path(folder) / "copy")
         loaded = load(Path(folder) / "copy").model.to(inputs.device)
-        of_copy.append(_strangers(loaded))
-        return gap(inputs.of(loaded).run(), inputs.run())
+    of_copy.append(_unlike_config(loaded))
+    codes, others = (
+        {(name, kind): x for name, part in quantized_parts(model).items() for kind, x in part.named_buffers()}
+        for model in (inputs.model, loaded)
+    )
+    same = codes.keys() == others.keys() and all(torch.equal(x, others[name]) for name, x in codes.items())
+    return gap(inputs.of(loaded).run(), inputs.run()) if same else math.inf
 
 
-def _strangers(model: Transformer) -> float:
+def _unlike_config(model: Transformer) -> float:
     """Return how many names, shapes, shared weights and plans of a model are not what its config says."""
     config = model.config
     with torch.device("meta"):
@@ -357,7 +369,9 @@ def _strangers(model: Transformer) -> float:
     weights, wanted = (dict(some.named_parameters(remove_duplicate=False)) for some in (model, right))
     shapes = [{(name, weight.shape) for name, weight in some.items()} for some in (weights, wanted)]
     wrong = {name for name, _ in shapes[0] ^ shapes[1]}
-    groups = [{name for name, weight in weights.items() if weight is one} for one in set(weights.values())]
+    groups = [
+        {name for name, weight in weights.items() if weight is shared} for shared in set(weights.values())
+    ]
     shared, stated = [group for group in groups if len(group) > 1], shared_weights(config)
     wrong.update(*(group for group in shared if group not in stated))
     wrong.update(*(group for group in stated if group not in shared))

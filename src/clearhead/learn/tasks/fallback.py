@@ -20,9 +20,8 @@ from torch import Tensor
 from clearhead.core.transformer import Transformer
 from clearhead.errors import refuse
 from clearhead.learn.tasks.results import WindowReading
-from clearhead.run.generate.decode import Continuation, Ends, Rule, decode
+from clearhead.run.generate.decode import Continuation, Ends, Prompts, Rule, decode
 from clearhead.run.generate.engine import decode_compiled
-from clearhead.run.generate.prompts import Prompts
 from clearhead.run.generate.request import Request
 from clearhead.run.generate.steps import Steps
 

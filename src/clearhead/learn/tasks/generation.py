@@ -24,8 +24,7 @@ from clearhead.learn.tasks.reading import fitting
 from clearhead.learn.tasks.results import Generation, Score
 from clearhead.run.bundle import Bundle
 from clearhead.run.generate import beam, engine, speculate
-from clearhead.run.generate.decode import Continuation, Ends, check_options, decode
-from clearhead.run.generate.prompts import Prompts
+from clearhead.run.generate.decode import Continuation, Ends, Prompts, check_options, decode
 from clearhead.run.generate.request import Request, RequestOptions, make_request, with_own
 from clearhead.run.generate.stream import TextStream
 

@@ -29,8 +29,7 @@ from clearhead.learn.tasks.fallback import WindowBatch, make_fallback, read_wind
 from clearhead.learn.tasks.reading import fitting
 from clearhead.learn.tasks.results import Segment, Transcription, WindowReading
 from clearhead.run.bundle import Bundle
-from clearhead.run.generate.decode import Ends, decode
-from clearhead.run.generate.prompts import Prompts
+from clearhead.run.generate.decode import Ends, Prompts, decode
 from clearhead.run.generate.request import Request, make_request, with_own
 from clearhead.run.generate.timestamps import Timestamps, language_of, segments_of
 

@@ -30,6 +30,7 @@ from clearhead.learn.tasks.table import task_named
 from clearhead.learn.training.machine import room
 from clearhead.run.api import Model, load
 from clearhead.run.bundle import best_device
+from clearhead.run.kernels.transpose import lay_out_rows
 from clearhead.run.quant.apply import refuse_quantized
 from clearhead.variants.costs import LEARNING, cost
 from clearhead.variants.presets import PRESETS, preset
@@ -50,6 +51,7 @@ def base_of(recipe: Recipe) -> Model | None:
         return None
     loaded = load(_folder(base), dtype=torch.float32)
     refuse_quantized(loaded.model, "trained")
+    lay_out_rows(loaded.model)
     return loaded
 
 

@@ -25,6 +25,7 @@ from clearhead.learn.training.running import TrainingRun
 from clearhead.learn.training.state import load_checkpoint, restore_optimizer
 from clearhead.run.api import load, open_empty
 from clearhead.run.bundle import best_device
+from clearhead.run.kernels.transpose import lay_out_rows
 
 # What may change in a run that goes on: how long it is, and what is validated, kept and shown on the way.
 CHANGEABLE = tuple(
@@ -79,6 +80,7 @@ def restore(
     unread = None
     if world.size == 1:
         loaded = load(checkpoint, dtype=torch.float32)
+        lay_out_rows(loaded.model)
     else:
         loaded, unread = open_empty(checkpoint, torch.float32)
     batches = encode_batches(recipe, task, corpus, loaded, folder, lambda event: None, world)  # told before

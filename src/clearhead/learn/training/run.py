@@ -251,20 +251,19 @@ def _verdict(run: TrainingRun, metrics: Mapping[str, float]) -> Iterator[str]:
 def _chosen(run: TrainingRun, reason: Reason) -> tuple[Model, dict[str, float]]:
     """Return the best checkpoint with its metrics, or the average of the last checkpoints with its own.
 
-    Unless the run was stopped, it is written to the folder itself. Several processes have it as pages of the
-    files.
+    Unless the run was stopped, it is written to the folder itself.
     """
-    best, many = run.folder / BEST, run.world.size > 1
+    best = run.folder / BEST
     found = (best if best.exists() else run.folder / LAST).resolve()
     step = int(found.name.removeprefix("step-"))
     metrics = next((row for row in run.state.validations if row["step"] == step), {})
     if reason == "stopped":
-        return load(found, mapped=many), metrics
+        return load(found), metrics
     steps = loop.averaged_steps(run)  # none, where patience ended the run before the first of them
     if run.world.first:
         _write_model(run.folder, found, [run.folder / CHECKPOINTS / f"step-{step}" for step in steps])
     run.world.meet()
-    chosen = load(run.folder, mapped=many)
+    chosen = load(run.folder)
     if run.world.first and len(steps) < 2:
         leave_adapter(run, chosen, found)
     return chosen, metrics if len(steps) < 2 else {"step": run.state.step, **_judged(run, chosen)}

@@ -27,10 +27,11 @@ from clearhead.run.generate.decode import (
     LENGTH_ALONE,
     RESERVE,
     Ends,
+    Prompts,
     check_request,
+    is_stretched,
     prefill,
 )
-from clearhead.run.generate.prompts import Prompts, is_stretched
 from clearhead.run.generate.request import REMOVED, Request
 from clearhead.run.generate.sampling import Standing, adjust, adjust_by, check_best
 from clearhead.run.kernels.best import best_tokens

@@ -1,13 +1,13 @@
-"""The decode loop: prompts in one pass, then one token at a time with the cache, each row until it ends.
+"""The decode loop: prefill the prompts, then one token at a time with the cache, each row until it ends.
 
 Prompts of unequal length are padded on the left; a row that has ended leaves the batch. A row of a batch
 comes out as it would alone. Only rotary scalings that depend on length (dynamic, longrope) look at the
-longest row of a call. Where longrope changes its divisors, at the trained length, all is read anew with the
-new ones; so are the last tokens of a text that slides, for each token past the model's positions. Dynamic
-scaling changes with every token: what has been read keeps the angles of its time, as in transformers, so that
+longest row of a call. Where longrope changes its divisors, at the trained length, all is prefilled anew with
+the new ones; so are the last tokens of a text that slides, for each token past the model's positions. Dynamic
+scaling changes with every token: cached keys keep the angles of their time, as in transformers, so that
 generation goes its own way from a forward pass over the whole text.
 
-Shapes: B rows still running, T prompt length, V vocabulary.
+Shapes: B rows still running, S source length, T prompt length, V vocabulary, D model.
 """
 
 import itertools
@@ -28,15 +28,7 @@ from clearhead.errors import refuse
 from clearhead.learn.batches.padding import padded, real_tokens
 from clearhead.run.generate.exits import ExitStep
 from clearhead.run.generate.grammar import Grammars, GrammarState
-from clearhead.run.generate.prompts import (
-    Prompts,
-    is_stretched,
-    slides,
-    stream_room,
-    streams,
-    turns_by_length,
-)
-from clearhead.run.generate.request import REMOVED, Request
+from clearhead.run.generate.request import REMOVED, SINKS, Request
 from clearhead.run.generate.sampling import (
     Dice,
     History,
@@ -46,9 +38,87 @@ from clearhead.run.generate.sampling import (
     distribution,
     draw,
 )
+from clearhead.run.kernels.fixed_cache import FixedCache
 from clearhead.run.kernels.kernels import without_plans
 from clearhead.run.quant.cache import int8_cache
 from clearhead.variants.stream_cache import StreamCache, check_stream
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """What a generation reads: of each row the ids it goes on from, and, with an encoder, a source."""
+
+    ids: Sequence[Sequence[int]]  # one token at least in each
+    source: Tensor | None = None  # B S: what the encoder reads
+    source_mask: Tensor | None = None  # B S: True for real tokens
+    seeds: Sequence[int] | None = None  # of each row; None: the request's
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest row."""
+        return max(map(len, self.ids))
+
+    @property
+    def sources(self) -> tuple[Tensor | None, Tensor | None]:
+        """The source and its mask."""
+        return self.source, self.source_mask
+
+    @property
+    def texts(self) -> list[list[int]]:
+        """Of each row the ids of its source; without an encoder, of its prompt."""
+        if self.source is None:
+            return [list(row) for row in self.ids]
+        real = (
+            torch.ones_like(self.source, dtype=torch.bool) if self.source_mask is None else self.source_mask
+        )
+        return [row[kept].tolist() for row, kept in zip(self.source, real)]
+
+    def rows(self, numbers: list[int]) -> "Prompts":
+        """Return some rows alone; columns of the source that are padding in all of them are left out."""
+        ids = [self.ids[number] for number in numbers]
+        if self.source is None or self.source_mask is None:
+            return Prompts(ids, None if self.source is None else self.source[numbers])
+        columns = self.source_mask[numbers].any(0)
+        source, mask = self.source[numbers][:, columns], self.source_mask[numbers][:, columns]
+        return Prompts(ids, source, None if bool(mask.all()) else mask)
+
+
+def steps_back(model: Transformer) -> bool:
+    """Return True if a cache of the model can forget its last tokens: it holds keys alone, and no state."""
+    return all(kind.chooses for kind in model.config.main.kinds)
+
+
+def turns_by_length(model: Transformer) -> bool:
+    """Return True where rotary angles depend on the length of the whole call, so on what is read together."""
+    scaling = model.config.rope_scaling
+    return scaling is not None and scaling.kind in ("dynamic", "longrope")
+
+
+def slides(model: Transformer, request: Request, prompts: Prompts) -> bool:
+    """Return True where a text may pass the model's positions, and its last tokens are to be read alone."""
+    longest = prompts.longest + request.max_new_tokens - 1
+    return request.overflow == "slide" and prompts.source is None and longest > model.config.max_positions
+
+
+def stream_room(model: Transformer, request: Request) -> tuple[int, int]:
+    """Return how many tokens a text that streams keeps, and how many of them are sinks."""
+    sinks = SINKS if request.sinks is None else request.sinks
+    return request.stream_window or model.config.max_positions, sinks
+
+
+def streams(model: Transformer, request: Request, prompts: Prompts) -> bool:
+    """Return True where a text may pass what is kept of it, and its first and last tokens are kept alone."""
+    longest = prompts.longest + request.max_new_tokens - 1
+    return request.overflow == "stream" and longest > stream_room(model, request)[0]
+
+
+def is_stretched(model: Transformer, length: int) -> bool:
+    """Return True where longrope takes its long divisors, which turn even the first tokens otherwise."""
+    scaling = model.config.rope_scaling
+    if scaling is None or scaling.kind != "longrope":
+        return False
+    return length > (scaling.original_positions or model.config.max_positions)
+
 
 RESERVE = 8192  # tokens that a cache makes room for beforehand at most; beyond, it grows as they come
 PREFILL_CHUNK = 1024  # longer prompts are read in pieces, so that scores of a long prompt never exist at once
@@ -354,3 +424,50 @@ def greedy(
     rows = decode(model, Request(max_new_tokens=max_new_tokens), prompts, ends)
     length = max(len(row.ids) + (row.stop_reason == "eos") for row in rows)
     return torch.tensor([row.ids + [stop or 0] * (length - len(row.ids)) for row in rows], device=ids.device)
+
+
+TOGETHER = 8192  # tokens of prompts, padding included, that keep a GPU busy; more rows only add padding
+
+
+def prefill_fixed(model: Transformer, prompts: Prompts, fixed: FixedCache) -> Tensor:
+    """Prefill a fixed cache, prompts of like length together, which keeps padding small: logits [B, V]."""
+    fixed.begin_at(prompts.longest)
+    device, groups, logits = fixed.cursor.device, length_buckets([len(row) for row in prompts.ids]), []
+    # A state would take up padding that comes last.
+    right = prompts.source is None and model.main.spec.causal and steps_back(model)
+    for numbers in groups:
+        cache, rows, some = Cache(), torch.tensor(numbers, device=device), prompts.rows(numbers)
+        if right and len({len(row) for row in some.ids}) > 1:
+            logits.append(prefill_right(model, some.ids, cache))
+            fixed.adopt_rows(cache, rows, torch.tensor([len(row) for row in some.ids], device=device))
+        else:
+            logits.append(prefill(model, some.ids, cache, *some.sources))
+            fixed.adopt_rows(cache, rows)
+    places = torch.tensor([number for numbers in groups for number in numbers], device=device)
+    return torch.cat(logits)[places.argsort()]
+
+
+def length_buckets(lengths: list[int]) -> list[list[int]]:
+    """Return the numbers of the rows in groups, each of `TOGETHER` tokens at least with its padding."""
+    groups: list[list[int]] = []
+    for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
+        longest = lengths[groups[-1][0]] if groups else 0
+        if groups and (lengths[number] == longest or longest * len(groups[-1]) < TOGETHER):
+            groups[-1].append(number)
+        else:
+            groups.append([number])
+    return [sorted(group) for group in groups]
+
+
+def prefill_right(model: Transformer, prompts: Sequence[Sequence[int]], cache: Cache) -> Tensor:
+    """`prefill` with padding on the right, which no token before it sees: it takes no mask."""
+    chunk = PREFILL_CHUNK
+    ids = padded(prompts, device=next(model.parameters()).device)
+    last = torch.tensor([len(prompt) - 1 for prompt in prompts], device=ids.device)
+    rows = torch.arange(len(prompts), device=ids.device)
+    states = torch.empty(0)
+    for start in range(0, ids.shape[1], chunk):
+        hidden = model(ids[:, start : start + chunk], cache=cache, logits="none").hidden
+        found = hidden[rows, (last - start).clamp(0, hidden.shape[1] - 1)]  # B D
+        states = found if start == 0 else torch.where((last >= start)[:, None], found, states)
+    return cast(Tensor, model.head(states[:, None], None)[:, -1])

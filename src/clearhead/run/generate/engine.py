@@ -25,13 +25,17 @@ from clearhead.run.generate.decode import (
     LENGTH_ALONE,
     Continuation,
     Ends,
+    Prompts,
     agreed,
     check_request,
     decode,
+    prefill_fixed,
+    slides,
+    steps_back,
+    streams,
+    turns_by_length,
 )
 from clearhead.run.generate.grammar import Grammars
-from clearhead.run.generate.prompts import Prompts, slides, steps_back, streams, turns_by_length
-from clearhead.run.generate.reading import read_prompts
 from clearhead.run.generate.request import Request
 from clearhead.run.generate.sampling import NOT_NUMBERS, adjust_by, best_of
 from clearhead.run.generate.steps import Running, Steps, warn_uncompiled
@@ -73,12 +77,12 @@ def decode_compiled(
     watched = ends.on_token is not None or ends.cancel is not None or request.reports
     watched |= ends.rule is not None
     if watched or request.temperature > 0 or request.looks_back or request.restricts:
-        reading = partial(read_prompts, model, prompts, step.cache)
+        reading = partial(prefill_fixed, model, prompts, step.cache)
         return decode(
             model, request, prompts, ends, Running(len(prompts.ids), step.ids.device), step, reading
         )
     # Greedy rows go on from their first token [B]; the host reads tokens some steps later.
-    first = best_of(adjust_by(read_prompts(model, prompts, step.cache), request), request)
+    first = best_of(adjust_by(prefill_fixed(model, prompts, step.cache), request), request)
     rows = [Continuation(list(prompt)) for prompt in prompts.ids]
     running, launched, seen, unread = list(range(len(rows))), 1, 0, [OnHost(first[:, None])]
     step.ids[: len(rows), 0] = first
@@ -156,7 +160,8 @@ class Engine:
             return self.model
         made_of = [_described(part) for part in parts]
         if self.copy is None or self.made_of != made_of:
-            self.made_of, self.copy = made_of, prepared(self.model)
+            self.copy = prepared(self.model)  # may lay out weights anew
+            self.made_of = [_described(part) for part in parts]
             keeping = (JoinedLinear, PackedLinear)
             self.kept = [part for part in self.copy.modules() if isinstance(part, keeping)]
         else:

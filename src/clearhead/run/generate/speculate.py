@@ -28,12 +28,16 @@ from clearhead.run.generate.decode import (
     Chooser,
     Continuation,
     Ends,
+    Prompts,
     agreed,
     check_request,
     prefill,
     report,
+    slides,
+    steps_back,
+    streams,
+    turns_by_length,
 )
-from clearhead.run.generate.prompts import Prompts, slides, steps_back, streams, turns_by_length
 from clearhead.run.generate.request import FILTERS, Request
 from clearhead.run.generate.sampling import adjust_by, distribution, draw
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from clearhead.core.cache import Cache
 from clearhead.core.transformer import Transformer
 from clearhead.errors import first_line
-from clearhead.run.generate.prompts import turns_by_length
+from clearhead.run.generate.decode import turns_by_length
 from clearhead.run.kernels.choosing import choose
 from clearhead.run.kernels.fixed_cache import FixedCache
 from clearhead.run.kernels.graphs import never_waiting

@@ -22,7 +22,7 @@ from torch import nn
 from clearhead.errors import nearest, refuse
 
 SOURCE = Path(__file__).with_name("step.c")
-INCLUDED = [SOURCE.with_name(f"{name}.h") for name in ("turn", "panels", "quantized", "best")]
+INCLUDED = [SOURCE.with_name(f"{name}.h") for name in ("transpose", "panels", "quantized", "best")]
 # Comparisons set no flags that anyone reads: without them loops with a choice become vectors.
 FLAGS = ("-O3", "-fno-trapping-math", "-shared", "-fPIC")
 OFF = "CLEARHEAD_NATIVE"  # in the environment: 0 leaves the library out
@@ -95,8 +95,8 @@ def opened(compiler: str, *flags: str) -> ctypes.CDLL:
     found.clearhead_blocks.argtypes = (c_void_p, c_int64)
     found.clearhead_linear.argtypes = (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64)
     found.clearhead_best.argtypes, found.clearhead_best.restype = (c_void_p, c_int64), None
-    found.clearhead_turn.argtypes = (c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64)
-    found.clearhead_turn.restype = None
+    found.clearhead_transpose.argtypes = (c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64)
+    found.clearhead_transpose.restype = None
     return found
 
 

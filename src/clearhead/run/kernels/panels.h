@@ -45,7 +45,7 @@ static void lay_rows(const float *x, int64_t D, int64_t batch, int64_t first, in
         for (int64_t d = 0; d < turned; d += 4)
             for (int64_t b = 0; b < width; b += 4) {
                 Four parts[4];
-                turn_four(x + (start + b) * D + d, D, parts);
+                transpose_four(x + (start + b) * D + d, D, parts);
                 EACH(k, 4) *(Four *)(panel + (d + k) * width + b) = parts[k];
             }
         for (int64_t d = turned; d < D; d++) {

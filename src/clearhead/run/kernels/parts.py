@@ -154,7 +154,7 @@ class PackedLinear(Direct):
         (layer,) = self.made_of
         found = layer.fingerprints if isinstance(layer, JoinedLinear) else [fingerprint(layer.weight)]
         if self.packed is None or not same(found, self.packed_from):
-            self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, PACKED_ROWS.start)
+            self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.contiguous(), PACKED_ROWS.start)
             self.packed_from = found
         self.current = True
 

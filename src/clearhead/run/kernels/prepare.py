@@ -21,6 +21,7 @@ from clearhead.core.feedforward import ACTIVATIONS, Experts, FeedForward
 from clearhead.core.stack import Block, Residual, Stack
 from clearhead.core.taps import SILENT, Tap
 from clearhead.core.transformer import Transformer
+from clearhead.errors import refuse
 from clearhead.run.kernels import library
 from clearhead.run.kernels import native as in_c
 from clearhead.run.kernels.codes import Codes
@@ -48,6 +49,7 @@ from clearhead.run.kernels.parts import (
 )
 from clearhead.run.kernels.stepping import StepModel
 from clearhead.run.kernels.training import OF_TRAINING, all_known, original
+from clearhead.run.kernels.transpose import lay_out_rows
 from clearhead.run.quant.layers import QuantizedLinear, QuantizedTable
 from clearhead.variants.depth import Router
 
@@ -61,13 +63,20 @@ def prepared(
     """Return the copy, in eval mode and without the model's hooks.
 
     It is valid while the model has the same parts and parameters; after their values change, `refresh` it.
+    Matrices of the model that lie in columns, as GPT-2's files hold them, are laid out in rows first.
 
     `kernels`: let blocks that suit them take each token through the kernels of a step; None: where those run.
     `native`: on a CPU, let products of a few rows and blocks that suit it go through `native`, where it runs.
     `then` takes each part of the copy, before the parts within it, and returns what stands in its place.
     """
-    weight = next(model.parameters())
-    kernels = available(weight) if kernels is None else kernels
+    in_rows, weight = lay_out_rows(model), next(model.parameters())  # the order that kernels read
+    refuse(
+        bool(kernels) and not in_rows,
+        "this model was trained with weights that lie in columns, which kernels do not read: "
+        "save it and load it again",
+    )
+    kernels = available(weight) and in_rows if kernels is None else kernels
+    native = native and in_rows
     plain = not kernels and weight.device.type == "cpu" and weight.dtype == torch.float32
     compiled = plain and native and library.library() is not None
     way = Way(kernels, compiled, packs=plain and not compiled and can_pack(), exact=_below_routers(model))

@@ -93,7 +93,6 @@ typedef struct {
 #endif
 } Codes;
 
-#define ALWAYS static inline __attribute__((always_inline))
 #if defined(WITH_AVX512)
 enum { SHIFT = 128 }; /* its products take codes without a sign */
 #else

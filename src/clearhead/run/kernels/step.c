@@ -74,6 +74,7 @@ typedef struct {
 
 #if defined(__AVX512F__) && defined(__AVX512VNNI__) && defined(__AVX512BW__)
 #define LANES 16
+#include <immintrin.h>
 #elif defined(__AVX__)
 #define LANES 8
 #else
@@ -97,6 +98,7 @@ static inline float total(Vector v) {
 static inline Vector load(const float *at) { return *(const Vector *)at; }
 
 #define EACH(i, count) _Pragma("GCC unroll 8") for (int i = 0; i < count; i++)
+#define ALWAYS static inline __attribute__((always_inline))
 
 /* Four rows of a weight are read side by side: four that follow each other, or on x86 one of each quarter of a
 thread's share, so that each quarter is read in a line. An Intel core fetches ahead within a page of memory, and
@@ -143,28 +145,54 @@ ONE_ROW(2)
 ONE_ROW(3)
 ONE_ROW(4)
 
-/* Four rows of a weight with C rows of x: what is read is used more often. */
+/* Of two vectors side by side, the numbers from `past` on. */
+#if LANES == 16
+typedef int32_t Shift __attribute__((vector_size(64)));
+ALWAYS Vector shifted(Vector first, Vector next, int32_t past) {
+    Shift by = past + (Shift){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    return (Vector)_mm512_permutex2var_ps((__m512)first, (__m512i)by, (__m512)next);
+}
+#else
+#define shifted(first, next, past) (next)
+#endif
+
+/* Four rows of a weight with C rows of x: what is read is used more often. Where a mapped file begins a tensor
+within a line of the cache, `past` numbers from its start, a vector as wide as a line would lie across two, which
+takes an eighth longer: whole lines are read and shifted. The same numbers are added up in the same order. */
+ALWAYS void four_rows(const int C, const int split, const float *w, int64_t quarter, const float *x, int64_t D,
+                      float *y, int64_t stride, const float *bias) {
+    const int64_t apart = QUARTERS ? quarter : 1, past = split ? (uintptr_t)w % 64 / 4 : 0;
+    Vector sums[4][4], line[4];
+    EACH(r, 4) EACH(c, C) sums[r][c] = (Vector){0};
+    if (split) EACH(r, 4) line[r] = load(w + r * apart * D - past);
+    int64_t d = 0;
+    for (; d + LANES <= D; d += LANES) {
+        FETCH(4, w, apart, d, D)
+        Vector xs[4];
+        EACH(c, C) xs[c] = load(x + c * D + d);
+        EACH(r, 4) {
+            Vector weights = load(w + r * apart * D + d + (split ? LANES - past : 0));
+            if (split) {
+                Vector next = weights;
+                weights = shifted(line[r], next, past);
+                line[r] = next;
+            }
+            EACH(c, C) sums[r][c] += weights * xs[c];
+        }
+    }
+    EACH(r, 4) EACH(c, C) {
+        float sum = total(sums[r][c]);
+        for (int64_t e = d; e < D; e++) sum += w[r * apart * D + e] * x[c * D + e];
+        y[c * stride + r * apart] = sum + (bias ? bias[r * apart] : 0);
+    }
+}
 #define FOUR_ROWS(C)                                                                                       \
     static void four_rows_##C(const float *w, int64_t quarter, const float *x, int64_t D, float *y,        \
                               int64_t stride, const float *bias) {                                         \
-        const int64_t apart = QUARTERS ? quarter : 1;                                                      \
-        Vector sums[4][C];                                                                                 \
-        EACH(r, 4) EACH(c, C) sums[r][c] = (Vector){0};                                                    \
-        int64_t d = 0;                                                                                     \
-        for (; d + LANES <= D; d += LANES) {                                                               \
-            FETCH(4, w, apart, d, D)                                                                       \
-            Vector xs[C];                                                                                  \
-            EACH(c, C) xs[c] = load(x + c * D + d);                                                        \
-            EACH(r, 4) {                                                                                   \
-                Vector weights = load(w + r * apart * D + d);                                              \
-                EACH(c, C) sums[r][c] += weights * xs[c];                                                  \
-            }                                                                                              \
-        }                                                                                                  \
-        EACH(r, 4) EACH(c, C) {                                                                            \
-            float sum = total(sums[r][c]);                                                                 \
-            for (int64_t e = d; e < D; e++) sum += w[r * apart * D + e] * x[c * D + e];                    \
-            y[c * stride + r * apart] = sum + (bias ? bias[r * apart] : 0);                                \
-        }                                                                                                  \
+        if (LANES == 16 && (uintptr_t)w % 64 && D % 16 == 0)                                               \
+            four_rows(C, 1, w, quarter, x, D, y, stride, bias);                                            \
+        else                                                                                               \
+            four_rows(C, 0, w, quarter, x, D, y, stride, bias);                                            \
     }
 FOUR_ROWS(1)
 FOUR_ROWS(2)
@@ -186,7 +214,7 @@ lies across two of them is read in two steps. */
 static int64_t lines(int64_t count) { return (count + 15) / 16 * 16; }
 static float *in_lines(int64_t count) { return aligned_alloc(64, lines(count) * sizeof(float)); }
 
-#include "turn.h"
+#include "transpose.h"
 #include "panels.h"
 #include "quantized.h"
 

@@ -158,7 +158,7 @@ def quantize_model(
         on_layer(name, number, len(given))
         layer = cast(nn.Linear, model.get_submodule(name))
         grid = cast(Grid, plan.grid(name))
-        weight = layer.weight.detach().float()
+        weight = layer.weight.detach().float().contiguous()
         choice = _chosen(plan, name, grid, weight, seen.get(name, sizes.get(name)))
         new = QuantizedLinear(choice.made, layer.bias, choice.smooth, layer.weight.dtype)
         made.set_submodule(name, new)

@@ -1,29 +1,32 @@
 """From requests to JSON and server-sent events: the jobs of a body, followed from the event loop."""
 
 import asyncio
+import base64
 import contextlib
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 from fastapi import Request
 from fastapi.concurrency import run_in_threadpool
+from torch import Tensor
 
 from clearhead.errors import ClearheadError, refuse
 from clearhead.hub.tokens.text import decoded
+from clearhead.learn.tasks import reading
 from clearhead.learn.tasks.chat import turn_of
 from clearhead.run.bundle import Bundle
 from clearhead.run.generate.grammar import check_constraint
 from clearhead.run.generate.request import CONSTRAINTS
 from clearhead.run.generate.stream import TextStream
 from clearhead.run.serve.engine import ServeEngine
-from clearhead.run.serve.jobs import Asked, Job
-from clearhead.run.serve.metrics import Metrics
 from clearhead.run.serve.protocol import MOST_INPUTS, ChatBody, CompletionBody, finish_reason
+from clearhead.run.serve.sequence import Asked, Job
+from clearhead.run.serve.status import Metrics
 
 DEFAULT_TOKENS = 16  # of a completion, as OpenAI's
 LOOK = 0.2  # seconds between two looks at whether the client is still there
@@ -316,3 +319,47 @@ def error_body(error: BaseException) -> dict[str, Any]:
     line = str(error) if mine else f"something went wrong: {type(error).__name__}"
     kind = "invalid_request_error" if mine else "server_error"
     return {"error": {"message": line, "type": kind, "param": None, "code": None}}
+
+
+TOGETHER = 64  # vectors that are written at once
+
+Embedded = tuple[Tensor, int]  # the vector [D] of a text, and how many tokens were read of it
+
+
+@lru_cache(maxsize=64)
+def embedding(prompt: str | None) -> Any:
+    """Return the function for the name of a prompt: requests with the same function share a call."""
+    return partial(_embed, prompt)
+
+
+def _embed(prompt: str | None, m: Bundle, texts: Sequence[str]) -> list[Embedded]:
+    vectors, counts = reading.embed_counted(m, texts, prompt=prompt)
+    refuse(
+        not vectors.isfinite().all(),
+        "the model gave a vector with NaN or infinite numbers: its weights are broken",
+    )
+    return list(zip(vectors, counts))
+
+
+def written(model: str, found: Sequence[Embedded], as_base64: bool) -> Iterator[str]:
+    """Yield the answer piece by piece, so that no copy of all vectors is ever held."""
+    yield '{"object": "list", "data": ['
+    for at in range(0, len(found), TOGETHER):
+        rows = [
+            json.dumps(
+                {
+                    "object": "embedding",
+                    "index": at + n,
+                    "embedding": _base64(row) if as_base64 else row.tolist(),
+                }
+            )
+            for n, (row, _) in enumerate(found[at : at + TOGETHER])
+        ]
+        yield (", " if at else "") + ", ".join(rows)
+    read = sum(count for _, count in found)
+    usage = {"prompt_tokens": read, "total_tokens": read}
+    yield f'], "model": {json.dumps(model)}, "usage": {json.dumps(usage)}}}'
+
+
+def _base64(row: Tensor) -> str:
+    return base64.b64encode(row.numpy().astype("<f4", copy=False).tobytes()).decode()

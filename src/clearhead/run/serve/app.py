@@ -3,6 +3,7 @@
 import json
 import logging
 import re
+import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -16,14 +17,73 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response, Streami
 from starlette.exceptions import HTTPException
 
 from clearhead.errors import BusyError, ClearheadError, InputError, nearest, refuse
+from clearhead.labs.retrieval.index import Index
+from clearhead.labs.retrieval.passages import before_prompt, cited
 from clearhead.learn.tasks import ranking, reading
-from clearhead.run.serve import protocol, vectors
-from clearhead.run.serve.answers import LOOK, ServedTexts, completion, conversation, error_body, token_text
+from clearhead.learn.tasks.chat import chat_ids
+from clearhead.run.serve import answers, protocol
+from clearhead.run.serve.answers import (
+    DEFAULT_TOKENS,
+    LOOK,
+    ServedTexts,
+    completion,
+    conversation,
+    error_body,
+    token_text,
+)
 from clearhead.run.serve.engine import ServeEngine
-from clearhead.run.serve.guard import OWNER, Guard
-from clearhead.run.serve.metrics import Metrics
-from clearhead.run.serve.page import add_page
-from clearhead.run.serve.passages import ServedPassages
+from clearhead.run.serve.protocol import ChatBody, CompletionBody
+from clearhead.run.serve.server import OWNER, Guard
+from clearhead.run.serve.status import Metrics, add_page
+
+
+class ServedPassages:
+    """An index that requests are looked up in."""
+
+    def __init__(self, index: Index, count: int) -> None:
+        """Keep an index, and how many passages a prompt gets at most."""
+        refuse(count < 1, f"--passages {count} must be 1 or more")
+        self.index, self.count, self._lock = index, count, threading.Lock()
+
+    def put(self, engine: ServeEngine, body: CompletionBody | ChatBody) -> list[dict[str, Any]]:
+        """Put passages before each prompt, or before the user's last message; return what is cited."""
+        if isinstance(body, ChatBody):
+            return self._chat(engine, body)
+        most = engine.longest - (DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens)
+        prompts, found = [], []
+        for number, prompt in enumerate(body.prompts()):
+            whole, some = self._before(prompt, lambda text: len(engine.m.prompt_ids(text)), most)
+            prompts.append(whole)
+            found += [{"prompt": number, **one} for one in some]
+        body.prompt = prompts
+        return found
+
+    def _chat(self, engine: ServeEngine, body: ChatBody) -> list[dict[str, Any]]:
+        place = max((n for n, one in enumerate(body.messages) if one.get("role") == "user"), default=-1)
+        refuse(place < 0, "this server looks for passages by the user's last message, and there is none")
+
+        def messages(text: str) -> list[dict[str, Any]]:
+            new = {**body.messages[place], "content": text}
+            return [*body.messages[:place], new, *body.messages[place + 1 :]]
+
+        def tokens(text: str) -> int:
+            return len(chat_ids(engine.m, messages(text), body.chat_template_kwargs or {}))
+
+        answer = body.max_completion_tokens or body.max_tokens or engine.longest // 4
+        content, found = self._before(body.messages[place].get("content"), tokens, engine.longest - answer)
+        body.messages = messages(content)
+        return found
+
+    def _before(self, prompt: Any, tokens: Any, most: int) -> tuple[str, list[dict[str, Any]]]:
+        refuse(
+            not isinstance(prompt, str),
+            f"this server looks for passages by text, and was given {prompt!r:.40}: send text",
+        )
+        with self._lock:
+            hits = self.index.search(prompt, self.count)
+        whole, some = before_prompt(prompt, hits, tokens, most)
+        return whole, [{"number": number, **cited(hit)} for number, hit in enumerate(some, start=1)]
+
 
 RETRY_AFTER = "1"
 KIND = re.compile(r"constrained-|(list|dict)\[|(str|bool|int|float|Schema)$")  # as pydantic names kinds
@@ -147,8 +207,8 @@ def make_server(
             f"prompt_name {body.prompt_name!r}: this model has no prompts "
             "(config_sentence_transformers.json)",
         )
-        found = await read(engine, body.texts(), vectors.embedding(body.prompt_name), request)
-        pieces = vectors.written(name, found, body.encoding_format == "base64")
+        found = await read(engine, body.texts(), answers.embedding(body.prompt_name), request)
+        pieces = answers.written(name, found, body.encoding_format == "base64")
         return StreamingResponse(pieces, media_type="application/json")
 
     @app.post("/v1/classify")
@@ -162,12 +222,12 @@ def make_server(
         return JSONResponse({"object": "list", "data": data, "model": name})
 
     async def scored(body: protocol.PairsBody, request: Request) -> tuple[str, list[float]]:
-        """Return how well each document answers the query, by a model of pairs or by the angle of vectors."""
+        """Return how well each document answers the query, by a model of pairs or by the angle of answers."""
         name, engine = engine_of(body.model)
         if ranking.reads_pairs(engine.m):
             pairs = [(body.query, text) for text in body.documents]
             return name, [one.probability for one in await read(engine, pairs, reading.classify, request)]
-        found = await read(engine, [body.query, *body.documents], vectors.embedding(None), request)
+        found = await read(engine, [body.query, *body.documents], answers.embedding(None), request)
         return name, ranking.cosines([vector for vector, _ in found])
 
     @app.post("/v1/rerank")

@@ -1,14 +1,17 @@
-"""A file of requests through the engine: one line in, one line out, taken up again where it was broken off.
+"""A file of requests through the engine: one line in, one line out, resumed where it was interrupted.
 
 A line is OpenAI's (`custom_id`, `method`, `url`, `body`) or the body of a completion or chat itself. An
 answer is written as soon as it is there, under its `custom_id`, or `line-N` where there is none, with a
-fingerprint of its request and of the model. What is in the file of answers already is not asked again; half a
-line, the trace of a kill, is. A file with anything else in it is refused, and not a byte of it changes.
+fingerprint of its request and of the model. What is in the file of answers already is not computed again;
+half a line, the trace of a kill, is. A file with anything else in it is refused, and not a byte of it
+changes. Over several machines, rows are a data set of Ray, with an engine in each of its actors; this process
+writes the answers as they come, so that a run that was interrupted is resumed just as well.
 """
 
 import fcntl
 import hashlib
 import json
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -16,9 +19,11 @@ from typing import Any, TextIO
 
 from pydantic import ValidationError
 
-from clearhead.errors import ClearheadError, InputError, refuse
+from clearhead.errors import ClearheadError, InputError, MissingExtraError, refuse
+from clearhead.run.api import load
 from clearhead.run.serve.answers import ServedTexts, completion, conversation, error_body
 from clearhead.run.serve.engine import ServeEngine
+from clearhead.run.serve.limits import Limits
 from clearhead.run.serve.protocol import ChatBody, CompletionBody
 
 URLS = ("/v1/completions", "/v1/chat/completions")
@@ -228,3 +233,55 @@ def _object(text: str | bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
+
+
+ROWS = 64  # of a shard
+
+
+class RayAnswers:
+    """An engine that answers shards of rows."""
+
+    def __init__(self, folder: str, limits: Limits, options: Mapping[str, Any], model: str) -> None:
+        self.name, self.model = Path(folder).name, model
+        self.engine = ServeEngine(load(folder, **options), limits)
+
+    def __call__(self, shard: dict[str, Any]) -> dict[str, list[str]]:
+        """Answer rows, given by name and JSON; return names and lines of answers."""
+        rows = {str(name): json.loads(str(row)) for name, row in zip(shard["name"], shard["row"])}
+        found = list(answers_to(self.engine, self.name, rows, self.model))
+        return {"name": [name for name, _ in found], "line": [line for _, line in found]}
+
+
+def run_on_ray(
+    folder: Path,
+    limits: Limits,
+    options: Mapping[str, Any],
+    given: Path,
+    out: Path,
+    workers: int,
+    model: str = "",
+) -> Iterator[str]:
+    """Answer each line of a file that has no answer yet, by so many actors; yield names as they are written.
+
+    Every machine of the cluster must have the model under the same path.
+    """
+    try:
+        import ray.data
+    except ImportError:
+        raise MissingExtraError("batch --ray needs Ray Data: pip install 'clearhead[ray]'") from None
+
+    def answers(rows: dict[str, Any]) -> Iterator[tuple[str, str]]:
+        if not rows:
+            return
+        items = [{"name": name, "row": json.dumps(row)} for name, row in rows.items()]
+        shards = ray.data.from_items(items, override_num_blocks=math.ceil(len(items) / ROWS)).map_batches(
+            RayAnswers,
+            fn_constructor_args=(str(folder.resolve()), limits, dict(options), model),
+            batch_size=ROWS,
+            concurrency=workers,
+            num_gpus=1 if str(options.get("device", "cpu")).startswith("cuda") else 0,
+        )
+        for row in shards.iter_rows():
+            yield str(row["name"]), str(row["line"])
+
+    yield from write_answers(given, out, model, answers)

@@ -12,23 +12,25 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from clearhead.core.transformer import Transformer
 from clearhead.errors import BusyError, InputError, refuse
 from clearhead.learn.tasks.generation import Prompt
 from clearhead.run.api import Model
 from clearhead.run.bundle import Bundle
+from clearhead.run.generate.decode import steps_back
+from clearhead.run.generate.speculate import Guesser, guessers_for
 from clearhead.run.serve import limits as limiting
 from clearhead.run.serve.adapters import Updates
-from clearhead.run.serve.ahead import Speculation
-from clearhead.run.serve.inside import InsideView
-from clearhead.run.serve.jobs import Asked, Job, Told, check_served, plain_greedy
+from clearhead.run.serve.kv_cache import ALL
 from clearhead.run.serve.limits import Limits, ServeFigures, check_fits, piece_of, pool_for, window_blocks
-from clearhead.run.serve.paged import ALL
-from clearhead.run.serve.passes import Passes, Read
-from clearhead.run.serve.readings import CHARACTERS, Reading, ReadingLine, with_model
+from clearhead.run.serve.model_runner import Part, Passes, Read
+from clearhead.run.serve.pooling import CHARACTERS, InsideView, Reading, ReadingLine, with_model
+from clearhead.run.serve.sequence import Asked, Guesses, Job, Told, check_served, plain_greedy
 
 KEPT = 64  # requests that are remembered once they have ended
 STALLED = 30.0  # seconds without a step, with work to do, after which the engine counts as ill
@@ -351,3 +353,71 @@ class ServeEngine:
         self.readings.close()
         if self._thread is not None:
             self._thread.join(STALLED)
+
+
+LOOKUP = 8  # tokens that are guessed for a text at most
+FEW = 8  # texts that may be written at once; with more of them a step has work enough
+ROWS = 16  # of a step with guesses, at most
+FORGOTTEN = 0.95  # how much of what steps cost is kept from one to the next
+ASSUMED = 0.25  # of a step of one row, the price of one more, until steps of several sizes were seen
+
+
+class RowPrice:
+    """What a step costs by the number of its rows: a line through the latest steps."""
+
+    def __init__(self) -> None:
+        self.sums = [0.0] * 5  # of 1, rows, seconds, rows squared, rows times seconds
+
+    def keep(self, rows: int, seconds: float) -> None:
+        """Note what a step has cost."""
+        values = (1, rows, seconds, rows * rows, rows * seconds)
+        self.sums = [FORGOTTEN * old + new for old, new in zip(self.sums, values)]
+
+    def of_one_more(self, rows: int, tokens: float) -> float:
+        """Return the price of a further row in new tokens, where `rows` rows are worth `tokens` of them."""
+        count, all_rows, seconds, squared, mixed = self.sums
+        spread = count * squared - all_rows**2
+        each = seconds / all_rows if seconds > 0 else 1.0  # the most that a row can cost
+        if spread > 0.01 * count**2:
+            slope = min(max((count * mixed - all_rows * seconds) / spread, 0.0), each)
+        else:
+            slope = ASSUMED * each
+        whole = seconds / count + slope * (rows - all_rows / count) if seconds > 0 else 1.0
+        return slope * tokens / max(whole, slope)
+
+
+class Speculation:
+    """The guesses of an engine: for whom, how many, and what they have cost."""
+
+    def __init__(self, model: Transformer, limits: Limits) -> None:
+        most = LOOKUP if limits.lookup is None else limits.lookup
+        if limits.lookup is None and next(model.parameters()).is_cuda:
+            most = 0  # there further rows of a text would not be recorded steps
+        self.model, self.most = model, most if steps_back(model) else 0
+        self.rows, self.price = min(limits.tokens, ROWS), RowPrice()
+
+    def add(self, plan: list[Part]) -> None:
+        """Add guesses to a step that takes a few texts one token further each."""
+        if not self.most or len(plan) > FEW or not self.is_plain(plan):
+            return
+        expected = float(len(plan))
+        for job, _, stop in list(plan):
+            guesses = job.guesses = job.guesses or Guesses(self._guesser(job))
+            guesses.look(job.tokens, min(self.most, job.most - len(job.row.ids) - 1))
+            chance = guesses.share
+            for place in range(stop, stop + len(guesses.found)):
+                pays = chance > self.price.of_one_more(len(plan), expected)
+                if not pays or len(plan) >= self.rows or not job.take_free(place + 1):
+                    break
+                plan.append((job, place, place + 1))
+                guesses.read += 1
+                expected, chance = expected + chance, chance * guesses.share
+
+    @staticmethod
+    def is_plain(plan: Sequence[Part]) -> bool:
+        """Return whether a step reads the last tokens of texts alone."""
+        return bool(plan) and all(job.decoding for job, _, _ in plan)
+
+    def _guesser(self, job: Job) -> Guesser:
+        asked = replace(job.request, lookup=self.most)
+        return guessers_for(self.model, asked, job.prompts, job.prompts.texts, None)[0]

@@ -8,8 +8,8 @@ import torch
 
 from clearhead.core.config import StackSpec
 from clearhead.errors import refuse
-from clearhead.run.serve.jobs import blocks_for
-from clearhead.run.serve.paged import Group, Pool, groups_of, token_bytes
+from clearhead.run.serve.kv_cache import Group, Pool, groups_of, token_bytes
+from clearhead.run.serve.sequence import blocks_for
 
 PIECE = 16  # blocks of a prompt that a GPU reads together
 CHARACTERS = 256  # that a token of a text has on the average, and rather fewer

@@ -1,4 +1,4 @@
-"""One request as the engine sees it: its tokens, its place in the pool, how far it is, whom it tells."""
+"""One request as the engine sees it: its tokens, its block tables, how far it is, whom it tells."""
 
 import json
 import math
@@ -23,13 +23,52 @@ from clearhead.learn.tasks.generation import (
 )
 from clearhead.learn.tasks.results import Generation
 from clearhead.run.bundle import Bundle
-from clearhead.run.generate.decode import Chooser, Continuation, check_request, report
-from clearhead.run.generate.prompts import turns_by_length
+from clearhead.run.generate.decode import (
+    Chooser,
+    Continuation,
+    agreed,
+    check_request,
+    report,
+    turns_by_length,
+)
 from clearhead.run.generate.request import DEFAULTS, OPTIONS
 from clearhead.run.generate.sampling import argmax
-from clearhead.run.serve.blocks import Named, chain
-from clearhead.run.serve.guesses import Guesses
-from clearhead.run.serve.paged import Group, Pool, States, Table
+from clearhead.run.generate.speculate import Guesser
+from clearhead.run.serve.kv_cache import Group, Named, Pool, States, Table, chain
+
+LEARNED = 0.25  # how far one more guess moves the share of those that came true
+
+
+class Guesses:
+    """How the text of one request may go on, and how often such guesses came true."""
+
+    def __init__(self, guesser: Guesser) -> None:
+        self.guesser, self.share = guesser, 0.0
+        self.start, self.found = 0, list[int]()  # where the guesses of this step stand, and what they are
+        self.read = 0  # how many of them the step reads
+
+    def look(self, tokens: list[int], most: int) -> None:
+        """Compare the last guesses with what came, and guess up to `most` tokens behind `tokens`."""
+        for guess, came in zip(self.found, tokens[self.start :]):
+            self.share += LEARNED * ((guess == came) - self.share)
+            if guess != came:
+                break
+        self.start, self.read = len(tokens), 0
+        self.found = self.guesser.guess(tokens, most, _nothing).tokens
+
+    def at(self, place: int) -> int | None:
+        """Return the guess at a place of the text that this step reads; None: there is none."""
+        return self.found[place - self.start] if self.start <= place < self.start + self.read else None
+
+    def end(self, tokens: list[int]) -> tuple[int, int]:
+        """End a step; return how many guesses were read, and how many of them `tokens` has."""
+        read, self.read = self.read, 0
+        return read, agreed(self.found[:read], tokens[self.start :])
+
+
+def _nothing() -> Tensor:
+    return torch.zeros(1)  # what is looked up is not drawn
+
 
 Told = Callable[["Job", str], None]  # called with each new text that is final, and at the end
 

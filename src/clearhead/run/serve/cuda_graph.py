@@ -23,7 +23,7 @@ from clearhead.run.generate.steps import recorded
 from clearhead.run.kernels.kernels import available, paged_attend
 from clearhead.run.kernels.parts import like
 from clearhead.run.kernels.prepare import StepBlock, prepared
-from clearhead.run.serve.paged import Pool, TextPiece, group_of
+from clearhead.run.serve.kv_cache import Pool, TextPiece, group_of
 
 FEWEST_BLOCKS = 8
 SMALLEST_BLOCK = 16  # slots of a block that a kernel takes at least

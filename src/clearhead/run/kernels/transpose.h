@@ -10,8 +10,8 @@ typedef int32_t Places __attribute__((vector_size(16)));
 
 enum { SIDE = 16, BAND = 128 };
 
-/* Four rows of four numbers, turned. */
-static inline void turn_four(const float *from, int64_t row, Four out[4]) {
+/* Four rows of four numbers, transposed. */
+static inline void transpose_four(const float *from, int64_t row, Four out[4]) {
     Four a = *(const Four *)from, b = *(const Four *)(from + row);
     Four c = *(const Four *)(from + 2 * row), d = *(const Four *)(from + 3 * row);
     Four ab = PICKED(a, b, 0, 4, 1, 5), cd = PICKED(c, d, 0, 4, 1, 5);
@@ -21,24 +21,24 @@ static inline void turn_four(const float *from, int64_t row, Four out[4]) {
 }
 
 /* One by one: what is left at the edges. */
-static void turn_each(const float *from, int64_t from_row, int64_t rows, int64_t columns, float *to,
+static void transpose_each(const float *from, int64_t from_row, int64_t rows, int64_t columns, float *to,
                       int64_t to_row) {
     for (int64_t c = 0; c < columns; c++)
         for (int64_t r = 0; r < rows; r++) to[c * to_row + r] = from[r * from_row + c];
 }
 
 /* Copy [rows, columns] to [columns, rows]; rows lie `from_row` and `to_row` numbers apart. */
-void clearhead_turn(const float *from, int64_t from_row, int64_t rows, int64_t columns, float *to,
+void clearhead_transpose(const float *from, int64_t from_row, int64_t rows, int64_t columns, float *to,
                     int64_t to_row) {
     int64_t high = rows / SIDE * SIDE, wide = columns / SIDE * SIDE;
     for (int64_t c = 0; c < wide; c += BAND)
         for (int64_t r = 0; r < high; r += SIDE)
             for (int64_t each = c; each < c + BAND && each < wide; each += 4) {
                 Four parts[SIDE / 4][4];
-                EACH(i, SIDE / 4) turn_four(from + (r + 4 * i) * from_row + each, from_row, parts[i]);
+                EACH(i, SIDE / 4) transpose_four(from + (r + 4 * i) * from_row + each, from_row, parts[i]);
                 EACH(k, 4) EACH(i, SIDE / 4)
                     *(Four *)(to + (each + k) * to_row + r + 4 * i) = parts[i][k];
             }
-    turn_each(from + wide, from_row, high, columns - wide, to + wide * to_row, to_row);
-    turn_each(from + high * from_row, from_row, rows - high, columns, to + high, to_row);
+    transpose_each(from + wide, from_row, high, columns - wide, to + wide * to_row, to_row);
+    transpose_each(from + high * from_row, from_row, rows - high, columns, to + high, to_row);
 }

@@ -22,7 +22,7 @@ from clearhead.run.kernels.library import VIEW, library
 from clearhead.run.kernels.native import MOST_ROWS, NativeBlock, NativeLinear
 from clearhead.run.kernels.parts import like
 from clearhead.run.kernels.prepare import prepared
-from clearhead.run.serve.paged import Group, Pool, TextPiece, group_of
+from clearhead.run.serve.kv_cache import Group, Pool, TextPiece, group_of
 
 HEAD_ROWS = 2  # beyond them packed weights are quicker for the head
 
