@@ -486,7 +486,7 @@ def draw_quantization(found: QuantReport, title: str) -> Figure:
         grid[0][1].bar_label(bars, [f"{value:.2f}" for value in values], fontsize=8)
         grid[0][1].margins(y=0.1)
         kl = f"KL {found.after.divergence:.2g} nats a token"
-        canvas.name(grid[0][1], f"perplexity; {kl}", f"{found.before.tokens:,} tokens", size=9)
+        canvas.name(grid[0][1], f"perplexity\n{kl}", f"{found.before.tokens:,} tokens", size=9)
     return figure
 
 
