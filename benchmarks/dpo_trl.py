@@ -13,12 +13,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import clearhead as ch
-from clearhead.learn.batches.batching import make_batches
-from clearhead.learn.batches.encoded import encode_corpus
 from clearhead.learn.data.corpus import open_corpus
 from clearhead.learn.data.plan import DataPlan
 from clearhead.learn.tasks.chat import chat_template, set_template
-from clearhead.learn.tasks.entries.turns import PREFERENCE, SMOOTHED, pair_objective
+from clearhead.learn.tasks.entries.chats import PREFERENCE, SMOOTHED
 from clearhead.learn.tasks.table import TASKS
 from common import save
 
@@ -55,14 +53,14 @@ def our_batch(folder: Path, m: ch.Model):
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     set_template(m, "plain")
-    batching = TASKS["prefer"].batching
-    corpus = open_corpus(DataPlan(paths=(str(path),)), batching.shape, split=False)
-    rows = encode_corpus(
-        corpus, "validation", batching, m.tokenizer, (), folder / "cache", special=m.special,
+    task = TASKS["prefer"]
+    corpus = open_corpus(DataPlan(paths=(str(path),)), task.shape, split=False)
+    rows = task.encode_corpus(
+        corpus, "validation", m.tokenizer, (), folder / "cache", special=m.special,
         template=chat_template(m),
     )  # fmt: skip
     given = {"special": m.special, "length": 100, "seed": 0, "training": False}
-    return next(iter(make_batches(batching, rows, DataPlan(batch_size=4), **given).all()))
+    return next(iter(task.make_batches(rows, DataPlan(batch_size=4), **given).all()))
 
 
 def their_inputs(batch) -> dict[str, torch.Tensor]:
@@ -96,10 +94,10 @@ def main() -> None:
         policy, reference, tokenizer = save_models(folder)
         ours, theirs_reference = ch.load(folder / "policy"), ch.load(folder / "reference")
         batch = our_batch(folder, ours)
-        objective = pair_objective()
+        task = TASKS["prefer"]
         with torch.no_grad():
-            logprobs = objective.read(ours.model, batch)
-            batch.reference[:] = objective.read(theirs_reference.model, batch)
+            logprobs = task.outputs_of(ours.model, batch)
+            batch.reference[:] = task.outputs_of(theirs_reference.model, batch)
         config = DPOConfig(output_dir=str(folder / "out"), report_to=[], use_cpu=True, bf16=False)
         DPOTrainer._prepare_dataset = lambda self, dataset, *given, **named: dataset  # the batch is ours
         trainer = DPOTrainer(
@@ -114,7 +112,9 @@ def main() -> None:
                 trainer.label_smoothing = smoothing or (1e-3 if kind == "exo_pair" else 0.0)
                 with torch.no_grad():
                     wanted = float(trainer._compute_loss(trainer.model, their_inputs(batch), False))
-                made = float(pair_objective(kind, beta).loss(logprobs, batch, smoothing) / len(batch))
+                made = float(
+                    task.with_values(kind=kind, beta=beta).loss(logprobs, batch, smoothing) / len(batch)
+                )
                 results.append(
                     {"loss": kind, "beta": beta, "smoothing": smoothing, "ours": made, "trl": wanted}
                 )

@@ -24,7 +24,6 @@ import torch
 
 import clearhead as ch
 from clearhead.learn.evaluation.metrics import METRICS
-from clearhead.learn.tasks.entries.regression import CORRELATIONS
 from clearhead.learn.training.events import read_log
 
 TINY = ("train.epochs=", "train.steps=2", "data.max_length=64", "train.samples=0")
@@ -59,7 +58,7 @@ def spearman(vectors, rows) -> float:
         for side in ("sentence1", "sentence2")
     )
     cosines = (one * other).sum(-1, keepdim=True).tolist()
-    return CORRELATIONS["spearman"](cosines, [[row["score"]] for row in rows])
+    return METRICS["spearman"](cosines, [[row["score"]] for row in rows])
 
 
 def retrieval(vectors, corpus, queries, wanted) -> dict[str, float]:

@@ -172,7 +172,7 @@ def speed_at(model: ch.Transformer, prompts: list[list[int]], backend: str) -> d
     alone = []
     for _ in range(4):
         step.ids[:rows, 0] = prefill_fixed(model, Prompts(prompts), step.cache).argmax(-1)
-        alone.append(seconds_of(lambda: step.ahead(NEW - 1)))
+        alone.append(seconds_of(lambda: step.run(NEW - 1)))
     request, read = Request(max_new_tokens=NEW, compile=True), Prompts(prompts)
     whole = min(seconds_of(lambda: decode_compiled(model, request, read, steps=steps)) for _ in range(4))
     figures |= {

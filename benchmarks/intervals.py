@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 
 from clearhead.learn.evaluation.metrics import METRICS, Metric, interval_of
-from clearhead.learn.tasks.entries.regression import CORRELATIONS
 
 SIZES, RATES = (10, 30, 100, 1000), (0.5, 0.9, 0.99)
 Draw = Callable[[np.random.Generator, int, float], Any]  # generator, examples, rate -> counts
@@ -74,7 +73,7 @@ def pairs(random: np.random.Generator, n: int, rate: float) -> Any:
     """The moments of two numbers with this correlation."""
     x = random.normal(size=n)
     y = rate * x + math.sqrt(1 - rate**2) * random.normal(size=n)
-    return CORRELATIONS["pearson"].counts(x[:, None].tolist(), y[:, None].tolist())
+    return METRICS["pearson"].counts(x[:, None].tolist(), y[:, None].tolist())
 
 
 def losses(random: np.random.Generator, n: int, rate: float) -> Any:
@@ -91,7 +90,7 @@ KINDS: dict[str, tuple[Metric, Draw]] = {
     "mrr": (METRICS["mrr"], ranks),
     "macro_f1": (METRICS["macro_f1"], classes),
     "bleu": (METRICS["bleu"], texts),
-    "pearson": (CORRELATIONS["pearson"], pairs),
+    "pearson": (METRICS["pearson"], pairs),
     "loss": (METRICS["loss"], losses),
 }
 

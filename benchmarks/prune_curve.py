@@ -26,7 +26,7 @@ from clearhead.inside.ablation import Examples, examples_from, judge
 from clearhead.inside.names import all_heads
 from clearhead.inside.pruning import PruneCurve, least, prune, prune_curve, scores
 from clearhead.learn.data.plan import DataPlan
-from clearhead.learn.tasks.corpus import open_data
+from clearhead.learn.tasks.table import open_data
 from common import device_name, save
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -23,7 +23,7 @@ from clearhead.app.views import ROWS, imported
 from clearhead.core.cache import GrowingKeys
 from clearhead.inside.pruning import HeadTable
 from clearhead.learn.recipe import Recipe, recipe_names
-from clearhead.learn.tasks.spec import sampled
+from clearhead.learn.tasks.task import sampled
 from clearhead.learn.training import events, loop
 from clearhead.learn.training.events import Validated, read_log
 from clearhead.learn.training.rehearsal import rehearse

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import pathlib
 import re
@@ -18,6 +17,7 @@ from clearhead.hub.fields import field
 from clearhead.hub.llama import ACTIVATION, ATTENTION_BIAS, FEEDFORWARD_BIAS, classes, llama_like, shape
 from clearhead.hub.registry import ARCHITECTURES
 from clearhead.hub.rope import rope
+from clearhead.learn.tasks.entries.regress import Regress
 from clearhead.learn.tasks.table import TASKS
 from tests.harness import some_ids, worst
 
@@ -137,8 +137,12 @@ def test_the_code_of_a_drill_passes_lint(drill, tmp_path):
 
 
 def test_a_task_may_come_from_outside_the_package(tmp_path, monkeypatch):
-    """`TASKS[name] = spec` is all it takes to train and judge by a task of one's own."""
-    monkeypatch.setitem(TASKS, "stars", dataclasses.replace(TASKS["regress"], name="stars"))
+    """`TASKS[name] = task` is all it takes to train and judge by a task of one's own."""
+
+    class Stars(Regress):
+        name = "stars"
+
+    monkeypatch.setitem(TASKS, "stars", Stars())
     table = tmp_path / "reviews.tsv"
     rows = [f"{'good ' * stars}film number {number}\t{stars}" for number in range(40) for stars in range(3)]
     table.write_text("\n".join(["text\tlabel", *rows]) + "\n")

@@ -19,7 +19,7 @@ from clearhead.core.config.elsewhere import ARGUMENTS
 from clearhead.core.config.typed import OTHER_NAMES
 from clearhead.inside.ablation import examples_from
 from clearhead.learn.batches.padding import padded, real_tokens
-from clearhead.learn.evaluation.judgement import ClassCounts
+from clearhead.learn.evaluation.metrics import ClassCounts
 from tests.harness import build, some_ids, worst
 from tests.test_use_commands import byte_tokenizer
 

@@ -13,7 +13,7 @@ import torch
 
 from clearhead.errors import InputError
 from clearhead.learn.batches.batch import IGNORE
-from clearhead.learn.batches.rows import Buckets, rounded
+from clearhead.learn.batches.buckets import Buckets, rounded
 from clearhead.learn.data.examples import Labelled, Pair, Question, Tagged
 from tests.batches.toys import batches_of, corpus_of, encoded_of, special_of, tokenizer_for
 

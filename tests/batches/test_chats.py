@@ -12,18 +12,16 @@ import clearhead as ch
 from clearhead.errors import InputError
 from clearhead.hub.tokens.chat import KNOWN, ChatTemplate
 from clearhead.learn.batches.batch import IGNORE
-from clearhead.learn.batches.batching import make_batches
-from clearhead.learn.batches.chats import ChatEncoder
-from clearhead.learn.batches.encoded import encode_corpus
 from clearhead.learn.batches.encoding import Encoder
 from clearhead.learn.data.corpus import open_corpus
 from clearhead.learn.data.plan import DataPlan
 from clearhead.learn.tasks.chat import chat_template, turn_end
+from clearhead.learn.tasks.entries.chats import ChatEncoder
 from clearhead.learn.tasks.table import TASKS
 from tests import harness
 from tests.tokens.chat_templates import TEMPLATES
 
-CHAT = TASKS["chat"].batching
+CHAT = TASKS["chat"]
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|eot_id|>", "<|end|>", "<tool>"]
 NAMES = {"bos_token": "<s>", "eos_token": "</s>"}
 U, A = "user", "assistant"
@@ -111,10 +109,10 @@ def batches_of(chats, tokenizer, template, folder, length=300, **plan):
     (folder / "rows.jsonl").write_text("".join(json.dumps({"messages": one}) + "\n" for one in chats))
     corpus = open_corpus(DataPlan(paths=(str(folder / "rows.jsonl"),)), CHAT.shape, split=False)
     special = {"bos": tokenizer.token_to_id("<s>"), "eos": tokenizer.token_to_id("</s>")}
-    rows = encode_corpus(
-        corpus, "validation", CHAT, tokenizer, (), folder / "cache", special=special, template=template
+    rows = CHAT.encode_corpus(
+        corpus, "validation", tokenizer, (), folder / "cache", special=special, template=template
     )
-    return make_batches(CHAT, rows, DataPlan(**plan), special=special, length=length, seed=0, training=False)
+    return CHAT.make_batches(rows, DataPlan(**plan), special=special, length=length, seed=0, training=False)
 
 
 @pytest.mark.parametrize("name", ["chatml_marked", "marked_turns"])

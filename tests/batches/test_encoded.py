@@ -13,10 +13,9 @@ import pytest
 from tokenizers import Tokenizer, models
 
 from clearhead.errors import InputError
-from clearhead.learn.batches import encoded as module
-from clearhead.learn.batches.encoded import encode_corpus
-from clearhead.learn.batches.encoding import PIECE, pieces
+from clearhead.learn.batches import encoding as module
 from clearhead.learn.data.examples import Chunk
+from clearhead.learn.tasks.entries.text import CHUNK, chunks_of
 from clearhead.learn.tasks.table import TASKS as SPECS
 from tests.batches.toys import corpus_of, encoded_of, special_of, text_corpus, tokenizer_for
 
@@ -37,12 +36,11 @@ class Described:
 def test_the_second_time_nothing_is_encoded(task, tmp_path, monkeypatch):
     corpus = corpus_of(task)
     first = encoded_of(task, tmp_path, corpus=corpus)
-    monkeypatch.setattr(module, "_encode", None)  # would fail if it were called
+    monkeypatch.setattr(module, "_write_cache", None)  # would fail if it were called
     unread = dataclasses.replace(corpus, train=None)
-    again = encode_corpus(
+    again = SPECS[task].encode_corpus(
         unread,
         "train",
-        SPECS[task].batching,
         Described(tokenizer_for(task)),
         corpus.labels,
         tmp_path,
@@ -60,10 +58,9 @@ def test_whatever_changes_the_ids_changes_the_cache(tmp_path):
     encoded_of("classify", tmp_path, corpus=dataclasses.replace(corpus, fingerprint="other"))
     encoded_of("classify", tmp_path, "validation", corpus=corpus)
     encoded_of("classify", tmp_path, kind="char", corpus=corpus)
-    turned = encode_corpus(
+    turned = SPECS["classify"].encode_corpus(
         corpus,
         "train",
-        SPECS["classify"].batching,
         tokenizer_for("classify"),
         corpus.labels[::-1],
         tmp_path,
@@ -170,7 +167,7 @@ def test_one_document_is_followed_by_nothing(tmp_path):
 @pytest.mark.parametrize("kind", ["char", "byte", "bpe", "wordpiece", "unigram", "word"])
 def test_a_long_document_is_cut_where_the_tokenizer_cuts_too(kind, tmp_path):
     text = " ".join(chunk.text for chunk in text_corpus(800, 20, 60).train)
-    assert len(text) > 6 * PIECE
+    assert len(text) > 6 * CHUNK
     train = [Chunk(text[:50_000], False), Chunk(text[50_000:50_001], False), Chunk(text[50_001:], True)]
     corpus = dataclasses.replace(text_corpus(), train=train, fingerprint="long")
     assert (
@@ -182,12 +179,12 @@ def test_a_long_document_is_cut_where_the_tokenizer_cuts_too(kind, tmp_path):
 @pytest.mark.parametrize(
     "text", ["x" * 100_000, "a\n" * 50_000, "word " * 20_000, " " * 70_000 + "x", "ab  cd\n\n" * 9_000]
 )
-def test_pieces_are_short_and_make_up_the_text(text):
-    made = list(pieces([Chunk(text[:33_333], False), Chunk(text[33_333:], True), Chunk("next", True)]))
+def test_chunks_are_short_and_make_up_the_text(text):
+    made = list(chunks_of([Chunk(text[:33_333], False), Chunk(text[33_333:], True), Chunk("next", True)]))
     assert "".join(piece.text for piece in made) == text + "next"
-    assert max(len(piece.text) for piece in made) <= PIECE
+    assert max(len(chunk.text) for chunk in made) <= CHUNK
     assert [piece.ends for piece in made].count(True) == 2 and made[-1] == ("next", True)
-    assert len(made) < 4 + 2 * len(text) / PIECE
+    assert len(made) < 4 + 2 * len(text) / CHUNK
 
 
 def test_large_vocabularies_take_four_bytes(tmp_path):
@@ -198,7 +195,7 @@ def test_large_vocabularies_take_four_bytes(tmp_path):
     rare = dataclasses.replace(
         corpus, train=[dataclasses.replace(row, target="w69999") for row in corpus.train]
     )
-    encoded = encode_corpus(rare, "train", SPECS["seq2seq"].batching, tokenizer, (), tmp_path, special={})
+    encoded = SPECS["seq2seq"].encode_corpus(rare, "train", tokenizer, (), tmp_path, special={})
     assert encoded["target"].dtype == np.uint32 and set(encoded["target"].tolist()) == {69_999}
 
 
@@ -208,7 +205,7 @@ def test_truncation_and_padding_of_the_tokenizer_are_not_applied(tmp_path):
     tokenizer.enable_truncation(3)
     tokenizer.enable_padding(length=50)
     corpus = corpus_of("seq2seq")
-    strict = encode_corpus(corpus, "train", SPECS["seq2seq"].batching, tokenizer, (), tmp_path, special={})
+    strict = SPECS["seq2seq"].encode_corpus(corpus, "train", tokenizer, (), tmp_path, special={})
     assert all((plain[name] == strict[name]).all() for name in plain.arrays)
     # The user's own tokenizer stays as it was.
     assert tokenizer.truncation is not None and tokenizer.padding is not None

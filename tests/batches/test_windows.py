@@ -13,13 +13,12 @@ import torch
 import clearhead as ch
 from clearhead.errors import InputError
 from clearhead.learn.batches.batch import IGNORE
-from clearhead.learn.batches.batching import make_batches
-from clearhead.learn.batches.objectives import corrupt_spans, mask_tokens, noise_sizes
-from clearhead.learn.batches.pictures import augment, mix
-from clearhead.learn.batches.rows import pack
+from clearhead.learn.batches.ragged import pack
+from clearhead.learn.batches.windows import corrupt_spans, mask_tokens, noise_sizes
 from clearhead.learn.data.examples import Chunk, Corpus
 from clearhead.learn.data.plan import DataPlan
 from clearhead.learn.losses import batch_loss
+from clearhead.learn.tasks.entries.classify import augment, mix
 from clearhead.learn.tasks.table import TASKS as SPECS
 from tests.batches.toys import (
     batches_of,
@@ -427,8 +426,7 @@ def test_a_missing_special_token_is_named(tmp_path):
     for task, role in (("mlm", "mask"), ("denoise", "bos"), ("seq2seq", "eos")):
         special = {name: number for name, number in special_of(task).items() if name != role}
         with pytest.raises(InputError, match=f"{task} needs a {role} token"):
-            make_batches(
-                SPECS[task].batching,
+            SPECS[task].make_batches(
                 encoded_of(task, tmp_path),
                 DataPlan(),
                 special=special,

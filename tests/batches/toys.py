@@ -13,8 +13,6 @@ import clearhead as ch
 from clearhead.hub.tokens import TokensPlan
 from clearhead.hub.tokens.training import train_tokenizer
 from clearhead.learn.batches.batch import IGNORE, Batch
-from clearhead.learn.batches.batching import make_batches
-from clearhead.learn.batches.encoded import encode_corpus
 from clearhead.learn.data.examples import Chunk, Corpus, Images, Labelled, Pair, Question, Tagged
 from clearhead.learn.data.plan import DataPlan
 from clearhead.learn.tasks.table import TASKS
@@ -119,11 +117,10 @@ def special_of(task: str, kind: str = "wordpiece") -> dict[str, int]:
 def encoded_of(task: str, folder, side: str = "train", kind: str = "wordpiece", corpus: Corpus | None = None):
     corpus = corpus or (image_corpus() if task == "image" else corpus_of(task))
     if task == "image":
-        return encode_corpus(corpus, side, TASKS[task].batching, None, corpus.labels, folder, special={})
-    return encode_corpus(
+        return TASKS[task].encode_corpus(corpus, side, None, corpus.labels, folder, special={})
+    return TASKS[task].encode_corpus(
         corpus,
         side,
-        TASKS[task].batching,
         tokenizer_for(task, kind),
         corpus.labels,
         folder,
@@ -143,8 +140,7 @@ def batches_of(
 ):
     encoded = encoded_of(task, folder, "train" if training else "validation", kind, corpus)
     special = {} if task == "image" else special_of(task, kind)
-    return make_batches(
-        TASKS[task].batching,
+    return TASKS[task].make_batches(
         encoded,
         DataPlan(task=task, **plan),
         special=special,

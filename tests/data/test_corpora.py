@@ -10,8 +10,7 @@ import pytest
 
 from clearhead.learn.data.corpora import _FORMS, CORPORA, write_date
 from clearhead.learn.data.plan import DataPlan
-from clearhead.learn.tasks.corpus import open_data, task_of
-from clearhead.learn.tasks.table import TASKS
+from clearhead.learn.tasks.table import TASKS, open_data, task_of
 
 
 @pytest.mark.parametrize("name", ["unicode-names", "dates"])

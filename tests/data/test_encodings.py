@@ -9,7 +9,7 @@ import pytest
 from clearhead.errors import ConfigError, InputError
 from clearhead.learn.data.files import encoding_of
 from clearhead.learn.data.plan import DataPlan
-from clearhead.learn.tasks.corpus import open_data
+from clearhead.learn.tasks.table import open_data
 
 WORDS = ("Größe", "naïve", "garçon", "mañana", "œuvre", "“quoted” – text…", "5 €", "plain", "Ærø", "søster")
 RUSSIAN = ("да", "нет", "хорошо", "плохо", "быстро", "медленно")

@@ -13,7 +13,7 @@ import pytest
 
 from clearhead.errors import InputError, MissingExtraError
 from clearhead.learn.data.plan import DataPlan
-from clearhead.learn.tasks.corpus import open_data, task_of
+from clearhead.learn.tasks.table import open_data, task_of
 
 PAIRS = r"(?P<source>\S+) (?P<target>.+)"
 FOUND = {"question": "q", "answers": [{"text": "abc", "answer_start": 0}]}

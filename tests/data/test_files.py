@@ -11,7 +11,7 @@ from clearhead.app import cli
 from clearhead.errors import InputError
 from clearhead.learn.data.files import RECIPE, expand
 from clearhead.learn.data.plan import DataPlan
-from clearhead.learn.tasks.corpus import open_data
+from clearhead.learn.tasks.table import open_data
 
 
 @pytest.fixture

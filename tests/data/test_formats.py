@@ -12,7 +12,7 @@ import pytest
 from clearhead.learn.data.examples import Corpus, Images, Labelled, Pair, Question, Tagged
 from clearhead.learn.data.formats import find_source, same_way
 from clearhead.learn.data.plan import DataPlan
-from clearhead.learn.tasks.corpus import open_data, task_of
+from clearhead.learn.tasks.table import open_data, task_of
 
 
 def everything(folder: Path, *names: str, **settings) -> Corpus:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from clearhead.errors import ClearheadError
 from clearhead.learn.data.plan import DataPlan
-from clearhead.learn.tasks.corpus import open_data
+from clearhead.learn.tasks.table import open_data
 
 NAMES = [
     *(

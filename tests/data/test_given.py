@@ -14,7 +14,7 @@ import clearhead as ch
 from clearhead.errors import InputError, MissingExtraError
 from clearhead.learn.data.given import Given, given_or_paths
 from clearhead.learn.data.plan import DataPlan
-from clearhead.learn.tasks.corpus import open_data
+from clearhead.learn.tasks.table import open_data
 
 ROWS = [{"text": f"a rather {'good' if i % 2 else 'bad'} film {i}", "label": str(i % 2)} for i in range(24)]
 TUPLES = [(row["text"], row["label"]) for row in ROWS]

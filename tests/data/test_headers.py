@@ -15,7 +15,7 @@ from clearhead.errors import InputError
 from clearhead.learn.data.examples import Corpus
 from clearhead.learn.data.layout import has_header
 from clearhead.learn.data.plan import DataPlan
-from clearhead.learn.tasks.corpus import open_data
+from clearhead.learn.tasks.table import open_data
 
 FILMS = [(f"a {'good' if i % 2 else 'bad'} film, number {i}", "pos" if i % 2 else "neg") for i in range(60)]
 INDEXED = [(str(i), *film) for i, film in enumerate(FILMS)]

@@ -15,7 +15,7 @@ from clearhead.hub.preprocessor import to_pixels
 from clearhead.learn.data.examples import Chunk, Corpus, Labelled, Pair, Tagged
 from clearhead.learn.data.files import expand
 from clearhead.learn.data.plan import DataPlan
-from clearhead.learn.tasks.corpus import open_data
+from clearhead.learn.tasks.table import open_data
 from tests.batches.toys import batches_of, corpus_of
 from tests.data.test_formats import everything, idx, pixels, write
 

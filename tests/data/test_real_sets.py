@@ -9,7 +9,7 @@ import pytest
 
 from clearhead.learn.data.examples import Corpus, Labelled, Pair
 from clearhead.learn.data.plan import DataPlan
-from clearhead.learn.tasks.corpus import open_data, task_of
+from clearhead.learn.tasks.table import open_data, task_of
 
 FASHION = Path("/usr/share/datasets/fashion-mnist")
 

@@ -17,7 +17,7 @@ from clearhead.learn.data import split as text_module
 from clearhead.learn.data.examples import Chunk
 from clearhead.learn.data.plan import DataPlan
 from clearhead.learn.data.split import Stream, cut, key_of, normal, split_keys, split_text
-from clearhead.learn.tasks.corpus import open_data
+from clearhead.learn.tasks.table import open_data
 
 
 def opened(path: Path, **plan):
@@ -203,7 +203,7 @@ def test_the_fingerprint_follows_the_class_of_a_picture(tmp_path):
 
 MEASURE = """
 import resource, sys
-from clearhead.learn.tasks.corpus import open_data
+from clearhead.learn.tasks.table import open_data
 from clearhead.learn.data.plan import DataPlan
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 corpus = open_data(DataPlan(paths=(sys.argv[1],)))

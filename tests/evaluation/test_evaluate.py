@@ -28,9 +28,9 @@ from clearhead.learn.data.examples import Pair
 from clearhead.learn.data.plan import DataPlan
 from clearhead.learn.evaluation.evaluate import data_plan
 from clearhead.learn.evaluation.examples import examine
-from clearhead.learn.evaluation.judgement import Figures, count_classes
+from clearhead.learn.evaluation.metrics import Figures, count_classes
 from clearhead.learn.losses import batch_loss
-from clearhead.learn.tasks.corpus import open_data
+from clearhead.learn.tasks.table import TASKS, open_data
 from clearhead.variants.presets import preset
 from tests.test_tasks import LABELS, WORDS, saved
 from tests.test_use_commands import byte_tokenizer
@@ -391,7 +391,8 @@ def test_answers_as_squad_judges_them(tmp_path):
     assert found.examples == 6 and list(found.outputs) == outputs
     assert found.metrics["token_f1"] >= found.metrics["exact"]
     by_hand = Figures(0)
-    by_hand.spans(["The cat", "a red dog", ""], [["cat!"], ["dog", "red dog house"], ["x"]])
+    for name, metric in (("exact", "answer_exact"), ("token_f1", "answer_f1")):
+        by_hand.add(name, ["The cat", "a red dog", ""], [["cat!"], ["dog", "red dog house"], ["x"]], metric)
     assert by_hand.metrics == {"exact": pytest.approx(1 / 3), "token_f1": pytest.approx((1 + 0.8) / 3)}
 
 
@@ -449,7 +450,7 @@ def test_rows_judged_one_by_one_have_the_loss_of_their_batch(task):
         def at(self, index: int) -> Batch:
             return batch
 
-    (seen,) = examine(model, One(), torch.device("cpu"))
+    (seen,) = examine(model, One(), torch.device("cpu"), TASKS[task])
     with torch.no_grad():
         total, count = batch_loss(model.eval(), batch)
     assert (seen.losses.sum(), seen.counts.sum()) == (pytest.approx(float(total), rel=1e-6), count)

@@ -10,9 +10,9 @@ import pytest
 import clearhead as ch
 from clearhead.learn.data.tagging import PREFIXES, Tagging, by_labels, recognise
 from clearhead.learn.evaluation.metrics import METRICS
-from clearhead.learn.tasks.entries.labels import _tag_metric, _tag_scores
 from clearhead.learn.tasks.reading import spans_of
 from clearhead.learn.tasks.results import Word
+from clearhead.learn.tasks.table import TASKS
 
 SCHEMES = ("IO", "IOB1", "IOB2", "IOE1", "IOE2", "IOBES", "BILOU")
 TYPES = ("P", "work-of-art")
@@ -75,8 +75,12 @@ def test_what_is_encoded_is_recognised_and_found_again(scheme):
             assert METRICS[name](tags, tags) == 1
         labels = sorted({"O"} | {tag for row in tags for tag in row})
         numbers = [[labels.index(tag) for tag in row] for row in tags]
-        assert _tag_metric(labels) == "span_f1"
-        assert _tag_scores(numbers, numbers, labels) == {"accuracy": 1, "span_f1": 1}
+        assert TASKS["tag"].default_metric(labels) == "span_f1"
+        scores = TASKS["tag"].score(numbers, numbers, labels)
+        assert {name: metric(*sides) for name, (metric, *sides) in scores.items()} == {
+            "accuracy": 1,
+            "span_f1": 1,
+        }
         bare = [[tag[0] for tag in row] for row in tags if len({tag[1:] for tag in row} - {""}) == 1]
         for row in bare:  # without types: BioBERT's sets have B, I and O
             assert {kind for kind, _, _ in recognise([row]).spans(row)} <= {"_"}
@@ -162,7 +166,7 @@ def test_one_odd_tag_does_not_change_the_scheme():
     ],
 )
 def test_a_scheme_is_told_from_labels(labels, scheme, metric):
-    assert by_labels(labels).scheme == scheme and _tag_metric(labels) == metric
+    assert by_labels(labels).scheme == scheme and TASKS["tag"].default_metric(labels) == metric
 
 
 def test_a_type_or_prefix_that_is_not_wanted_is_only_a_wrong_span():

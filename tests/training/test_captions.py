@@ -11,12 +11,14 @@ import pytest
 import torch
 import transformers
 from PIL import Image
+from safetensors.torch import load_file
 
 import clearhead as ch
 from clearhead.app.cli import main
+from clearhead.errors import ConfigError
+from clearhead.learn.tasks.entries.align import read_captions
 from clearhead.learn.tasks.towers import image_pixels, text_inputs
-from clearhead.learn.training.captions import CaptionPlan, read_captions, train_towers
-from clearhead.learn.training.new_towers import new_towers
+from clearhead.learn.training.events import read_log
 
 pytestmark = pytest.mark.ledger("L11")
 COLOURS = {"red": (220, 20, 20), "green": (20, 220, 20), "blue": (20, 20, 220)}
@@ -36,39 +38,45 @@ def captions(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     return folder / "captions.tsv"
 
 
-def small(kind: str, captions: pathlib.Path) -> ch.Model:
-    rows = read_captions(captions)
-    return new_towers(kind, [row.caption for row in rows], rows[0].image, d_model=16, n_layers=1)
-
-
-class Stopped(Exception):
-    """The machine went away."""
+SETTINGS = {
+    "data.task": "align", "model.d_model": 16, "model.n_layers": 1, "data.batch_size": 6, "train.steps": 8,
+    "train.lr": 1e-3, "train.validate_every": 3, "train.device": "cpu", "train.ema": 0.5,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", ["clip", "siglip"])
 def test_a_resumed_run_ends_as_an_uninterrupted_one(
     kind: str, captions: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:
-    plan = CaptionPlan(steps=8, batch_size=6, lr=1e-3, validate_every=3)
-    whole, begun = small(kind, captions), small(kind, captions)
-    lines = train_towers(whole, captions, tmp_path / "whole", plan)
-
-    def stop(figures: dict[str, float]) -> None:
-        raise Stopped
-
-    with pytest.raises(Stopped):
-        train_towers(begun, captions, tmp_path / "run", plan, on_validation=stop)
-    other = CaptionPlan(steps=8, batch_size=6, lr=2e-3, validate_every=3)
-    with pytest.raises(ch.InputError, match="another lr"):
-        train_towers(begun, captions, tmp_path / "run", other, resume=True)
-    with pytest.raises(ch.InputError, match="holds a run already"):
-        train_towers(begun, captions, tmp_path / "run", plan)
-    again = small(kind, captions)
-    assert train_towers(again, captions, tmp_path / "run", plan, resume=True) == lines
-    assert whole.towers is not None and again.towers is not None
-    for (name, one), other in zip(whole.towers.named_parameters(), again.towers.parameters(), strict=True):
-        assert torch.equal(one, other), name
-    assert [line["step"] for line in lines] == [3, 6, 8]
+    """By the loop, the checkpoints and the log of every other task."""
+    settings, taken = {"model.base": kind, **SETTINGS}, list[int]()
+    done = ch.train(str(captions), out=tmp_path / "whole", settings=settings)
+    whole = ch.load(tmp_path / "whole")
+    ch.train(
+        str(captions),
+        out=tmp_path / "run",
+        settings=settings,
+        stop=lambda: bool(taken.append(1)) or len(taken) == 4,
+    )
+    with pytest.raises(ConfigError, match=r"train\.lr cannot change"):
+        ch.train(resume=tmp_path / "run", settings={"train.lr": 2e-3})
+    with pytest.raises(ch.CheckpointError, match="holds another run"):
+        ch.train(str(captions), out=tmp_path / "run", settings=settings)
+    again = ch.train(resume=tmp_path / "run")
+    assert again.metrics == done.metrics and again.step == 8
+    for part in ("", "last"):
+        ours, theirs = (load_file(tmp_path / name / part / "model.safetensors") for name in ("whole", "run"))
+        assert all(torch.equal(value, theirs[name]) for name, value in ours.items()), part
+    logs = [
+        [
+            (line["step"], line["metrics"])
+            for line in read_log(tmp_path / name)
+            if line["event"] == "validated"
+        ]
+        for name in ("whole", "run")
+    ]
+    assert logs[0] == logs[1] and [step for step, _ in logs[0]] == [3, 6, 8]
+    assert whole.towers is not None
     # transformers opens the result, and finds the same loss in the same pairs.
     rows = read_captions(captions)[:5]
     (ids, mask), pixels = (
@@ -144,7 +152,7 @@ def test_bad_rows_are_one_line(
         ("nothing", str(captions)): "is no directory",
         ("clip", str(captions), "--batch-size", "1"): "set batch_size to 2 or more",
         ("clip", str(captions), "--batch-size", "40"): "needs more",
-        ("clip", str(captions), "--batch-size", "4", "--resume"): "no run to go on with",
+        ("clip", str(captions), "--batch-size", "4", "--resume"): "no run that can be resumed",
         (str(tmp_path), str(captions), "--d-model", "8"): "sizes of a new model",
     }.items():
         with pytest.raises(SystemExit) as stopped:

@@ -11,19 +11,11 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import clearhead as ch
 from clearhead.errors import InputError
-from clearhead.learn.batches.batching import make_batches
-from clearhead.learn.batches.encoded import encode_corpus
 from clearhead.learn.data.corpus import open_corpus
 from clearhead.learn.data.plan import DataPlan
 from clearhead.learn.evaluation.metrics import METRICS
-from clearhead.learn.tasks.entries.several import FIGURES
-from clearhead.learn.tasks.entries.vectors import (
-    _figures_of,
-    order_loss,
-    ranking_losses,
-    similarity,
-    text_vectors,
-)
+from clearhead.learn.tasks.entries.embed import order_loss, ranking_losses, text_vectors
+from clearhead.learn.tasks.entries.multilabel import MULTILABEL
 from clearhead.learn.tasks.table import TASKS
 from tests import harness
 
@@ -81,7 +73,7 @@ def test_rankings_are_judged_as_sklearn_judges_them():
         guess, truth = (random.random((9, 4)) < 0.5 for _ in range(2))
         for average in ("micro", "macro"):
             wanted = f1_score(truth, guess, average=average, zero_division=0)
-            made = FIGURES[f"{average}_f1"](guess.astype(int).tolist(), truth.astype(int).tolist())
+            made = MULTILABEL[f"{average}_f1"](guess.astype(int).tolist(), truth.astype(int).tolist())
             assert math.isclose(made, wanted, rel_tol=1e-9, abs_tol=1e-9)
 
 
@@ -92,7 +84,7 @@ def test_an_anchor_with_two_positives_is_one_query_with_two_right_answers():
     texts = [[0.9, 0.1, 0, 0], [0.8, 0, 0.2, 0], [0, 0.1, 0, 0.9], [0, 0, 0.9, 0]]
     said = [[1.0, *one] for one in anchors]
     meant = [[math.nan, *one] for one in texts]
-    ((_, (ranked, relevant)),) = _figures_of(said, meant).items()
+    _, ranked, relevant = TASKS["embed"].score(said, meant, ())["mrr"]
     assert len(ranked) == len(relevant) == 3 and relevant[0] == {0: 1.0, 1: 1.0}
     found = {name: METRICS[name](ranked, relevant) for name in ("mrr", "ndcg")}
     # Text 0 has 0.1 of anchor 1, as its own has, and stands before it.
@@ -116,7 +108,7 @@ def embedder(tmp_path_factory) -> ch.Model:
 
 def test_texts_of_a_row_have_the_vectors_they_have_alone(embedder, tmp_path):
     """Rows longer than the model's positions too: each text begins anew."""
-    m, batching = embedder, TASKS["embed"].batching
+    m, task = embedder, TASKS["embed"]
     texts = [
         ("dog " * 20, "katze der hier", "kein"),
         ("cat", "hund " * 15, "the"),
@@ -125,15 +117,15 @@ def test_texts_of_a_row_have_the_vectors_they_have_alone(embedder, tmp_path):
     rows = [dict(zip(("anchor", "positive", "negative"), one)) for one in texts]
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    corpus = open_corpus(DataPlan(paths=(str(path),)), batching.shape, split=False)
-    encoded = encode_corpus(corpus, "validation", batching, m.tokenizer, (), tmp_path, special=m.special)
-    batches = make_batches(
-        batching, encoded, DataPlan(batch_size=3), special=m.special, length=24, seed=0, training=False
+    corpus = open_corpus(DataPlan(paths=(str(path),)), task.shape, split=False)
+    encoded = task.encode_corpus(corpus, "validation", m.tokenizer, (), tmp_path, special=m.special)
+    batches = task.make_batches(
+        encoded, DataPlan(batch_size=3), special=m.special, length=24, seed=0, training=False
     )
     (batch,) = batches.all()
     assert batch.ids.shape[1] > m.config.max_positions and batch.n_targets == 3
     with torch.no_grad():
-        hidden = similarity().read(m.model, batch)
+        hidden = task.outputs_of(m.model, batch)
     vectors = text_vectors(hidden, batch, "mean")
     for number, found in zip(batch.numbers.tolist(), vectors):
         assert harness.worst(found, m.embed([text.strip() for text in texts[number]])) < 1e-5

@@ -14,10 +14,9 @@ from clearhead.errors import ConfigError
 from clearhead.learn.batches.batch import Batch
 from clearhead.learn.data.examples import Corpus, Labelled, Tagged
 from clearhead.learn.data.plan import DataPlan
-from clearhead.learn.losses import class_answers, class_weighted
 from clearhead.learn.recipe import read_recipe
-from clearhead.learn.tasks.corpus import open_data
-from clearhead.learn.tasks.spec import balanced_weights
+from clearhead.learn.tasks.table import TASKS, open_data
+from clearhead.learn.tasks.task import balanced_weights
 from clearhead.learn.training.events import Note, Validated, read_log
 from tests.harness import worst
 
@@ -310,12 +309,12 @@ def test_balanced_weights_are_scikit_learns(kind):
 def test_weights_are_those_of_cross_entropy_and_not_of_validation():
     logits, targets = torch.randn(6, 3), torch.tensor([0, 1, 2, 2, 1, -100])
     weights = torch.tensor([0.5, 1.0, 3.0])
-    objective = class_weighted(class_answers, weights)
+    task = TASKS["classify"].with_values(weights=weights)
     batch = Batch(torch.zeros(6, 1, dtype=torch.long), targets)
     theirs = torch.nn.functional.cross_entropy(logits, targets, weights, reduction="sum", label_smoothing=0.1)
-    assert torch.allclose(objective.loss(logits, batch, 0.1), theirs)
+    assert torch.allclose(task.loss(logits, batch, 0.1), theirs)
     plain = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
-    assert torch.allclose(objective.of_rows(logits, batch), plain)
+    assert torch.allclose(task.row_losses(logits, batch), plain)
 
 
 def test_class_weights_are_refused_where_there_are_no_classes(place, tmp_path):

@@ -10,7 +10,7 @@ import torch
 import clearhead as ch
 from clearhead.errors import ConfigError
 from clearhead.learn.batches.batch import Batch
-from clearhead.learn.tasks.entries.turns import PREFERENCE, pair_objective, preference_losses
+from clearhead.learn.tasks.entries.chats import PREFERENCE, preference_losses
 from clearhead.learn.tasks.table import TASKS
 from tests import harness
 
@@ -95,35 +95,30 @@ def test_a_run_begins_at_its_reference_and_learns_the_pairs(tuned):
 def test_the_loss_is_that_of_each_conversation_alone(tuned, tmp_path):
     """The two answers of a row do not see each other: their log-probabilities are those of `score`."""
     m = ch.load(tuned[0])
-    from clearhead.learn.batches.batching import make_batches
-    from clearhead.learn.batches.encoded import encode_corpus
     from clearhead.learn.data.corpus import open_corpus
     from clearhead.learn.data.plan import DataPlan
     from clearhead.learn.tasks.chat import chat_ids, chat_template
-    from clearhead.learn.tasks.entries.turns import pair_objective
-    from clearhead.learn.tasks.table import TASKS
 
-    path, batching = tmp_path / "rows.jsonl", TASKS["prefer"].batching
+    path, task = tmp_path / "rows.jsonl", TASKS["prefer"]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows(5)))
     corpus = open_corpus(DataPlan(paths=(str(path),)), split=False)
     assert corpus.shape == "preferences"
-    encoded = encode_corpus(
+    encoded = task.encode_corpus(
         corpus,
         "validation",
-        batching,
         m.tokenizer,
         (),
         tmp_path,
         special=m.special,
         template=chat_template(m),
     )
-    batches = make_batches(
-        batching, encoded, DataPlan(batch_size=5), special=m.special, length=64, seed=0, training=False
+    batches = task.make_batches(
+        encoded, DataPlan(batch_size=5), special=m.special, length=64, seed=0, training=False
     )
     (batch,) = batches.all()
     with torch.no_grad():
-        found = pair_objective().read(m.model, batch)
-        chunked = pair_objective().read(m.model, batch, 7)
+        found = task.outputs_of(m.model, batch)
+        chunked = task.outputs_of(m.model, batch, 7)
     for number, pair in zip(batch.numbers.tolist(), found.tolist()):
         for side, made in zip(("chosen", "rejected"), pair):
             row = rows(5)[number]
@@ -179,8 +174,9 @@ def test_the_margin_has_beta_as_trls_rewards_have(beta):
     logprobs, reference = (torch.randn(5, 2, generator=random) for _ in range(2))
     ids = torch.zeros(5, 4, dtype=torch.long)
     batch = Batch(ids, ids, documents=torch.tensor([[0, 0, 1, 1]] * 5), reference=reference)
-    said, meant = pair_objective(beta=beta).answers(logprobs, batch)
+    task = TASKS["prefer"].with_values(beta=beta)
+    said, meant = task.answers(logprobs, batch)
     rewards = beta * (logprobs - reference)
-    found = TASKS["prefer"].scores(said, meant, ())
+    found = {name: metric(*sides) for name, (metric, *sides) in task.score(said, meant, ()).items()}
     assert found["margin"] == pytest.approx(float((rewards[:, 0] - rewards[:, 1]).mean()), abs=1e-6)
     assert found["accuracy"] == pytest.approx(float((rewards[:, 0] > rewards[:, 1]).float().mean()))

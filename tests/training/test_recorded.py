@@ -7,8 +7,7 @@ import torch
 
 import clearhead as ch
 from clearhead.errors import TrainingError
-from clearhead.learn.batches.batch import IGNORE, Batch
-from clearhead.learn.batches.sizes import padded_up, scored_up, size_above
+from clearhead.learn.batches.batch import IGNORE, Batch, padded_up, scored_up, size_above
 from clearhead.learn.losses import batch_loss
 from clearhead.learn.training import prepare, recorded
 from clearhead.learn.training.events import Note

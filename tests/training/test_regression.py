@@ -14,8 +14,9 @@ import clearhead as ch
 from clearhead.app.cli import main
 from clearhead.errors import InputError
 from clearhead.learn.data.plan import DataPlan
-from clearhead.learn.tasks.corpus import open_examples
-from clearhead.learn.tasks.entries.regression import _ranks, predict
+from clearhead.learn.evaluation.metrics import ranks
+from clearhead.learn.tasks.entries.regress import predict
+from clearhead.learn.tasks.table import open_examples
 
 WORDS = tuple("abcdefghijklmnop")
 SMALL = (
@@ -83,7 +84,7 @@ def test_evaluation_agrees_with_scipy(run):
 
 
 def test_ranks_share_ties():
-    assert _ranks(np.array([3.0, 1.0, 3.0, 2.0])).tolist() == [1.0, -1.5, 1.0, -0.5]
+    assert ranks(np.array([3.0, 1.0, 3.0, 2.0])).tolist() == [1.0, -1.5, 1.0, -0.5]
 
 
 def test_transformers_opens_it_as_a_regression(run):

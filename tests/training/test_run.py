@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 
 import clearhead as ch
 from clearhead.app.cli import main
-from clearhead.learn.batches import even
+from clearhead.learn.batches.windows import FixedRows
 from clearhead.learn.training.events import read_log
 from clearhead.learn.training.state import newest
 from tests.harness import worst
@@ -77,7 +77,7 @@ class StopAt:
 )
 def test_a_stopped_run_goes_on_as_if_it_never_had_been(text, tmp_path, settings, monkeypatch):
     seen: list[list[int]] = []
-    build = even.EvenRows.at
+    build = FixedRows.at
 
     def at(self, index):
         batch = build(self, index)
@@ -85,7 +85,7 @@ def test_a_stopped_run_goes_on_as_if_it_never_had_been(text, tmp_path, settings,
             seen.append([index, *batch.numbers.flatten().tolist()])
         return batch
 
-    monkeypatch.setattr(even.EvenRows, "at", at)
+    monkeypatch.setattr(FixedRows, "at", at)
     whole = run(text, tmp_path / "whole", *settings)
     order, seen[:] = list(seen), []
     part = run(text, tmp_path / "part", *settings, stop=StopAt(5))

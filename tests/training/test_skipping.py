@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 import clearhead as ch
 from clearhead.app.cli import main
 from clearhead.learn.recipe import TrainPlan
+from clearhead.learn.tasks.table import TASKS
 from clearhead.learn.training import loop, machine, optim, prepare, recorded
 from clearhead.learn.training.events import Skipped, read_log
 from clearhead.learn.training.machine import Precision
@@ -159,7 +160,7 @@ def test_what_is_recorded_has_an_optimizer_that_skips_by_itself(kind):
         world=SimpleNamespace(mesh=None),
         plan=TrainPlan(optimizer=kind),
         optimizer=made,
-        task=SimpleNamespace(objective=None),
+        task=TASKS["lm"],
     )
     assert recorded.recordable(on_gpu) is (kind == "adamw")
     if kind == "adamw":

@@ -10,7 +10,7 @@ import clearhead as ch
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from clearhead.learn.evaluation.judgement import ClassCounts
+    from clearhead.learn.evaluation.metrics import ClassCounts
 
 Cell = str | Sequence[str | tuple[str, str]]  # text, or pieces of it, each plain or with its style
 SHADES = " .:-=+*#%@"

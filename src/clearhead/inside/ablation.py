@@ -67,9 +67,8 @@ from clearhead.learn.data.examples import PAIRS, TEXT, Chunk, Corpus, Pair, Rows
 from clearhead.learn.data.plan import DataPlan
 from clearhead.learn.evaluation.evaluate import BATCH_TOKENS, PICTURES, data_plan, judged_batches, task_for
 from clearhead.learn.evaluation.examples import renamed
-from clearhead.learn.losses import arguments_for, default_chunk, objective_of, summed
-from clearhead.learn.tasks.corpus import open_examples
-from clearhead.learn.tasks.table import TASKS
+from clearhead.learn.losses import arguments_for, default_chunk, summed
+from clearhead.learn.tasks.table import TASKS, open_examples
 from clearhead.run.api import Model
 
 
@@ -210,9 +209,9 @@ def judge(model: Transformer, examples: Examples) -> Quality:
                 loss, hits = _vocabulary(model.head, hidden, batch.targets)
             else:
                 logits = model(**arguments).logits
-                objective = TASKS[examples.task].objective or objective_of(model.config.head)
-                loss = float(objective.loss(logits, batch, 0.0))
-                hits = _right(*objective.answers(logits, batch), whole=batch.is_span)
+                task = TASKS[examples.task]
+                loss = float(task.loss(logits, batch))
+                hits = _right(*task.answers(logits, batch), whole=batch.is_span)
         total, right = total + loss, right + hits
     count = examples.targets
     refuse(not count, "the data has no targets: every token is unknown to the tokenizer; give other data")

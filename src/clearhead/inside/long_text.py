@@ -35,14 +35,12 @@ from clearhead.errors import nearest, refuse
 from clearhead.hub.checkpoint import empty_model
 from clearhead.inside.inputs import device_of
 from clearhead.inside.results import Result
-from clearhead.learn.batches.encoded import encode_corpus
-from clearhead.learn.batches.rows import Ints
+from clearhead.learn.batches.ragged import Ints
 from clearhead.learn.evaluation.evaluate import data_plan, run_recipe, task_for
 from clearhead.learn.evaluation.metrics import perplexity
 from clearhead.learn.losses import default_chunk
 from clearhead.learn.recipe import read_recipe
-from clearhead.learn.tasks.corpus import open_examples
-from clearhead.learn.tasks.table import task_named
+from clearhead.learn.tasks.table import open_examples, task_named
 from clearhead.run.api import Model
 from clearhead.run.generate.decode import PREFILL_CHUNK, cache_for, turns_by_length
 from clearhead.variants.costs import cost
@@ -110,8 +108,8 @@ def read_text(m: Model, text: Any) -> LongText:
     plan = replace(plan, task=task_for(m, plan.task))
     corpus, task = open_examples(plan, split=not named)
     with tempfile.TemporaryDirectory() as folder:
-        batching = task_named(task).batching
-        found = encode_corpus(corpus, "validation", batching, m.text_tokenizer, (), folder, special=m.special)
+        own = task_named(task)
+        found = own.encode_corpus(corpus, "validation", m.text_tokenizer, (), folder, special=m.special)
         encoded, prefix = np.array(found["ids"], np.int64), tuple(found.frame.special[0])
     name = _listed(named) if named else "the text that the run held out"
     return LongText(name, encoded, prefix, (*notes, *corpus.notes, *found.notes))

@@ -58,7 +58,6 @@ from clearhead.inside.ablation import (
     opened,
 )
 from clearhead.inside.names import AttentionHead, Heads, all_heads, as_heads, attentions, layer_names
-from clearhead.learn.losses import batch_loss
 from clearhead.learn.tasks.table import TASKS
 from clearhead.run.api import Model
 from clearhead.run.quant.apply import refuse_quantized
@@ -129,9 +128,7 @@ def importance(
     }
     for done, batch in enumerate(examples.batches, start=1):
         with torch.enable_grad(), evaluating(model), edit(model, changes):
-            loss, _ = batch_loss(
-                model, batch.to(inputs.device_of(model)), objective=TASKS[examples.task].objective
-            )
+            loss, _ = TASKS[examples.task].batch_loss(model, batch.to(inputs.device_of(model)))
             gradients = torch.autograd.grad(loss, list(masks.values()))
         for name, gradient in zip(masks, gradients):
             # H, or 1 of a feed-forward.

@@ -14,8 +14,7 @@ import functools
 import importlib.util
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as nnf
@@ -34,42 +33,6 @@ RowLoss = Callable[[nn.Module, Tensor, Tensor, float], Tensor]
 
 CPU_LOGITS = 2**24  # computed at once, at most; on a GPU more, see `default_chunk`
 LARGE_VOCABULARY = 2**13  # from this size on our own kernel is faster than the compiler's
-
-
-@dataclass(frozen=True)
-class Objective:
-    """What is learned, where that is not the next token: from the head's logits or what else it `reads`.
-
-    `states` are the last hidden states [B, T, D]; `answers` are the log-probabilities of the targets of each
-    document in a row, summed [B, 2].
-    """
-
-    loss: Callable[
-        [Tensor, Batch, float], Tensor
-    ]  # what is read, batch, smoothing -> [], summed over targets
-    answers: Callable[[Tensor, Batch], Answered]
-    reads: Literal["logits", "states", "answers"] = "logits"
-    # The loss of each row [B], where rows are judged by those beside them; None: each by itself.
-    rows: Callable[[Tensor, Batch], Tensor] | None = None
-
-    def read(self, model: transformer.Transformer, batch: Batch, chunk: int | None = None) -> Tensor:
-        """Return what the loss is computed from."""
-        arguments = arguments_for(model, batch)
-        if self.reads == "logits":
-            return cast(Tensor, model(**arguments).required_logits)
-        hidden: Tensor = model(**arguments, logits="none").hidden  # B T D
-        if self.reads == "states":
-            return hidden
-        assert isinstance(model.head, heads.LanguageHead)
-        chunk = default_chunk(model.config.vocab_size, hidden.device) if chunk is None else chunk
-        return answer_logprobs(model.head, hidden, batch, chunk)
-
-    def of_rows(self, read: Tensor, batch: Batch) -> Tensor:
-        """Return the loss of each row: [B]."""
-        if self.rows is not None:
-            return self.rows(read, batch)
-        places = [slice(row, row + 1) for row in range(len(batch))]
-        return torch.stack([self.loss(read[row], batch.rows(row), 0.0) for row in places])
 
 
 def answer_logprobs(head: heads.LanguageHead, hidden: Tensor, batch: Batch, chunk: int) -> Tensor:
@@ -109,7 +72,7 @@ def batch_loss(
     smoothing: float = 0.0,
     chunk: int | None = None,
     balance: float = feedforward.BALANCE,
-    objective: Objective | None = None,
+    own_loss: Callable[[transformer.Transformer, Batch], Tensor] | None = None,
     total: Callable[[Tensor], Tensor] = lambda value: value,
 ) -> tuple[Tensor, int]:
     """Return the loss summed over the targets of `batch`, and the number of targets.
@@ -121,11 +84,11 @@ def batch_loss(
         chunk: positions whose logits are computed at a time, for lm and mlm; 0: all; None: by the vocabulary.
         balance: weight of the losses of routers, in training: that which spreads tokens evenly over experts,
             and that which teaches scores which tokens go through a layer.
-        objective: the task's; None: the usual one of the head.
+        own_loss: the task's own, summed over the targets; None: the cross-entropy of the head.
         total: sums a value over the processes that share the rows of a batch.
     """
     config, arguments = model.config, arguments_for(model, batch)
-    if objective is None and isinstance(model.head, heads.LanguageHead):
+    if own_loss is None and isinstance(model.head, heads.LanguageHead):
         hidden = model(**arguments, logits="none").hidden  # B T D
         chunk = default_chunk(config.vocab_size, hidden.device) if chunk is None else chunk
         wanted, compiled = model.main.own(batch.targets, IGNORE), _is_compiled(model)
@@ -133,8 +96,11 @@ def batch_loss(
         count = batch.n_scored if wanted is batch.targets else None
         loss = vocabulary_loss(model.head, hidden, wanted, smoothing, chunk, some, compiled, count)
     else:
-        own = objective or objective_of(config.head)
-        loss = own.loss(own.read(model, batch, chunk), batch, smoothing) / model.main.copies
+        if own_loss is None:
+            loss = head_loss(config.head)(model(**arguments).required_logits, batch, smoothing)
+        else:
+            loss = own_loss(model, batch)
+        loss = loss / model.main.copies
     if model.training and balance:
         # Multiply by the targets, because these losses are part of the mean.
         if config.n_experts:
@@ -208,23 +174,22 @@ def span_answers(logits: Tensor, batch: Batch) -> Answered:
     return scores.argmax(1).tolist(), batch.targets.tolist()
 
 
-def class_weighted(answers: Callable[[Tensor, Batch], Answered], weights: Tensor) -> Objective:
-    """Return the objective of classes with weights [C]; validation has the loss without them."""
-
-    def loss(logits: Tensor, batch: Batch, smoothing: float = 0.0) -> Tensor:
-        return summed(logits, batch.targets, smoothing, weights)
-
-    return Objective(loss, answers, rows=Objective(class_loss, answers).of_rows)
+def head_loss(head: str | None) -> Callable[[Tensor, Batch, float], Tensor]:
+    """Return the usual loss of a head without a vocabulary: (logits, batch, smoothing) -> [], summed."""
+    return _of_head(head)[0]
 
 
-CLASSES = Objective(class_loss, class_answers)
-TAGGED = Objective(class_loss, tag_answers)
-SPANS = Objective(span_loss, span_answers)
+def head_answers(head: str | None) -> Callable[[Tensor, Batch], Answered]:
+    """Return the function from the logits of a head without a vocabulary to answers and the right ones."""
+    return _of_head(head)[1]
 
 
-def objective_of(head: str | None) -> Objective:
-    """Return the usual objective of a head without a vocabulary."""
-    usual = {"classifier": CLASSES, "tagger": TAGGED, "span": SPANS}
+def _of_head(head: str | None) -> tuple[Callable[[Tensor, Batch, float], Tensor], Callable[..., Answered]]:
+    usual = {
+        "classifier": (class_loss, class_answers),
+        "tagger": (class_loss, tag_answers),
+        "span": (span_loss, span_answers),
+    }
     refuse(
         head not in usual,
         f'a model with head "{head}" has no loss: train one with lm, mlm, classifier, tagger or span',

@@ -418,7 +418,7 @@ def memories(
 def _inputs(model: ch.Model, corpus: str | None, texts: tuple[str, ...]) -> Iterator[Given]:
     """Give what the model is to read, texts, pairs or images: `texts`, else the examples of a data set."""
     from clearhead.learn.data.examples import Images, Pair, Question
-    from clearhead.learn.tasks.corpus import open_data
+    from clearhead.learn.tasks.table import open_data
 
     both, images = model.config.family == "encoder-decoder", model.config.input != "tokens"
     for text in texts:

@@ -24,7 +24,6 @@ from clearhead.app.commands.common import (
     Json,
     check_apart,
     check_inputs,
-    load_model,
     option,
     print_notes,
     show_result,
@@ -394,27 +393,30 @@ def align(
         model not in TOWERS and (d_model is not None or n_layers is not None),
         f"--d-model and --n-layers are sizes of a new model, and {model} has its own: leave them out",
     )
-    from clearhead.learn.training.captions import CaptionPlan, read_captions, train_towers
-    from clearhead.learn.training.new_towers import new_towers
-    from clearhead.run.bundle import best_device
+    from clearhead.learn.training.events import Event, Validated
+    from clearhead.learn.training.run import train as run
 
-    plan = CaptionPlan(
-        steps=steps, batch_size=batch_size, lr=lr, weight_decay=weight_decay, seed=seed,
-        validate_every=validate_every,
-    )  # fmt: skip
-    if model in TOWERS:
-        rows = read_captions(data)
-        captions = [row.caption for row in rows]
-        made = new_towers(model, captions, rows[0].image, d_model or 128, n_layers or 2, seed=seed)
+    changes: dict[str, Any] = {
+        "data.batch_size": batch_size, "train.steps": steps, "train.lr": lr, "train.seed": seed,
+        "train.weight_decay": weight_decay, "train.validate_every": validate_every,
+    }  # fmt: skip
+    lines: list[dict[str, float]] = []
+
+    def told(event: Event) -> None:
+        if isinstance(event, Validated):
+            figures = {"step": event.step, **event.metrics}
+            found = f"{figures['image_to_text']:.1%} of images find their caption"
+            chance = f"chance {figures['chance']:.1%}"
+            print_notes([f"step {event.step}: loss {figures['loss']:.4f}, {found} ({chance})"])
+            lines.append(figures)
+
+    if resume:
+        run(resume=out, settings=changes, on_event=told)
     else:
-        made = load_model(Path(model), dtype="float32")
-    made.to(best_device(device))
-
-    def told(figures: dict[str, float]) -> None:
-        found = f"{figures['image_to_text']:.1%} of images find their caption"
-        chance = f"chance {figures['chance']:.1%}"
-        print_notes([f"step {figures['step']:.0f}: loss {figures['loss']:.4f}, {found} ({chance})"])
-
-    lines = train_towers(made, data, out, plan, validation, resume, told)
+        sizes = {"model.d_model": d_model, "model.n_layers": n_layers}
+        changes |= {name: value for name, value in sizes.items() if value is not None}
+        changes |= {"data.task": "align", "model.base": model, "train.device": device, "train.samples": 0}
+        changes |= {} if validation is None else {"data.validation": str(validation)}
+        run(str(data), out=out, settings=changes, on_event=told)
     note = f"wrote {out}: try clearhead classify {out} IMAGE --labels A B"
     show_result({"validations": lines, "folder": str(out)}, json, [note])

@@ -230,7 +230,7 @@ def predict(
       clearhead predict my-model/ --file reviews.txt --json
     """
     model = options.load(folder)
-    from clearhead.learn.tasks.entries.regression import predict
+    from clearhead.learn.tasks.entries.regress import predict
 
     options.run(
         {"text": text},

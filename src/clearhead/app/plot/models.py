@@ -25,7 +25,7 @@ from clearhead.inside.probe import Probes
 from clearhead.inside.pruning import HeadTable, PruneCurve
 from clearhead.inside.quantize import QuantReport
 from clearhead.labs.speed.compare import ABOVE_LIMIT, SpeedReport
-from clearhead.learn.evaluation.judgement import ClassCounts
+from clearhead.learn.evaluation.metrics import ClassCounts
 from clearhead.learn.parallel.planner import MeshReport
 
 COLOURS = {

@@ -4,25 +4,32 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
 from clearhead.core.config.typed import hints_of
 from clearhead.errors import InputError, refuse
-from clearhead.learn.batches import batch, batching, encoded
+from clearhead.hub.tokenizer import truncation_side
+from clearhead.learn.batches.batch import Batches
 from clearhead.learn.data import files, formats
-from clearhead.learn.data.examples import TEXT, Corpus, Images
+from clearhead.learn.data.examples import TEXT, Corpus
 from clearhead.learn.data.given import Given, given_or_paths
 from clearhead.learn.data.plan import DataPlan
-from clearhead.learn.evaluation.examples import SeenPictures, begun, examine, examples, led, renamed
-from clearhead.learn.evaluation.judgement import ClassCounts, Figures, Judgement, OnProgress
-from clearhead.learn.evaluation.metrics import Counts, perplexity, sacrebleu_metric
+from clearhead.learn.evaluation.examples import begun, examine, examples, led, renamed
+from clearhead.learn.evaluation.metrics import (
+    ClassCounts,
+    Counts,
+    Judged,
+    OnProgress,
+    perplexity,
+    sacrebleu_metric,
+)
 from clearhead.learn.recipe import GeneratePlan, Settings, read_recipe
 from clearhead.learn.tasks import reading, table
 from clearhead.learn.tasks.chat import chat_template
-from clearhead.learn.tasks.corpus import open_examples
-from clearhead.learn.tasks.spec import TaskSpec
+from clearhead.learn.tasks.table import open_examples
+from clearhead.learn.tasks.task import Task
 from clearhead.run.api import Model
 
 # What a run's own recipe says of reading and laying out data, which holds for other files too.
@@ -113,11 +120,14 @@ def evaluate(
         batch_tokens=None if batch_size else BATCH_TOKENS,
     )
     corpus, _ = open_examples(plan, split=False)
-    figures = Figures(seed, notes=[*corpus.notes, *task.remarks(corpus)])
+    notes = [*corpus.notes, *task.remarks(corpus)]
     if task.classes:
-        corpus = renamed(corpus, loaded, plan, figures.notes)
-    options = (tokenize, lowercase, generation, on_progress)
-    return _evaluation(Judgement(loaded, plan, corpus.validation, figures, *options), task, corpus)
+        corpus = renamed(corpus, loaded, plan, notes)
+    judged = Judged(
+        seed, notes=notes, loaded=loaded, plan=plan, rows=corpus.validation, tokenize=tokenize,
+        lowercase=lowercase, generation=generation, on_progress=on_progress,
+    )  # fmt: skip
+    return _evaluation(judged, task, corpus)
 
 
 def data_plan(
@@ -156,14 +166,15 @@ def task_for(loaded: Model, wanted: str | None) -> str:
     problem = theirs.get("problem_type") if config.head == "classifier" else None
     refuse(
         not any(
-            spec.head == config.head and config.family in spec.fitting_families
-            for spec in table.TASKS.values()
+            task.head == config.head and config.family in task.fitting_families
+            for task in table.TASKS.values()
         ),
         f"a model of family {config.family} with head {config.head} cannot be judged on data: "
         f"{reading.fitting(loaded)}",
     )
-    guessed_first = sorted(table.TASKS.values(), key=lambda spec: not spec.guessed)
-    names = [spec.name for spec in guessed_first if spec.judges(config, problem)]
+    # Of several that fit, the one that data is taken for, and plain text before conversations.
+    usual_first = sorted(table.TASKS.values(), key=lambda task: (not task.guessed, task.chats))
+    names = [task.name for task in usual_first if task.judges(config, problem)]
     refuse(
         wanted is not None and names and wanted not in names,
         f"task {wanted} does not fit a model of family {config.family} with head {config.head}, "
@@ -193,18 +204,18 @@ def _check_tokenize(tokenize: str | None) -> None:
 
 def judged_batches(
     loaded: Model, task: str, plan: DataPlan, corpus: Corpus, folder: str, seed: int, notes: list[str]
-) -> tuple[batch.Batches, int, int]:
+) -> tuple[Batches, int, int]:
     """Return every example to validate on once, in one order; the number of tokens, and how many are unknown.
 
     `folder` holds the ids while they are read.
     """
     spec = table.task_named(task)
-    if spec.tokens is None:
-        return SeenPictures(loaded, cast(Images, corpus.validation), plan.batch_size), 0, 0
-    rows = encoded.encode_corpus(
+    prepared = spec.judged_batches(loaded, corpus, plan)
+    if prepared is not None:
+        return prepared, 0, 0
+    rows = spec.encode_corpus(
         corpus,
         "validation",
-        spec.batching,
         loaded.text_tokenizer,
         loaded.class_names,
         folder,
@@ -218,58 +229,59 @@ def judged_batches(
     if spec.one_shape and plan.packing == "stream":
         rows = led(rows, "ids", rows.frame.special[0])
     rows, special = begun(rows, loaded)
-    batches = batching.make_batches(
-        spec.batching, rows, plan, special=special, length=length, seed=seed, training=False
+    cut_left = truncation_side(loaded.settings) == "left"
+    batches = spec.make_batches(
+        rows, plan, special=special, length=length, seed=seed, training=False, cut_left=cut_left
     )
     notes.extend(batches.notes)
     return batches, tokens, rows.n_unknown
 
 
-def _evaluation(judgement: Judgement, task: TaskSpec, corpus: Corpus) -> Evaluation:
+def _evaluation(judged: Judged, task: Task, corpus: Corpus) -> Evaluation:
     """Measure the loss, then what the task is about."""
-    loaded, figures, rows = judgement.loaded, judgement.figures, judgement.rows
-    places: dict[tuple[str, ...], int] = {}
+    loaded, rows = judged.loaded, judged.rows
+    questions: dict[tuple[str, ...], int] = {}
     if task.shape.row is not None and task.shape.row.ASKED:
-        places, judgement.references = examples(rows)
-        judgement.asked = list(places)
+        questions, judged.references = examples(rows)
+        judged.asked = list(questions)
     with tempfile.TemporaryDirectory() as folder:
-        batches, judgement.tokens, judgement.unknown = judged_batches(
-            loaded, task.name, judgement.plan, corpus, folder, figures.seed, figures.notes
+        batches, judged.tokens, judged.unknown = judged_batches(
+            loaded, task.name, judged.plan, corpus, folder, judged.seed, judged.notes
         )
-        losses = _examined(judgement, task, batches)
-    if places:
+        losses = _examined(judged, task, batches)
+    if questions:
         example = np.arange(len(losses)) if batches.example is None else batches.example
-        asked = np.array([places[row.asked()] for row in rows])[example]  # the example of each row
-        losses = np.stack([np.bincount(asked, column, len(places)) for column in losses.T], 1)
-    figures.add("loss", *losses.T)
-    if task.objective is None:
-        figures.derive("perplexity", "loss", perplexity)
-    outputs = tuple(task.figures(judgement))
+        asked = np.array([questions[row.asked()] for row in rows])[example]  # the example of each row
+        losses = np.stack([np.bincount(asked, column, len(questions)) for column in losses.T], 1)
+    judged.add("loss", *losses.T)
+    if task.reads == "vocabulary":
+        judged.derive("perplexity", "loss", perplexity)
+    outputs = tuple(task.judge(judged))
     return Evaluation(
         task=task.name,
         examples=len(losses),
         targets=int(losses[:, 1].sum()),
-        metrics=figures.metrics,
-        intervals=figures.intervals,
-        signatures=figures.signatures,
-        notes=tuple(figures.notes),
+        metrics=judged.metrics,
+        intervals=judged.intervals,
+        signatures=judged.signatures,
+        notes=tuple(judged.notes),
         outputs=outputs,
-        classes=figures.classes,
+        classes=judged.classes,
     )
 
 
-def _examined(judgement: Judgement, task: TaskSpec, batches: batch.Batches) -> Counts:
+def _examined(judged: Judged, task: Task, batches: Batches) -> Counts:
     """Return loss and number of targets of every row in the order of the data.
 
-    What the model said of each row is kept in `judgement`.
+    What the model said of each row is kept in `judged`.
     """
-    model, seen = judgement.loaded.engine.reader(), []
+    model, seen = judged.loaded.engine.reader(), []
     device = next(model.parameters()).device
-    for done, part in enumerate(examine(model, batches, device, objective=task.objective), start=1):
+    for done, part in enumerate(examine(model, batches, device, task), start=1):
         seen.append(part)
-        judgement.on_progress("reading", done, batches.per_epoch)
+        judged.on_progress("reading", done, batches.per_epoch)
     order = np.argsort(np.concatenate([part.numbers for part in seen]), kind="stable")
     said, meant = ([row for part in seen for row in getattr(part, name)] for name in ("said", "meant"))
     if said:
-        judgement.said, judgement.meant = ([rows[place] for place in order] for rows in (said, meant))
+        judged.said, judged.meant = ([rows[number] for number in order] for rows in (said, meant))
     return np.concatenate([np.stack([part.losses, part.counts], 1) for part in seen])[order]

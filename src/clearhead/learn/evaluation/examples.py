@@ -19,11 +19,9 @@ from torch import Tensor
 
 from clearhead.core import dtypes, heads, transformer
 from clearhead.errors import InputError, nearest, refuse
-from clearhead.hub.preprocessor import to_pixels
 from clearhead.learn import losses
-from clearhead.learn.batches import batching, even
-from clearhead.learn.batches.batch import IGNORE, Batch, Batches
-from clearhead.learn.batches.rows import Ints
+from clearhead.learn.batches.batch import IGNORE, Batches
+from clearhead.learn.batches.encoding import Encoded
 from clearhead.learn.data.corpus import place_of
 from clearhead.learn.data.examples import TAGS, Corpus, Example, Images
 from clearhead.learn.data.plan import DataPlan
@@ -32,8 +30,8 @@ from clearhead.learn.evaluation.metrics import METRICS, Counts
 from clearhead.learn.parallel.plan import TOKENS
 from clearhead.learn.parallel.world import ALONE, World
 from clearhead.learn.recipe import GeneratePlan
-from clearhead.learn.tasks.spec import TaskSpec
 from clearhead.learn.tasks.table import shape_of
+from clearhead.learn.tasks.task import Task
 from clearhead.run.api import Model
 
 LABEL = re.compile(r"LABEL_\d+")
@@ -41,22 +39,7 @@ WRITTEN = ("exact", "bleu", "chrf")  # metrics that need text the model generate
 Autocast = Callable[[], AbstractContextManager[object]]  # makes the context in which a loss is computed
 
 
-class SeenPictures(even.EvenRows):
-    """Pictures as the model's own settings prepare them."""
-
-    def __init__(self, loaded: Model, images: Images, rows: int) -> None:
-        self.loaded, self.images = loaded, images
-        super().__init__(len(images), rows, seed=0, training=False)
-
-    def _build(self, places: Ints, random: np.random.Generator) -> Batch:
-        made = [
-            to_pixels(self.images.pixels[place], self.loaded.config, self.loaded.images) for place in places
-        ]
-        pixels = torch.stack(made).to(next(self.loaded.model.parameters()).dtype)
-        return Batch(pixels, batching.tensor(self.images.labels[places]), numbers=batching.tensor(places))
-
-
-def led(encoded: batching.Encoded, name: str, lead: Sequence[int]) -> batching.Encoded:
+def led(encoded: Encoded, name: str, lead: Sequence[int]) -> Encoded:
     """Return the same rows of ids, each with a prefix; a text is one row."""
     if not lead:
         return encoded
@@ -72,7 +55,7 @@ def led(encoded: batching.Encoded, name: str, lead: Sequence[int]) -> batching.E
     return replace(encoded, arrays={**encoded.arrays, **changed})
 
 
-def begun(encoded: batching.Encoded, loaded: Model) -> tuple[batching.Encoded, dict[str, int]]:
+def begun(encoded: Encoded, loaded: Model) -> tuple[Encoded, dict[str, int]]:
     """Return rows and special ids so that a decoder begins in training as in generation.
 
     `bos` is its first input.
@@ -146,7 +129,7 @@ class Examined:
     numbers: NDArray[np.int64]  # B, of the examples
     losses: Counts  # B, each the sum over the row's targets
     counts: Counts  # B, how many targets that are
-    said: list[list[Any]]  # of each row, for a head without a vocabulary: see `Objective.answers`
+    said: list[list[Any]]  # of each row, for a head without a vocabulary: see `Task.answers`
     meant: list[list[Any]]
 
 
@@ -155,11 +138,11 @@ def examine(
     model: transformer.Transformer,
     batches: Batches,
     device: torch.device,
+    task: Task,
     autocast: Autocast = nullcontext,
-    objective: losses.Objective | None = None,
     world: World = ALONE,
 ) -> Iterator[Examined]:
-    """Judge every batch of one epoch, each process its share; `objective` None: the usual one of the head."""
+    """Judge every batch of one epoch, each process its share."""
     for each in batches.all():
         batch = world.rows(each, TOKENS).to(device)
         arguments = losses.arguments_for(model, batch)
@@ -168,14 +151,14 @@ def examine(
             if not world.last:  # the last stage judges
                 model(**arguments, logits="none")
                 found = torch.zeros(len(batch))
-            elif objective is None and isinstance(model.head, heads.LanguageHead):
+            elif task.reads == "vocabulary":
                 hidden = model(**arguments, logits="none").hidden  # B T D
+                assert isinstance(model.head, heads.LanguageHead)
                 chunk = losses.default_chunk(model.config.vocab_size, device)
                 found = vocabulary_losses(model.head, hidden, batch.targets, chunk)
             else:
-                own = objective or losses.objective_of(model.config.head)
-                read = own.read(model, batch)
-                found, answers = own.of_rows(read, batch), own.answers(read, batch)
+                outputs = task.outputs_of(model, batch)
+                found, answers = task.row_losses(outputs, batch), task.answers(outputs, batch)
         counts = (batch.targets.reshape(len(batch), -1) != IGNORE).sum(1)
         if batch.one_each:
             counts = torch.ones(len(batch))
@@ -188,7 +171,7 @@ def examine(
 @torch.no_grad()
 def validate(
     loaded: Model,
-    task: TaskSpec,
+    task: Task,
     batches: Batches,
     autocast: Autocast,
     device: torch.device,
@@ -198,7 +181,8 @@ def validate(
 
     And a sentence on what the model never predicts, or "".
     """
-    seen = list(examine(loaded.model, batches, device, autocast, task.objective, world))
+    model: Any = task.module(loaded)
+    seen = list(examine(model, batches, device, task, autocast, world))
     count = sum(float(part.counts.sum()) for part in seen)
     refuse(
         not count,
@@ -206,17 +190,16 @@ def validate(
         "validate on more of it, or on other files",
     )
     found = {"loss": sum(float(part.losses.sum()) for part in seen) / count}
-    if task.objective is not None:
-        predicted, wanted = (
-            [row for part in seen for row in getattr(part, side)] for side in ("said", "meant")
-        )
-        given = predicted, wanted, loaded.labels
-        return found | task.scores(*given), task.missing(*given)
+    if task.reads != "vocabulary":
+        said, meant = ([row for part in seen for row in getattr(part, side)] for side in ("said", "meant"))
+        scores = task.score(said, meant, loaded.labels)
+        found |= {name: metric(predicted, wanted) for name, (metric, predicted, wanted) in scores.items()}
+        return found, task.missing(said, meant, loaded.labels)
     return found | {"perplexity": math.exp(min(found["loss"], 700))}, ""
 
 
 @torch.no_grad()
-def written_scores(loaded: Model, task: TaskSpec, batches: Batches, metric: str) -> dict[str, float]:
+def written_scores(loaded: Model, task: Task, batches: Batches, metric: str) -> dict[str, float]:
     """Return the scores of what a model writes, where `metric` is one of these."""
     if not (task.writes and metric in WRITTEN):
         return {}
@@ -255,7 +238,7 @@ def written(loaded: Model, batches: Batches) -> tuple[list[str], list[str]]:
 
 
 def sampler(
-    task: TaskSpec, corpus: Corpus, plan: GeneratePlan, count: int, seed: int
+    task: Task, corpus: Corpus, plan: GeneratePlan, count: int, seed: int
 ) -> Callable[[Model], tuple[str, ...]]:
     """Return a function from a model to what it says of some validation examples, the same each time."""
     given: Any = corpus.validation

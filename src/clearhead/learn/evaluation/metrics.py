@@ -1,4 +1,4 @@
-"""Metrics over a set of examples, each with a confidence interval.
+"""Metrics over a set of examples, each with a confidence interval, and the figures of an evaluation.
 
 A `Metric` is made of pure functions: `counts` gives a row of numbers for each example, `total` adds up the
 rows of a set, and `of` turns the sum into the value. So every metric has its interval by the same rule: how
@@ -17,15 +17,18 @@ import operator
 import re
 import string
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from statistics import NormalDist
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from clearhead.errors import MissingExtraError, refuse
+from clearhead.learn.batches.padding import by_length
+from clearhead.learn.data.plan import DataPlan
 from clearhead.learn.data.tagging import Tagging, recognise
+from clearhead.run.api import Model
 
 Counts: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"  # a row for each example, or their sum
 Values: TypeAlias = "Sequence[Any] | Counts"
@@ -33,6 +36,8 @@ SHARE = 0.95  # of confidence
 ROUNDING = 1e-6  # by which a value may pass its bounds
 GROUPS = 1000  # of examples, at most, that are left out in turn
 BEST = 10  # of a ranking, those that count
+SOURCES = 32  # to be translated at a time, where no number of rows is asked for
+OnProgress: TypeAlias = Callable[[str, int, int], None]  # what is done, how much of it is, how much there is
 
 
 def ratio_of(sums: Counts) -> float:
@@ -311,6 +316,29 @@ def discounted_gain(ranked: Sequence[Hashable], relevant: Mapping[Hashable, floa
     return found / most if most else 0.0, 1
 
 
+# Numbers ----------------------------------------------------------------------------------------------------
+
+
+def moments(predicted: Values, wanted: Values, ranked: bool = False) -> Counts:
+    """Return of each example what a correlation is made of: 1, x, y, x², y², x · y, of numbers or ranks."""
+    pairs = np.array([predicted, wanted], dtype=np.float64)[..., 0]  # 2 N
+    x, y = (ranks(side) if ranked else side for side in pairs)
+    return np.stack([np.ones_like(x), x, y, x * x, y * y, x * y], 1)
+
+
+def ranks(values: Counts) -> Counts:
+    """Return the rank of each value, centred; equal values share their mean rank."""
+    _, which, counts = np.unique(values, return_inverse=True, return_counts=True)
+    return (np.cumsum(counts) - (counts + 1) / 2)[which] - (len(values) - 1) / 2
+
+
+def correlation_of(sums: Counts) -> float:
+    """Return Pearson's correlation from summed moments; 0 where a side does not vary."""
+    n, x, y, xx, yy, xy = sums
+    spread = max(n * xx - x * x, 0.0) * max(n * yy - y * y, 0.0)
+    return float((n * xy - x * y) / math.sqrt(spread)) if spread > 0 else 0.0
+
+
 # By name ----------------------------------------------------------------------------------------------------
 
 answer_counts = each(answer_match)
@@ -331,6 +359,132 @@ METRICS: dict[str, Metric] = {
     "answer_f1": Metric(answer_counts, lambda sums: ratio_of(sums[[1, 2]])),
     "mrr": Metric(each(reciprocal_rank)),  # of what was found, best first, and gains by what is relevant
     "ndcg": Metric(each(discounted_gain)),
+    "pearson": Metric(moments, correlation_of, bounds=(-1.0, 1.0)),
+    "spearman": Metric(functools.partial(moments, ranked=True), correlation_of, bounds=(-1.0, 1.0)),
     "bleu": sacrebleu_metric("BLEU"),
     "chrf": sacrebleu_metric("CHRF"),
 }
+
+
+# Figures of an evaluation -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ClassFigures:
+    """How well one class is found."""
+
+    label: str
+    precision: float  # of those taken for it, the share that is right
+    recall: float  # of its examples, the share that is found
+    f1: float
+    examples: int
+    predicted: int
+
+
+@dataclass(frozen=True)
+class ClassCounts:
+    """How often each class was taken for each: `confusion[wanted][predicted]`, in the order of `labels`."""
+
+    labels: tuple[str, ...]
+    confusion: tuple[tuple[int, ...], ...]  # [C, C]
+
+    def __iter__(self) -> Iterator[ClassFigures]:
+        """Yield the figures of each class; 0 where nothing can be divided."""
+        for number, (label, row) in enumerate(zip(self.labels, self.confusion)):
+            right, examples, predicted = row[number], sum(row), sum(other[number] for other in self.confusion)
+            sums = ((right, predicted), (right, examples), (2 * right, examples + predicted))
+            precision, recall, f1 = (ratio_of(np.array(pair, np.float64)) for pair in sums)
+            yield ClassFigures(label, precision, recall, f1, examples, predicted)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data, for JSON."""
+        return {"labels": self.labels, "confusion": self.confusion, "figures": [asdict(row) for row in self]}
+
+
+def count_classes(said: Sequence[int], meant: Sequence[int], labels: Sequence[str]) -> ClassCounts:
+    """Count how often each class was taken for each."""
+    counts = np.zeros((len(labels), len(labels)), np.int64)
+    np.add.at(counts, (np.array(meant, np.int64), np.array(said, np.int64)), 1)
+    return ClassCounts(tuple(labels), tuple(map(tuple, counts.tolist())))
+
+
+@dataclass
+class Figures:
+    """Figures by name, added one after the other; intervals are of 95 %."""
+
+    seed: int
+    metrics: dict[str, float] = field(default_factory=dict)
+    intervals: dict[str, tuple[float, float]] = field(default_factory=dict)
+    signatures: dict[str, str] = field(default_factory=dict)  # sacreBLEU's: they make a figure comparable
+    notes: list[str] = field(default_factory=list)
+    classes: ClassCounts | None = None  # of tasks that choose one of several classes
+
+    def add(self, name: str, predicted: Values, wanted: Values, metric: Metric | str = "") -> None:
+        """Add a metric of all examples; `metric` is one, or its name in `METRICS` where that differs."""
+        metric = METRICS[metric or name] if isinstance(metric, str) else metric
+        found = metric.measure(predicted, wanted, self.seed)
+        self.metrics[name] = found.value
+        self.intervals |= {} if found.interval is None else {name: found.interval}
+        self.signatures |= {name: found.signature} if found.signature else {}
+
+    def derive(self, name: str, base: str, of: Callable[[float], float]) -> None:
+        """Add a figure that grows with another one; so does its interval."""
+        self.metrics[name] = of(self.metrics[base])
+        if base in self.intervals:
+            low, high = self.intervals[base]
+            self.intervals[name] = (of(low), of(high))
+
+    def texts(
+        self,
+        predicted: Sequence[str],
+        references: Sequence[Sequence[str]],
+        tokenize: str | None,
+        lowercase: bool,
+    ) -> None:
+        """Add the share of exact matches, edits per token of the reference, BLEU and chrF."""
+        self.add("exact", predicted, references)
+        spaced = any(" " in text.strip() for texts in references for text in texts)
+        if not spaced:
+            self.notes.append("no target has a space: token_error counts characters")
+        self.add("token_error", predicted, references, "word_error" if spaced else "token_error")
+        try:
+            for name in ("bleu", "bleu_lowercase") if lowercase else ("bleu",):
+                bleu = sacrebleu_metric("BLEU", tokenize=tokenize, lowercase=name == "bleu_lowercase")
+                self.add(name, predicted, references, bleu)
+            self.add("chrf", predicted, references)
+        except MissingExtraError as error:
+            self.notes.append(str(error))
+
+
+@dataclass
+class Judged(Figures):
+    """One evaluation: what a task adds its figures to, and what they are computed from."""
+
+    loaded: Model = field(kw_only=True)
+    plan: DataPlan = field(kw_only=True)
+    rows: Any = field(kw_only=True)  # the examples
+    # What the caller of `evaluate` chooses
+    tokenize: str | None = None  # sacreBLEU's tokenizer
+    lowercase: bool = False
+    generation: Mapping[str, Any] = field(default_factory=dict)  # options of `translate`
+    on_progress: OnProgress = lambda stage, done, total: None
+    # What is found
+    asked: Sequence[tuple[str, ...]] = ()  # where answers are texts: the distinct questions or sources
+    references: Sequence[list[str]] = ()  # and all right answers to each
+    said: list[list[Any]] = field(default_factory=list)  # of each row, as `Task.answers` has it
+    meant: list[list[Any]] = field(default_factory=list)
+    tokens: int = 0  # of the text
+    unknown: int = 0  # of these, unknown to the tokenizer
+
+    def write(self) -> list[str]:
+        """Generate an output for each source; those of similar length share a batch."""
+        loaded, written = self.loaded, [""] * len(self.asked)
+        ids = loaded.encode([source for (source,) in self.asked], loaded.max_length)
+        size = self.plan.batch_size if self.plan.batch_tokens is None else SOURCES
+        groups = by_length(list(map(len, ids)), lambda rows, longest: rows <= size)
+        for done, numbers in enumerate(groups, start=1):
+            sources: Any = [ids[number] for number in numbers]
+            for number, output in zip(numbers, loaded.translate(sources, **self.generation)):
+                written[number] = output.text or ""
+            self.on_progress("writing", min(done * size, len(ids)), len(ids))
+        return written

@@ -11,6 +11,7 @@ import torch
 from tokenizers import Encoding
 from torch import Tensor
 
+from clearhead.core.config.fields import HeadName
 from clearhead.core.transformer import Output, evaluating
 from clearhead.errors import InputError, refuse
 from clearhead.hub import preprocessor, sentences
@@ -19,9 +20,18 @@ from clearhead.hub.tokens.text import decoded
 from clearhead.learn.batches.padding import Rows, for_device, padded, real_tokens
 from clearhead.learn.data.tagging import Tagging, by_labels
 from clearhead.learn.tasks.results import Answer, Candidate, Classification, Span, Tags, Word
-from clearhead.learn.tasks.spec import USES
 from clearhead.run.bundle import Bundle
 
+# What a model is used for, by its head; every model also embeds.
+USES: dict[HeadName, tuple[str, ...]] = {
+    "lm": ("generate", "score"),
+    "mlm": ("fill",),
+    "classifier": ("classify",),
+    "tagger": ("tag",),
+    "span": ("answer",),
+    "embedding": (),
+    "none": (),
+}
 WINDOW, STRIDE = 384, 128  # tokens of a window over a long context, and of the overlap of two
 
 

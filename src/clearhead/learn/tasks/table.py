@@ -1,25 +1,39 @@
-"""`TASKS`: the table of tasks, one entry each.
+"""`TASKS`: the table of tasks; data is opened here, where the name of a task becomes the task.
 
-The entries are the `TASKS` of the modules in `tasks/entries`: a new module there is a new task. From outside
-the package, `TASKS[spec.name] = spec` adds one.
+The tasks are the classes with a `name` in the modules of `tasks/entries`: a new module there is a new task.
+From outside the package, `TASKS["stars"] = Stars()` adds one.
 """
 
+import dataclasses
 import importlib
 import pkgutil
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from clearhead.errors import ConfigError, nearest, refuse
-from clearhead.learn.data.examples import Shape
+from clearhead.hub.tokens.chat import ChatTemplate
+from clearhead.learn.data.corpus import open_corpus
+from clearhead.learn.data.examples import Chunk, Corpus, Images, Rows, Shape
+from clearhead.learn.data.plan import DataPlan
 from clearhead.learn.tasks import entries
-from clearhead.learn.tasks.spec import TaskSpec
-
-TASKS: dict[str, TaskSpec] = {
-    spec.name: spec
-    for module in pkgutil.iter_modules(entries.__path__)
-    for spec in importlib.import_module(f"{entries.__name__}.{module.name}").TASKS
-}
+from clearhead.learn.tasks.task import Task
 
 
-def task_named(name: str) -> TaskSpec:
+def _found() -> Iterator[Task]:
+    for entry in pkgutil.iter_modules(entries.__path__):
+        module = importlib.import_module(f"{entries.__name__}.{entry.name}")
+        for value in vars(module).values():
+            own = isinstance(value, type) and value.__module__ == module.__name__
+            if own and issubclass(value, Task) and "name" in vars(value):
+                yield value()
+
+
+TASKS: dict[str, Task] = {task.name: task for task in _found()}
+
+
+def task_named(name: str) -> Task:
     """Return the task of this name."""
     refuse(
         name not in TASKS,
@@ -29,11 +43,66 @@ def task_named(name: str) -> TaskSpec:
     return TASKS[name]
 
 
-def task_for_shape(shape: str) -> TaskSpec:
+def task_for_shape(shape: str) -> Task:
     """Return the task that data of this shape is taken for."""
-    return next(spec for spec in TASKS.values() if spec.guessed and spec.shape.name == shape)
+    return next(task for task in TASKS.values() if task.guessed and task.shape.name == shape)
 
 
 def shape_of(task: str | None) -> Shape | None:
     """Return the shape of rows that a task needs; None where no task is named."""
     return None if task is None else task_named(task).shape
+
+
+def open_data(plan: DataPlan, split: bool = True) -> Corpus:
+    """Open the data that a plan names; without `split`, all examples are to validate on."""
+    return open_corpus(plan, None, split) if plan.task is None else task_named(plan.task).read(plan, split)
+
+
+def task_of(plan: DataPlan, corpus: Corpus) -> str:
+    """Return the task that the plan names, else the one that goes with the shape of the examples."""
+    task = task_for_shape(corpus.shape) if plan.task is None else task_named(plan.task)
+    needed = task.shape.name
+    refuse(needed != corpus.shape, f"task {plan.task} needs {needed}, and the data holds {corpus.shape}")
+    return plan.task or task.name
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Every text of some examples, read again at each iteration."""
+
+    rows: Rows
+
+    def __iter__(self) -> Iterator[str]:
+        rows: Any = self.rows
+        return (text for row in rows for text in row.texts())
+
+
+@dataclass(frozen=True)
+class RenderedChats:
+    """Conversations as their template writes them, without the special tokens in them."""
+
+    rows: Rows
+    template: ChatTemplate
+    special: Sequence[str]
+
+    def __iter__(self) -> Iterator[str]:
+        rows: Any = self.rows
+        between = re.compile("|".join(map(re.escape, self.special)))
+        return (
+            chunk for row in rows for text in row.rendered(self.template) for chunk in between.split(text)
+        )
+
+
+def open_examples(plan: DataPlan, split: bool = True) -> tuple[Corpus, str]:
+    """Open the data that a plan names -> the examples and the task.
+
+    `texts_only` turns rows into plain text.
+    """
+    opened = dataclasses.replace(plan, task=None, texts_only=False) if plan.texts_only else plan
+    corpus = open_data(opened, split)
+    if plan.texts_only and not isinstance(corpus.train, Images) and corpus.shape != "text":
+        train, validation = (
+            [Chunk(text, True) for text in Texts(rows)] for rows in (corpus.train, corpus.validation)
+        )
+        corpus = dataclasses.replace(corpus, shape="text", labels=(), train=train, validation=validation)
+    return corpus, plan.task if plan.texts_only and plan.task else task_of(plan, corpus)

@@ -23,10 +23,12 @@ from clearhead.hub.checkpoint import Description, describe
 from clearhead.hub.export import exported
 from clearhead.hub.gguf import is_gguf
 from clearhead.hub.tokens.training import begin_texts
+from clearhead.hub.towers import has_towers
 from clearhead.learn.batches.encoding import Encoder
 from clearhead.learn.recipe import BASE, Recipe, TrainPlan
-from clearhead.learn.tasks.spec import DECODER, TaskSpec
+from clearhead.learn.tasks.entries.align import KINDS
 from clearhead.learn.tasks.table import task_named
+from clearhead.learn.tasks.task import DECODER, Task
 from clearhead.learn.training.machine import room
 from clearhead.run.api import Model, load
 from clearhead.run.bundle import best_device
@@ -36,12 +38,13 @@ from clearhead.variants.costs import LEARNING, cost
 from clearhead.variants.presets import PRESETS, preset
 
 ImageSize = tuple[int, int, int]  # height, width, channels
+NAMED = (*PRESETS, *KINDS)  # what [model] base may name that is no directory
 
 
 def base_of(recipe: Recipe) -> Model | None:
     """Return the model that the recipe continues from, where it names a directory."""
     base, rank = recipe.model.get(BASE), recipe.train.lora
-    if base is None or base in PRESETS:
+    if base is None or base in NAMED:
         refuse(
             rank,
             f"train.lora {rank} updates a trained model, and [model] base names no directory of one: "
@@ -68,7 +71,7 @@ def _folder(base: str) -> Path:
 def sized(recipe: Recipe) -> Recipe:
     """Return the recipe with pictures brought to the size that its base reads, where it names none."""
     base = recipe.model.get(BASE)
-    if base is None or base in PRESETS or recipe.data.image_size is not None:
+    if base is None or base in NAMED or recipe.data.image_size is not None or has_towers(Path(base)):
         return recipe
     height, width = describe(_folder(base)).config.image_size or (0, 1)
     return recipe.replace("data", image_size=height) if height == width else recipe
@@ -155,7 +158,7 @@ def _begin_documents(tokenizer: Tokenizer, special: Mapping[str, int]) -> None:
         begin_texts(tokenizer, token)
 
 
-def _check_kind(start: ModelConfig, model: Mapping[str, Any], task: TaskSpec) -> None:
+def _check_kind(start: ModelConfig, model: Mapping[str, Any], task: Task) -> None:
     """Refuse a model of another family: it would see its own targets, or have no place for the source."""
     usual, fits = preset(task.usual.preset), task.fitting_families
     family, read = model.get("family", start.family), model.get("input", start.input)
@@ -187,7 +190,7 @@ def _check_sizes(base: Model, image: ImageSize | None, tokenizer: Tokenizer | No
 
 
 def _fixed(
-    task: TaskSpec,
+    task: Task,
     tokenizer: Tokenizer | None,
     labels: Sequence[str],
     image: ImageSize | None,
@@ -310,7 +313,7 @@ def _adapted(
     return Model(model, settings=dict(base.settings), labels=labels if config.n_classes else ())
 
 
-def _generation(recipe: Recipe, task: TaskSpec, special: Mapping[str, int], known: Model) -> dict[str, Any]:
+def _generation(recipe: Recipe, task: Task, special: Mapping[str, int], known: Model) -> dict[str, Any]:
     """Return generation_config.json: special token ids, unless `known` has them, and how text is generated.
 
     An output has no more tokens than the decoder has positions: transformers would run past them and fail.

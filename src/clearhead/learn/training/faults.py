@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from clearhead.core.transformer import Transformer
 from clearhead.errors import TrainingError, first_line
 from clearhead.learn.batches.batch import Batch
-from clearhead.learn.losses import Objective, batch_loss
 from clearhead.learn.parallel.shards import local
 from clearhead.learn.parallel.world import ALONE, World
 from clearhead.learn.recipe import TrainPlan
+from clearhead.learn.tasks.task import Task
 from clearhead.learn.training.machine import Precision
 from clearhead.learn.training.state import State
 from clearhead.run.kernels.training import unjoined
@@ -85,7 +85,7 @@ def diagnose(
     step: int,
     precision: Precision,
     plan: TrainPlan,
-    objective: Objective | None = None,
+    task: Task,
     world: World = ALONE,
     split_loss: Callable[[Batch], Tensor] | None = None,
 ) -> str:
@@ -100,7 +100,7 @@ def diagnose(
         if split_loss is not None:
             return split_loss(batch)
         with precision.autocast():
-            return batch_loss(model, batch, plan.label_smoothing, plan.loss_chunk, objective=objective)[0]
+            return task.batch_loss(model, batch, plan.label_smoothing, plan.loss_chunk)[0]
 
     faults = [find_fault(model, batch, loss_of, alone=split_loss is None) for batch in batches]
     everywhere = itertools.chain.from_iterable(world.everyone(faults))

@@ -54,6 +54,7 @@ def learn(run: TrainingRun, on_event: OnEvent, stop: Callable[[], bool]) -> Reas
             upcoming = run.batches(step + 1)  # prepared while the device works
         meter.settle()  # on a GPU: reads the step before, while the device works on this one
         read = one.update(total, work.targets)
+        run.task.after_step(model)
         if run.ema is not None:
             run.ema.update(model)
         state.step, state.tokens = step, state.tokens + work.tokens
@@ -183,7 +184,7 @@ class Meter:
         lost = not all(local(one).isfinite().all() for one in run.model.parameters())  # nothing cures that
         if run.world.any(often or again or lost):
             run.seed(step)  # the optimizer did not step: the weights are still those before it
-            work = run.model, batches, step, run.precision, run.plan, run.task.objective, run.world
+            work = run.model, batches, step, run.precision, run.plan, run.task, run.world
             why = faults.diagnose(*work, split_loss=None if run.empty is None else run.loss)
             raise TrainingError(f"{why} ({state.skipped:,} of {step:,} steps were not finite)")
         self.on_event(Skipped(step, loss, norm, state.skipped))

@@ -23,7 +23,7 @@ from clearhead.learn.parallel.division import Checkpointing, Work
 from clearhead.learn.parallel.estimate import find_device
 from clearhead.learn.parallel.plan import ParallelPlan
 from clearhead.learn.recipe import Recipe, TrainPlan
-from clearhead.learn.tasks.spec import TaskSpec
+from clearhead.learn.tasks.task import Task
 from clearhead.learn.training.state import State
 from clearhead.run.kernels import float8
 from clearhead.variants.costs import cost
@@ -141,7 +141,7 @@ def least_seconds(per_token: float, batch: Batch, plan: TrainPlan, precision: Pr
 
 
 def pays(
-    task: TaskSpec, data: DataPlan, plan: TrainPlan, device: torch.device, least: float | None = None
+    task: Task, data: DataPlan, plan: TrainPlan, device: torch.device, least: float | None = None
 ) -> bool:
     """Is compiling the model worth it? On a GPU, with batches of one shape, for many steps or long ones.
 
@@ -158,13 +158,13 @@ def host_bound(config: ModelConfig, least: float | None) -> bool:
     return least is None or least < LAYER * layers
 
 
-def one_shape(task: TaskSpec, data: DataPlan) -> bool:
+def one_shape(task: Task, data: DataPlan) -> bool:
     """Return True if all batches have the same shape, and no padding."""
     return task.one_shape and data.packing == "stream"
 
 
 def quick_attention(
-    task: TaskSpec, data: DataPlan, device: torch.device
+    task: Task, data: DataPlan, device: torch.device
 ) -> Callable[[], AbstractContextManager[object]]:
     """Return a maker of contexts in which attention is fastest.
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer
@@ -17,9 +17,10 @@ from clearhead.errors import ConfigError, refuse
 from clearhead.hub.checkpoint import Unread
 from clearhead.hub.files import write_text
 from clearhead.hub.gguf import is_gguf
-from clearhead.hub.tokenizer import load_tokenizer, read_settings, special_ids
+from clearhead.hub.tokenizer import load_tokenizer, read_settings, special_ids, truncation_side
 from clearhead.hub.tokens.training import SPELLS_ALL, choose, train_tokenizer
-from clearhead.learn.batches import batch, batching, encoded, even
+from clearhead.learn.batches.batch import Batches
+from clearhead.learn.batches.windows import FixedRows
 from clearhead.learn.data.examples import Corpus, Images
 from clearhead.learn.data.files import RECIPE
 from clearhead.learn.evaluation.examples import begun, sampler
@@ -29,9 +30,10 @@ from clearhead.learn.parallel.pipeline import staged
 from clearhead.learn.parallel.shards import emptied, materialise
 from clearhead.learn.parallel.world import ALONE, World
 from clearhead.learn.recipe import BASE, Recipe, TrainPlan
-from clearhead.learn.tasks import spec, table
+from clearhead.learn.tasks import table
 from clearhead.learn.tasks.chat import chat_template, template_for
-from clearhead.learn.tasks.corpus import RenderedChats, Texts, open_examples
+from clearhead.learn.tasks.table import RenderedChats, Texts, open_examples
+from clearhead.learn.tasks.task import DECODER, ENCODER, ENCODER_DECODER, Side, Task
 from clearhead.learn.training import build, machine, optim, weights
 from clearhead.learn.training.events import Note, OnEvent
 from clearhead.learn.training.recorded import record_steps, recordable
@@ -44,11 +46,10 @@ from clearhead.run.bundle import best_device
 from clearhead.run.kernels.parts import like
 from clearhead.run.kernels.training import join_projections, recompute, suit_compiled, suit_narrow
 from clearhead.variants.costs import cost
-from clearhead.variants.presets import PRESETS
 
 FINGERPRINT = f"{CACHE}/fingerprint"  # of the data a run began with
 APART = 50  # steps between validations, at least, where the recipe does not say
-SIDES: tuple[Literal["train", "validation"], ...] = ("train", "validation")
+SIDES: tuple[Side, ...] = ("train", "validation")
 
 
 def prepare(recipe: Recipe, folder: Path, on_event: OnEvent, world: World = ALONE) -> TrainingRun:
@@ -63,13 +64,15 @@ def prepare(recipe: Recipe, folder: Path, on_event: OnEvent, world: World = ALON
     device = best_device(recipe.train.device)
     precision = machine.choose_precision(recipe.train, device)
     world.agree({**facts(corpus), "precision": precision.name})
-    tokenizer, special = world.once(lambda: find_tokenizer(recipe, task, corpus, base, on_event))
-    image = corpus.train.shape if isinstance(corpus.train, Images) else None
-    loaded = build.build(
-        recipe, name, tokenizer, special, corpus.labels, image, base, large=device.type != "cpu"
-    )
-    if task.ready is not None:
-        on_event(Note(task.ready(loaded, recipe)))
+    loaded = task.model_for(recipe, corpus, base)
+    if loaded is None:
+        tokenizer, special = world.once(lambda: find_tokenizer(recipe, task, corpus, base, on_event))
+        image = corpus.train.shape if isinstance(corpus.train, Images) else None
+        loaded = build.build(
+            recipe, name, tokenizer, special, corpus.labels, image, base, large=device.type != "cpu"
+        )
+    if line := task.ready(loaded, recipe):
+        on_event(Note(line))
     recipe = recipe.replace("data", task=name)
     batches = encode_batches(recipe, task, corpus, loaded, folder, on_event, world)
     for line in remarks(recipe, task, loaded, base):
@@ -96,10 +99,10 @@ def facts(corpus: Corpus) -> dict[str, str]:
 
 def assemble(
     recipe: Recipe,
-    task: spec.TaskSpec,
+    task: Task,
     corpus: Corpus,
     loaded: Model,
-    batches: tuple[batch.Batches, batch.Batches],
+    batches: tuple[Batches, Batches],
     precision: machine.Precision,
     folder: Path,
     on_event: OnEvent,
@@ -114,6 +117,12 @@ def assemble(
     """
     plan, device = recipe.train, precision.device
     task = task.settled(plan, loaded, corpus)
+    module, joined = task.module(loaded), loaded.towers is not None
+    refuse(
+        joined and world.size > 1,
+        "two towers are trained in one process: start it without torchrun",
+        ConfigError,
+    )
     began = began if began.get("device") == device.type else {}  # on another one, all is chosen anew
     threads = _set_threads(plan, began, world, on_event)
     if plan.loss_chunk is None and isinstance(loaded.model.head, LanguageHead):
@@ -137,23 +146,27 @@ def assemble(
             also=() if isinstance(loaded.model.head, LanguageHead) else ("head.*",),
         )
         on_event(Note(weights.adapted_note(adapted, plan.lora)))
-    optim.freeze(loaded.model, plan.freeze)
+    optim.freeze(module, plan.freeze)
     check_stages(loaded.config, recipe.parallel.pipeline, precision.scaled)
     has_room = functools.partial(machine.fits, recipe, loaded.config, precision)
     world = world.arranged(recipe.parallel, device.type, has_room, always=plan.offload)
     whole = world.plan.tensor * world.plan.context == 1  # a split layer has its own ways
     empty = emptied(loaded.model) if world.mesh is not None else None
     if world.mesh is None:  # what is split goes to the device in parts
-        loaded.model.to(device)
+        module.to(device)
     if world.plan.pipeline > 1:
         loaded.model = staged(loaded.model, world, device)
-    if whole:
+    if whole and not joined:
         join_projections(loaded.model)
     if precision.float8:
         on_event(Note(machine.suit_float8(loaded.model, world.mesh is not None)))
     if plan.checkpointing:
         recompute(loaded.model)
-    flops = cost(loaded.config, length=loaded.max_length).flops if task.tokens is not None else None
+    flops = (
+        cost(loaded.config, length=loaded.max_length).flops
+        if task.tokens is not None and not joined
+        else None
+    )
     per_token = flops.training_per_token if flops is not None else 0.0
     least = None
     if precision.peak is not None:
@@ -171,7 +184,7 @@ def assemble(
         partial = split(loaded.model, world, wanted, plan.offload)
         if unread is not None:
             materialise(loaded.model, torch.device("cpu") if plan.offload else device, unread)
-    optimizer = optim.make_optimizer(loaded.model, replace(plan, freeze=()), device)  # frozen before
+    optimizer = optim.make_optimizer(task.module(loaded), replace(plan, freeze=()), device)  # frozen before
     run = TrainingRun(
         folder=folder,
         task=task,
@@ -184,7 +197,7 @@ def assemble(
         optimizer=optimizer,
         precision=precision,
         attention=machine.quick_attention(task, recipe.data, device),
-        ema=weights.Ema(loaded.model, plan.ema) if plan.ema else None,
+        ema=weights.Ema(task.module(loaded), plan.ema) if plan.ema else None,
         samples=sampler(task, corpus, recipe.generate, plan.samples, plan.seed),
         example=first_example(corpus),
         flops_per_token=per_token,
@@ -199,7 +212,7 @@ def assemble(
         "train.compile=false, which changes the last digits of all numbers",
         ConfigError,
     )
-    if world.mesh is None and not compiled and machine.narrow(device):
+    if world.mesh is None and not compiled and not joined and machine.narrow(device):
         suit_narrow(loaded.model)
     bound = began.get("recorded", machine.host_bound(loaded.config, least))
     recorded = not compiled and bound and recordable(run)
@@ -253,7 +266,7 @@ def _compile(run: TrainingRun, on_event: OnEvent) -> bool:
 
 
 def find_tokenizer(
-    recipe: Recipe, task: spec.TaskSpec, corpus: Corpus, base: Model | None, on_event: OnEvent
+    recipe: Recipe, task: Task, corpus: Corpus, base: Model | None, on_event: OnEvent
 ) -> tuple[Tokenizer | None, dict[str, int]]:
     """Return tokenizer and special ids: of a directory, of the base model, or trained on this data."""
     if task.tokens is None:
@@ -269,7 +282,7 @@ def find_tokenizer(
         return base.tokenizer, base.special
     chosen, sentence = choose(plan, task.tokens, corpus.size)
     assert chosen.kind is not None
-    elsewhere = plan.kind is None and task.usual is spec.DECODER and chosen.kind not in SPELLS_ALL
+    elsewhere = plan.kind is None and task.usual is DECODER and chosen.kind not in SPELLS_ALL
     on_event(Note(sentence + (f"; for GGUF, set tokens.kind={' or '.join(SPELLS_ALL)}" if elsewhere else "")))
     texts: Iterable[str] = Texts(corpus.train)
     specials = task.tokens
@@ -283,39 +296,43 @@ def find_tokenizer(
         on_event(Note(f"{reached:,} tokens: tokens.vocab_size {plan.vocab_size:,} is more than the text has"))
     named = {role: tokenizer.token_to_id(token) for role, token in task.tokens.roles(chosen.kind).items()}
     special = {role: index for role, index in named.items() if index is not None}
-    if task.usual is spec.ENCODER_DECODER:
+    if task.usual is ENCODER_DECODER:
         special["decoder_start"] = special["bos"]
     return tokenizer, special
 
 
 def encode_batches(
     recipe: Recipe,
-    task: spec.TaskSpec,
+    task: Task,
     corpus: Corpus,
     loaded: Model,
     folder: Path,
     on_event: OnEvent,
     world: World = ALONE,
-) -> tuple[batch.Batches, batch.Batches]:
+) -> tuple[Batches, Batches]:
     """Encode the examples, cache them beside the run, and return the batches to train and to validate on."""
     length = min(recipe.data.max_length or loaded.max_length, loaded.max_length)
     cache = Path(recipe.data.cache) if recipe.data.cache is not None else folder / CACHE
     made = []
     for side in SIDES:
+        direct = task.direct_batches(loaded, corpus, side, recipe.data, recipe.train.seed)
+        if direct is not None:
+            made.append(direct)
+            continue
         with world.led():
-            ids = encoded.encode_corpus(
-                corpus, side, task.batching, loaded.tokenizer, loaded.labels, cache,
+            ids = task.encode_corpus(
+                corpus, side, loaded.tokenizer, loaded.labels, cache,
                 special=loaded.special, template=chat_template(loaded) if task.chats else None,
             )  # fmt: skip
         rows, special = begun(ids, loaded)
-        batches = batching.make_batches(
-            task.batching,
+        batches = task.make_batches(
             rows,
             recipe.data,
             special=special,
             length=length,
             seed=recipe.train.seed,
             training=side == "train",
+            cut_left=truncation_side(loaded.settings) == "left",
         )
         for line in batches.notes:
             on_event(Note(f"{side}: {line}"))
@@ -335,10 +352,10 @@ def encode_batches(
 
 def settled(
     recipe: Recipe,
-    task: spec.TaskSpec,
+    task: Task,
     labels: tuple[str, ...],
     loaded: Model,
-    train: batch.Batches,
+    train: Batches,
     precision: str,
 ) -> Recipe:
     """Fill in everything the recipe leaves open: this is `train.toml`, which a resumed run reads."""
@@ -355,22 +372,22 @@ def settled(
         warmup=_warmup(plan, steps),
         precision=precision,
     )
-    if is_based(recipe):
+    if is_based(recipe) or loaded.towers is not None:
         return recipe  # the rest of the model is described by that directory
     return recipe.replace("model", **loaded.config.to_dict())
 
 
 def is_based(recipe: Recipe) -> bool:
     """Return True if a run goes on from the weights of a model."""
-    return BASE in recipe.model and recipe.model[BASE] not in PRESETS
+    return BASE in recipe.model and recipe.model[BASE] not in build.NAMED
 
 
-def _steps(plan: TrainPlan, train: batch.Batches) -> int:
+def _steps(plan: TrainPlan, train: Batches) -> int:
     """Return the number of steps: as given, by the epochs, or ten epochs within 1,000 to 5,000 steps."""
     if plan.steps is not None:
         return plan.steps
-    # The last batch of even rows is filled up from the next epoch.
-    batches = train.n_rows / train.rows if isinstance(train, even.EvenRows) else train.per_epoch
+    # The last batch of rows of one length is filled up from the next epoch.
+    batches = train.n_rows / train.rows if isinstance(train, FixedRows) else train.per_epoch
     per_epoch = batches / plan.accumulate
     if plan.epochs is not None:
         return max(1, round(plan.epochs * per_epoch))
@@ -383,9 +400,9 @@ def _warmup(plan: TrainPlan, steps: int) -> int:
     return max(1, steps // 10) if too_long else warmup  # with 0, a single step would have the last rate
 
 
-def remarks(recipe: Recipe, task: spec.TaskSpec, loaded: Model, base: Model | None) -> Iterator[str]:
+def remarks(recipe: Recipe, task: Task, loaded: Model, base: Model | None) -> Iterator[str]:
     """Yield a sentence for random weights and each setting that the data, the model or its base overrides."""
-    if base is None and task.usual is spec.ENCODER and task.head != "mlm":
+    if base is None and task.usual is ENCODER and task.head != "mlm":
         yield "training starts from random weights: set model.base=DIR to start from a trained model"
     longest, asked = loaded.max_length, recipe.data.max_length
     if asked is not None and asked > longest and task.tokens is not None:

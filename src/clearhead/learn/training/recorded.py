@@ -18,10 +18,8 @@ from torch import Tensor
 
 from clearhead.core.taps import SILENT, tap_for
 from clearhead.errors import first_line
-from clearhead.learn.batches.batch import Batch
-from clearhead.learn.batches.bucketed import Bucketed
-from clearhead.learn.batches.sizes import padded_up, scored_up
-from clearhead.learn.losses import CLASSES, TAGGED
+from clearhead.learn.batches.batch import Batch, padded_up, scored_up
+from clearhead.learn.batches.buckets import Bucketed
 from clearhead.learn.parallel.pipeline import MicroBatches
 from clearhead.learn.training import optim
 from clearhead.learn.training.events import Note, OnEvent
@@ -51,15 +49,15 @@ def size_of(batch: Batch) -> Size:
 
 def recordable(run: TrainingRun) -> bool:
     """Return True if steps can be recorded, as far as that is known before the first one."""
-    config = run.model.config
+    config = run.loaded.config
     return bool(
-        run.precision.device.type == "cuda"
+        run.task.capturable
+        and run.precision.device.type == "cuda"
         and run.world.mesh is None
         and not (run.precision.scaled or run.plan.checkpointing)
         and run.optimizer.defaults.get("fused")  # which skips a step by itself; Muon and Adafactor cannot
         and not config.n_experts
         and config.depth_capacity == 1
-        and run.task.objective in (None, CLASSES, TAGGED)
     )
 
 

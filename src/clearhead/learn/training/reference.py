@@ -11,7 +11,7 @@ import torch
 from clearhead.core.transformer import evaluating
 from clearhead.errors import CheckpointError, ConfigError, TrainingError, refuse
 from clearhead.learn.batches.batch import Batch
-from clearhead.learn.batches.preferences import PreferenceBatches
+from clearhead.learn.tasks.entries.chats import PreferenceBatches
 from clearhead.learn.training.events import Note, OnEvent
 from clearhead.learn.training.running import TrainingRun
 from clearhead.learn.training.state import CACHE
@@ -59,11 +59,9 @@ def read_reference(run: TrainingRun) -> None:
 @torch.no_grad()
 def logprobs(run: TrainingRun, batch: Batch) -> torch.Tensor:
     """Return the log-probabilities of the two answers of each row, [B, 2], as the run computes them."""
-    objective = run.task.objective
-    assert objective is not None
     moved = batch.to(run.precision.device)
     with evaluating(run.model), run.precision.autocast():
-        return objective.read(run.model, moved, run.plan.loss_chunk).float()
+        return run.task.outputs_of(run.model, moved, run.plan.loss_chunk).float()
 
 
 def _check(run: TrainingRun) -> float:

@@ -81,7 +81,7 @@ def on_disk(run: TrainingRun, prepared: Path) -> int:
 
     A new checkpoint is written before an old one is removed; the model at the end comes when that is done.
     """
-    plan, model = run.plan, run.loaded.model
+    plan, model = run.plan, run.model
     count = sum(one.numel() for one in model.parameters())
     trained = sum(one.numel() for one in model.parameters() if one.requires_grad)
     weights, moments = 4 * count, (LEARNING[plan.optimizer] - 8) * trained

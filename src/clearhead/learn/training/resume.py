@@ -16,7 +16,6 @@ from clearhead.learn.parallel.plan import ParallelPlan
 from clearhead.learn.parallel.world import ALONE, World
 from clearhead.learn.recipe import SECTIONS, Recipe, Settings, read_recipe
 from clearhead.learn.tasks import table
-from clearhead.learn.tasks.corpus import open_examples
 from clearhead.learn.training import machine, optim
 from clearhead.learn.training.events import Note, OnEvent
 from clearhead.learn.training.prepare import FINGERPRINT, assemble, encode_batches
@@ -61,7 +60,7 @@ def restore(
 ) -> TrainingRun:
     """Prepare a run again as it was at a checkpoint; write its recipe where that was changed."""
     precision = _same_precision(recipe, folder)
-    corpus, name = open_examples(recipe.data)
+    corpus, name = table.open_examples(recipe.data)
     task = table.task_named(name)
     fingerprint = folder / FINGERPRINT
     began = fingerprint.read_text().strip() if fingerprint.is_file() else corpus.fingerprint
@@ -124,7 +123,7 @@ def _same_precision(recipe: Recipe, folder: Path) -> machine.Precision:
 
 def _lengthen(run: TrainingRun, before: int, on_event: OnEvent) -> None:
     """Say where a run of `before` steps, made longer, is not what it would have been from the beginning."""
-    done, plan, width = run.state.step, run.plan, run.model.config.d_model
+    done, plan, width = run.state.step, run.plan, run.loaded.config.d_model
     refuse(run.steps < done, f"train.steps {run.steps} is less than the {done} steps that are done: set more")
     rates = (
         [optim.rate(plan, step, steps, width) for step in range(1, done + 1)] for steps in (before, run.steps)

@@ -23,7 +23,7 @@ from clearhead.learn.parallel.pipeline import staged
 from clearhead.learn.parallel.shards import materialise
 from clearhead.learn.parallel.world import World, joined
 from clearhead.learn.recipe import BASE, SECTIONS, Recipe, Settings, read_recipe
-from clearhead.learn.tasks import corpus, table
+from clearhead.learn.tasks import table
 from clearhead.learn.training import faults, loop, prepare, weights
 from clearhead.learn.training import resume as continued
 from clearhead.learn.training.events import Finished, Note, OnEvent, Reason, Started, Validated, logged
@@ -174,15 +174,16 @@ def _pretrain(
     """Start or resume the first stage in its own folder: masked language modelling on the same texts."""
     if world.once(lambda: newest(folder) is not None):
         return _resume(world, folder, on_event, stop)
-    _, task = corpus.open_examples(recipe.data)
-    fits = " and ".join(sorted(name for name, spec in table.TASKS.items() if spec.pretrain))
-    refuse(not table.TASKS[task].pretrain, f"train.pretrain is for {fits}, and this is {task}: set it to 0")
-    table.TASKS[task].check_metric(recipe.train.metric)
+    _, name = table.open_examples(recipe.data)
+    fits = " and ".join(sorted(name for name, task in table.TASKS.items() if task.pretrain))
+    refuse(not table.TASKS[name].pretrain, f"train.pretrain is for {fits}, and this is {name}: set it to 0")
+    table.TASKS[name].check_metric(recipe.train.metric)
     steps = recipe.train.pretrain
     on_event(Note(f"first stage: {steps:,} steps of masked language modelling"))
     later = {
         **{"pretrain": 0, "metric": None, "patience": None, "average": 0},  # are of the second stage
         **{"lora": 0, "freeze": (), "layer_decay": 1.0},  # keep trained weights, and there are none yet
+        "class_weights": None,
     }
     recipe = recipe.replace("train", steps=steps, epochs=None, **later)
     return _start(world, recipe.replace("data", task="mlm", texts_only=True), folder, on_event, stop, keep)

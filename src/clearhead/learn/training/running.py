@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from clearhead.core.feedforward import BALANCE
 from clearhead.core.transformer import Output, Transformer
 from clearhead.learn.batches.batch import Batch, Batches
-from clearhead.learn.losses import arguments_for, batch_loss
+from clearhead.learn.losses import arguments_for
 from clearhead.learn.parallel import pipeline, shards
 from clearhead.learn.parallel.pipeline import StageTransformer
 from clearhead.learn.parallel.world import ALONE, World
 from clearhead.learn.recipe import TrainPlan
-from clearhead.learn.tasks.spec import TaskSpec
+from clearhead.learn.tasks.task import Task
 from clearhead.learn.training import machine, optim, weights
 from clearhead.learn.training.events import OnEvent
 from clearhead.learn.training.saving import Saver
@@ -42,7 +42,7 @@ class PlainStep:
         """Add up the gradients of a step; return its loss [], summed over the targets of this process."""
         run, scaler = self.run, self.scaler
         return pipeline.gradients(
-            run.model, work, run.world, run.loss, lambda loss: run.backward(scaler.scale(loss))
+            run.loaded.model, work, run.world, run.loss, lambda loss: run.backward(scaler.scale(loss))
         )
 
     def update(self, total: Tensor, targets: int) -> Callable[[], list[float]]:
@@ -62,7 +62,7 @@ class TrainingRun:
     """Everything a run works with."""
 
     folder: Path
-    task: TaskSpec
+    task: Task
     plan: TrainPlan  # with nothing left to choose
     steps: int  # of the whole run
     metric: str  # that the best checkpoint is chosen by
@@ -88,7 +88,7 @@ class TrainingRun:
     @property
     def model(self) -> Transformer:
         """The model in training."""
-        return self.loaded.model
+        return self.task.module(self.loaded)  # type: ignore[return-value]
 
     @property
     def runner(self) -> Transformer:
@@ -121,7 +121,7 @@ class TrainingRun:
 
     def rate(self, step: int) -> float:
         """Return the learning rate of a step."""
-        return optim.rate(self.plan, step, self.steps, self.model.config.d_model)
+        return optim.rate(self.plan, step, self.steps, self.loaded.config.d_model)
 
     def loss(self, batch: Batch) -> Tensor:
         """Return the loss of a batch, summed over its targets.
@@ -129,19 +129,18 @@ class TrainingRun:
         Of a pipeline, the last stage returns it, without the balance of experts (see `StageTransformer`), and
         the others 0, whose gradient is that of what they have passed on.
         """
-        plan, objective = self.plan, self.task.objective
+        plan = self.plan
         counted = bool(batch.n_rows)  # False: a row stands in for none
         with self.precision.autocast(), self.attention():
             if not self.world.last:
                 passed: Output = self.runner(**arguments_for(self.model, batch), logits="none")
                 return passed.required_logits
-            loss, _ = batch_loss(
+            loss, _ = self.task.batch_loss(
                 self.runner,
                 batch,
                 plan.label_smoothing,
                 plan.loss_chunk,
                 0.0 if isinstance(self.model, StageTransformer) else BALANCE,
-                objective,
                 total=lambda value: self.world.sum(value * counted),
             )
         return loss * counted
@@ -161,7 +160,7 @@ class TrainingRun:
         merging = self.plan.lora and self.empty is None
         with averaged, merged(self.model) if merging else nullcontext():
             try:
-                yield replace(self.loaded, model=self.runner)
+                yield self.loaded if self.compiled is None else replace(self.loaded, model=self.compiled)
             finally:
                 shards.rest(self.model)
 

@@ -89,7 +89,8 @@ def snapshot(
     described = loaded.described()
     named = dict(usable.named_parameters()) | dict(tensors)  # whose names have a / and are others
     parts = {name: part_of(one) for name, one in named.items()}
-    return Snapshot(loaded, described, merged_tensors(empty, described), parts, copy.deepcopy(state))
+    tensors_of = merged_tensors(empty, described) if loaded.towers is None else loaded.towers.outgoing()
+    return Snapshot(loaded, described, tensors_of, parts, copy.deepcopy(state))
 
 
 def save_checkpoint(folder: Path, taken: Snapshot, group: ProcessGroup | None = None) -> Path:

@@ -7,7 +7,7 @@ from shlex import quote
 from typing import Any
 
 from clearhead.learn.data.examples import Corpus, Images
-from clearhead.learn.tasks.spec import TaskSpec
+from clearhead.learn.tasks.task import Task
 from clearhead.run.api import Model
 
 PICTURE = "example.png"  # written beside a model that reads pictures
@@ -22,7 +22,7 @@ def first_example(corpus: Corpus) -> Any:
     return given.pixels[0] if isinstance(given, Images) else next(iter(given), None)
 
 
-def command_to_try(task: TaskSpec, example: Any, model: Model, folder: Path) -> str:
+def command_to_try(task: Task, example: Any, model: Model, folder: Path) -> str:
     """Return the command that uses a trained model, with this example in place of TEXT."""
     command = task.command.format(folder=quote(str(folder)))
     if task.tokens is None:

@@ -1,4 +1,4 @@
-"""Batches of rows of one length: windows over a text, and packed documents.
+"""Batches of rows of one length: windows over a text, masked or with spans taken out, and packed documents.
 
 Shapes: B rows, T tokens of a row, S tokens of the source, N tokens of the text.
 """
@@ -7,18 +7,20 @@ import math
 from abc import abstractmethod
 from functools import lru_cache
 from itertools import count
+from typing import Any
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
+from numpy.typing import NDArray
 
 from clearhead.errors import refuse
 from clearhead.learn.batches.batch import IGNORE, Batch, Batches
-from clearhead.learn.batches.batching import Setting, blank, tensor
-from clearhead.learn.batches.objectives import corrupt_spans, mask_tokens, noise_sizes
-from clearhead.learn.batches.rows import Ints, Stretches, frame_rows, lay, pack, ragged
+from clearhead.learn.batches.encoding import Setting
+from clearhead.learn.batches.ragged import Ints, Stretches, blank, frame_rows, lay, pack, ragged, tensor
 
 CHECKED = 2**20  # tokens looked at together
 ORDER, OFFSET, BATCH = range(3)  # what random numbers are drawn for: no two purposes share theirs
+MASKED, REPLACED = 0.8, 0.1  # of the tokens chosen for masking; the others stay as they are
 
 
 def generator(seed: int, purpose: int, number: int) -> np.random.Generator:
@@ -26,7 +28,7 @@ def generator(seed: int, purpose: int, number: int) -> np.random.Generator:
     return np.random.default_rng((seed % 2**64, purpose, number))
 
 
-class EvenRows(Batches):
+class FixedRows(Batches):
     """Rows of one length.
 
     Training batches all have the same size: one that begins at the end of an epoch continues into the next.
@@ -46,23 +48,25 @@ class EvenRows(Batches):
         random = generator(self.seed, BATCH, index)
         if not self.training:
             start = index % self.per_epoch * self.rows
-            return self._build(self.places(0, np.arange(start, min(start + self.rows, self.n_rows))), random)
+            return self._build(
+                self.positions(0, np.arange(start, min(start + self.rows, self.n_rows))), random
+            )
         epoch, start = divmod(index * self.rows, self.n_rows)
-        places = self.places(epoch, self.order(epoch)[start : start + self.rows])
-        if missing := self.rows - len(places):
-            places = np.append(places, self.places(epoch + 1, self.order(epoch + 1)[:missing]))
-        return self._build(places, random)
+        positions = self.positions(epoch, self.order(epoch)[start : start + self.rows])
+        if missing := self.rows - len(positions):
+            positions = np.append(positions, self.positions(epoch + 1, self.order(epoch + 1)[:missing]))
+        return self._build(positions, random)
 
-    def places(self, epoch: int, numbers: Ints) -> Ints:
+    def positions(self, epoch: int, numbers: Ints) -> Ints:
         """Return where the rows with these numbers are in this epoch."""
         return numbers
 
     @abstractmethod
-    def _build(self, places: Ints, random: np.random.Generator) -> Batch:
-        """Make the batch of the rows at these places."""
+    def _build(self, positions: Ints, random: np.random.Generator) -> Batch:
+        """Make the batch of the rows at these positions."""
 
 
-class TextWindows(EvenRows):
+class TextWindows(FixedRows):
     """Windows over a text, here for predicting the next token: each holds T tokens and the one that follows.
 
     Training: the windows of an epoch lie side by side from a random offset below one window, in random order.
@@ -94,7 +98,7 @@ class TextWindows(EvenRows):
         if not training:
             self.waste = 1 - usable / (self.n_rows * self.step)
 
-    def places(self, epoch: int, numbers: Ints) -> Ints:
+    def positions(self, epoch: int, numbers: Ints) -> Ints:
         """Return the first token of each window."""
         if not self.training:
             return numbers * self.step
@@ -110,12 +114,12 @@ class TextWindows(EvenRows):
         lay(rows, 0, Stretches(self.ids, starts, lengths))
         return rows, lengths
 
-    def _build(self, places: Ints, random: np.random.Generator) -> Batch:
-        rows, lengths = self.read(places)
+    def _build(self, positions: Ints, random: np.random.Generator) -> Batch:
+        rows, lengths = self.read(positions)
         real = np.arange(rows.shape[1] - 1) < lengths[:, None] - 1
         mask = None if real.all() else tensor(real)
         targets = rows[:, 1:] if mask is None else np.where(real, rows[:, 1:], IGNORE)
-        return Batch(tensor(rows[:, :-1]), tensor(targets), mask, numbers=tensor(places))
+        return Batch(tensor(rows[:, :-1]), tensor(targets), mask, numbers=tensor(positions))
 
 
 class MaskedWindows(TextWindows):
@@ -138,13 +142,13 @@ class MaskedWindows(TextWindows):
             "give more text",
         )
 
-    def _build(self, places: Ints, random: np.random.Generator) -> Batch:
-        lengths = np.minimum(self.width, len(self.ids) - places)
+    def _build(self, positions: Ints, random: np.random.Generator) -> Batch:
+        lengths = np.minimum(self.width, len(self.ids) - positions)
         rows, mask = blank(lengths + self.frame.size, self.pad)
-        frame_rows(self.frame, [Stretches(self.ids, places, lengths)], rows)
+        frame_rows(self.frame, [Stretches(self.ids, positions, lengths)], rows)
         free = self.hideable[rows] & (True if mask is None else mask.numpy())
         seen, targets = mask_tokens(rows, free, self.share, self.mask_id, self.ordinary, random)
-        return Batch(tensor(seen), tensor(targets), mask, numbers=tensor(places))
+        return Batch(tensor(seen), tensor(targets), mask, numbers=tensor(positions))
 
 
 class NoisyWindows(TextWindows):
@@ -182,8 +186,8 @@ class NoisyWindows(TextWindows):
         noise, spans = self._noise(length)
         return length - noise + spans + self.frame.size, noise + spans + 1
 
-    def _build(self, places: Ints, random: np.random.Generator) -> Batch:
-        rows, lengths = self.read(places)
+    def _build(self, positions: Ints, random: np.random.Generator) -> Batch:
+        rows, lengths = self.read(positions)
         sizes = np.array([self._sizes(length) for length in lengths.tolist()])  # B 2
         source, source_mask = blank(sizes[:, 0], self.pad)
         decoder, mask = blank(sizes[:, 1], self.pad)
@@ -200,11 +204,11 @@ class NoisyWindows(TextWindows):
             targets[chosen, :taken] = missing
             targets[chosen, taken] = self.eos
         return Batch(
-            tensor(decoder), tensor(targets), mask, tensor(source), source_mask, numbers=tensor(places)
+            tensor(decoder), tensor(targets), mask, tensor(source), source_mask, numbers=tensor(positions)
         )
 
 
-class PackedDocuments(EvenRows):
+class PackedDocuments(FixedRows):
     """Whole documents packed into rows of T tokens, none of which sees another.
 
     Longer ones are cut into windows. Each document begins with the bos token, so that its first token is a
@@ -216,34 +220,96 @@ class PackedDocuments(EvenRows):
         self.ids, self.pad, self.width = whole.values, setting.pad, length
         self.bos = setting.need("bos", "isolated packing")
         documents, window = ragged((whole.lengths + length - 1) // length)
-        self.starts = whole.starts[documents] + window * length  # of each piece: its first target
+        self.starts = whole.starts[documents] + window * length  # of each chunk: its first target
         self.first = window == 0
         self.lengths = np.minimum(length, (whole.starts + whole.lengths)[documents] - self.starts)
         row_of, n_rows = pack(self.lengths, length)
-        self.members = np.argsort(row_of, kind="stable")  # pieces, row after row
+        self.members = np.argsort(row_of, kind="stable")  # chunks, row after row
         self.row_starts = np.append(0, np.cumsum(np.bincount(row_of, minlength=n_rows)))
         super().__init__(n_rows, setting.rows(length), setting.seed, setting.training)
         self.waste = 1 - len(self.ids) / (n_rows * length)
 
-    def _build(self, places: Ints, random: np.random.Generator) -> Batch:
-        counts = np.diff(self.row_starts)[places]  # documents of each row
+    def _build(self, positions: Ints, random: np.random.Generator) -> Batch:
+        counts = np.diff(self.row_starts)[positions]  # documents of each row
         row, number = ragged(counts)
-        piece = self.members[self.row_starts[places][row] + number]
-        lengths = self.lengths[piece]
-        before = np.cumsum(lengths) - lengths  # tokens of the pieces before each
-        place = np.repeat(self.starts[piece] - before, lengths) + np.arange(lengths.sum())  # of each target
-        inputs = self.ids[place - 1]
-        inputs[before[self.first[piece]]] = self.bos
+        chunk = self.members[self.row_starts[positions][row] + number]
+        lengths = self.lengths[chunk]
+        before = np.cumsum(lengths) - lengths  # tokens of the chunks before each
+        position = np.repeat(self.starts[chunk] - before, lengths) + np.arange(
+            lengths.sum()
+        )  # of each target
+        inputs = self.ids[position - 1]
+        inputs[before[self.first[chunk]]] = self.bos
         # Pieces fill each row from the left, in order.
         real = np.arange(self.width) < np.bincount(row, weights=lengths)[:, None]
         ids = np.full(real.shape, self.pad, dtype=np.int64)
         targets = np.full_like(ids, IGNORE)
         documents = np.repeat(counts[:, None] - 1, self.width, axis=1)  # padding counts with the last one
-        ids[real], targets[real], documents[real] = inputs, self.ids[place], np.repeat(number, lengths)
-        more = {"mask": tensor(real), "documents": tensor(documents), "numbers": tensor(places)}
+        ids[real], targets[real], documents[real] = inputs, self.ids[position], np.repeat(number, lengths)
+        more = {"mask": tensor(real), "documents": tensor(documents), "numbers": tensor(positions)}
         return Batch(tensor(ids), tensor(targets), **more)
 
 
-def next_token_batches(setting: Setting) -> Batches:
-    """Make batches of a language model: windows over all documents, or documents packed apart."""
-    return PackedDocuments(setting) if setting.plan.packing == "isolated" else TextWindows(setting)
+# What a batch hides from the model --------------------------------------------------------------------------
+
+
+def mask_tokens(
+    ids: Ints,
+    hideable: NDArray[np.bool_],
+    share: float,
+    mask_id: int,
+    ordinary: Ints,
+    random: np.random.Generator,
+) -> tuple[Ints, Ints]:
+    """Mask a share of the tokens that may be masked -> what the model reads, and its targets, both [B, T].
+
+    Each `hideable` token [B, T] is chosen with probability `share`, and one in a row where chance chose none.
+    Of the chosen, 80 % become the mask, 10 % a token drawn from `ordinary`, 10 % stay: any token may be a
+    wrong one.
+    """
+    draw = np.where(hideable, random.random(ids.shape), np.inf)
+    chosen = draw < share
+    chosen[np.arange(len(ids)), draw.argmin(1)] |= np.isfinite(draw.min(1))
+    targets = np.where(chosen, ids, IGNORE)
+    fate = random.random(ids.shape)
+    seen = np.where(chosen & (fate < MASKED), mask_id, ids)
+    replaced = chosen & (fate >= MASKED) & (fate < MASKED + REPLACED)
+    seen[replaced] = ordinary[random.integers(len(ordinary), size=int(replaced.sum()))]
+    return seen, targets
+
+
+def noise_sizes(length: int, share: float, span_length: float, sentinels: int) -> tuple[int, int]:
+    """Return how many of `length` tokens are taken out, and in how many spans."""
+    noise = min(max(1, round(length * share)), max(1, length - 1))
+    return noise, min(max(1, round(noise / span_length)), noise, length - noise + 1, sentinels)
+
+
+def corrupt_spans(rows: Ints, noise: int, sentinels: Ints, random: np.random.Generator) -> tuple[Ints, Ints]:
+    """Take spans out of rows [B, T] -> the source, and the target.
+
+    In the source a sentinel replaces each span; in the target each sentinel is followed by its span. `noise`
+    tokens of each row are taken out, in as many spans as there are `sentinels`, so all rows keep one length.
+    Between two spans at least one token stays. Lengths and places of the spans are uniform over all ways to
+    choose them.
+    """
+    (n, length), spans = rows.shape, len(sentinels)
+    cut = _parts(n, noise, spans, random)  # B spans
+    kept = _parts(n, length - noise + 2, spans + 1, random)  # B spans+1
+    kept[:, [0, -1]] -= 1  # the ends may be empty
+    lengths = np.empty((n, 2 * spans + 1), dtype=np.int64)
+    lengths[:, 0::2], lengths[:, 1::2] = kept, cut
+    numbers = np.tile(np.arange(2 * spans + 1), n)
+    stretch = np.repeat(numbers, lengths.reshape(-1)).reshape(n, length)  # odd: taken out
+    hidden = stretch % 2 == 1
+    first = hidden.copy()
+    first[:, 1:] &= stretch[:, 1:] != stretch[:, :-1]
+    sentinel = sentinels[np.minimum(stretch // 2, spans - 1)]
+    source = np.where(first, sentinel, rows)[~hidden | first].reshape(n, -1)
+    target = np.stack([sentinel, rows], -1)[np.stack([first, hidden], -1)].reshape(n, -1)
+    return source, target
+
+
+def _parts(n: int, total: int, parts: int, random: np.random.Generator) -> Ints:
+    """Draw `n` ways to write `total` as a sum of `parts` numbers of 1 or more, uniformly: [n, parts]."""
+    places: NDArray[Any] = np.argsort(random.random((n, total - 1)), axis=1)[:, : parts - 1] + 1
+    return np.diff(np.sort(places, axis=1), axis=1, prepend=0, append=total)
