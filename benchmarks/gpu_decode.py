@@ -30,8 +30,7 @@ import torch
 from torch import Tensor
 
 import clearhead as ch
-from clearhead.core.attend import KERNELS
-from clearhead.core.attention import Attention
+from clearhead.core.attention import KERNELS, Attention
 from clearhead.run.generate import steps as made
 from clearhead.run.generate.decode import Ends, Prompts, decode, prefill, prefill_fixed
 from clearhead.run.generate.engine import decode_compiled

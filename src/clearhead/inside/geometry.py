@@ -24,7 +24,7 @@ import torch.nn.functional as nnf
 from torch import Tensor
 
 from clearhead.core.config import TABLES
-from clearhead.core.fronts import TokenFront
+from clearhead.core.embedding import TokenFront
 from clearhead.core.heads import LanguageHead
 from clearhead.core.stack import Stack
 from clearhead.errors import InputError, refuse

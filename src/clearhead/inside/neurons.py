@@ -28,7 +28,6 @@ import torch.nn.functional as nnf
 from torch import Tensor, nn
 
 from clearhead.core.config import StackSpec
-from clearhead.core.feedforward import Experts
 from clearhead.core.heads import ClassifierHead, LanguageHead, TokenHead
 from clearhead.core.stack import Stack
 from clearhead.errors import InputError, refuse
@@ -39,6 +38,7 @@ from clearhead.inside.names import layer_names
 from clearhead.learn.batches.padding import real_tokens
 from clearhead.run.api import Model
 from clearhead.run.quant.layers import weight_of
+from clearhead.variants.routing import Experts
 
 Given = str | Sequence[int] | tuple[str, str] | preprocessor.Image | inputs.Prepared
 LONGEST = 512  # tokens of a passage, though the model may take more

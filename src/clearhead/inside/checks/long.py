@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from clearhead.core.cache import Cache
 from clearhead.core.config import LEARNED_BIASES, ModelConfig
-from clearhead.core.config.kinds import Blocks
 from clearhead.core.transformer import Transformer
 from clearhead.errors import InputError
 from clearhead.inside.checks.reference_float64 import Reference
@@ -27,7 +26,8 @@ from clearhead.run.generate import decode
 from clearhead.run.generate.decode import Prompts, turns_by_length
 from clearhead.run.generate.request import Request
 from clearhead.run.kernels.prepare import prepared
-from clearhead.variants.stream_cache import StreamCache, check_stream, sees_past
+from clearhead.variants.caches import StreamCache, check_stream, sees_past
+from clearhead.variants.kinds import Blocks
 
 MOST = 2048  # tokens of a row; a length beyond is reached by position alone
 USUAL = 128  # tokens of a row where no length matters

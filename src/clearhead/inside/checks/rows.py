@@ -19,9 +19,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from clearhead.core.cache import Cache, WindowCache
+from clearhead.core.cache import Cache
 from clearhead.core.config import ModelConfig
-from clearhead.core.config.kinds import GlobalKind
 from clearhead.core.dtypes import precise
 from clearhead.core.taps import record
 from clearhead.core.transformer import Output, Transformer, attending
@@ -46,6 +45,8 @@ from clearhead.run.api import Model, load
 from clearhead.run.kernels.fixed_cache import FixedCache
 from clearhead.run.kernels.prepare import prepared
 from clearhead.run.quant.layers import quantized_parts
+from clearhead.variants.caches import WindowCache
+from clearhead.variants.kinds import GlobalKind
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 LARGE = 500_000_000  # parameters above which rows that copy the whole model are left out, unless asked for

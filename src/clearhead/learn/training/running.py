@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from clearhead.core.feedforward import BALANCE
 from clearhead.core.transformer import Output, Transformer
 from clearhead.learn.batches.batch import Batch, Batches
 from clearhead.learn.losses import arguments_for
@@ -28,6 +27,7 @@ from clearhead.learn.training.saving import Saver
 from clearhead.learn.training.state import State
 from clearhead.run.api import Model
 from clearhead.run.kernels.lora import merged
+from clearhead.variants.routing import BALANCE
 
 
 class PlainStep:

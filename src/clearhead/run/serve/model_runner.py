@@ -48,7 +48,7 @@ from clearhead.run.serve.kv_cache import (
 )
 from clearhead.run.serve.limits import Limits
 from clearhead.run.serve.sequence import Sequence
-from clearhead.variants.layers import DeltaLayer
+from clearhead.variants.gated_delta import DeltaLayer
 
 
 @dataclass(frozen=True)
