@@ -30,7 +30,7 @@ from clearhead.hub.preprocessor import Spectrogram
 from clearhead.learn.data.sounds import read_sound, resampled
 from clearhead.learn.tasks.fallback import Fallback, WindowBatch, make_fallback
 from clearhead.learn.tasks.results import Segment
-from clearhead.run.generate.timestamps import Timestamps, segments_of
+from clearhead.learn.tasks.speech import Timestamps, segments_of
 from tests.hub.packages import packaged
 from tests.parity.harness import reference
 from tests.test_use_commands import byte_tokenizer, run

@@ -32,7 +32,7 @@ from clearhead.variants.kinds import Blocks
 MOST = 2048  # tokens of a row; a length beyond is reached by position alone
 USUAL = 128  # tokens of a row where no length matters
 PAST = 8  # tokens past a length at which something changes
-SHORT, NEW = 6, 3  # tokens of the row beside a long one; how many tokens of each row follow its prompt
+SHORT, NEW = 6, 3  # tokens of the short row next to a long one; how many tokens of each row follow its prompt
 # Of a copy whose layers are all dense.
 UNMIXED = {"n_experts": 0, "dense_layers": (), "d_expert": None, "d_shared_expert": 0, "router_bias": False}
 STREAM, WINDOW, SINKS = 24, 9, 3  # tokens of a stream, and how many and which of them it keeps
@@ -69,7 +69,7 @@ def long_rows(inputs: Inputs, lively: Callable[[], Inputs]) -> list[Comparison]:
     return [
         row(
             "model = formula (long)",
-            f"the same in a few layers: {length} tokens, alone and beside a short row",
+            f"the same in a few layers: {length} tokens, alone and next to a short row",
             lambda _: _long(long()),
             fits=fits,
         ),
