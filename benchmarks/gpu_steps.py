@@ -23,12 +23,12 @@ import clearhead as ch
 from clearhead.run.generate.decode import Prompts, prefill_fixed
 from clearhead.run.generate.steps import CompiledStep, slots_bucket
 from clearhead.run.kernels import triton_codes, triton_rows, triton_step
-from clearhead.run.kernels.codes import Codes
 from clearhead.run.kernels.kernels import MOST_BYTES, MOST_ROWS
 from clearhead.run.kernels.prepare import prepared
 from clearhead.run.kernels.triton_rows import Cut
 from clearhead.run.kernels.triton_step import Tile
 from clearhead.run.quant.apply import quantize_model
+from clearhead.run.quant.grid import Codes
 
 # gpu_default ----------------------------------------------------------------------------------------------
 

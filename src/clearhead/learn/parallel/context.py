@@ -6,7 +6,7 @@ merged by their log-sum-exp. The backward pass sends keys and values again, and 
 
 Norms, feed-forwards and the loss of each token are local. The states of the last layer stay shared out for a
 language head, and are gathered for heads that read whole rows. Outside of training every process reads whole
-rows. docs/decisions/pipeline.md says why it is not PyTorch's `context_parallel`.
+rows.
 
 Shapes: B batch, T tokens of a row (in ring attention: queries of a process), t those of this process, D
 model, H heads, K key/value heads, S keys, E and Ev width of a key and of a value; of a block of scores, t
