@@ -151,10 +151,10 @@ def run_load() -> None:
     Each measurement is a process of its own, so that neither inherits memory or warm caches from the other;
     the file itself is in the page cache for both. Time runs from the call to the logits, imports left out.
     Memory is the peak above what the process had after its imports. Products take one thread; both read
-    with several. clearhead maps the file and checks every weight for NaN (the second row,
-    `mapped=False`, reads it into memory of its own); transformers maps it as it is, and pays for some of it in the forward pass.
-    So the time of both together is the one to compare, and
-    that of the load alone stands beside it.
+    with several. clearhead maps the file and checks every weight for NaN (the second row, `mapped=False`,
+    reads it into memory of its own); transformers maps it as it is, and pays for some of it in the forward
+    pass. So the time of both together is the one to compare, and that of the load alone stands
+    next to it.
     """
     parser = argparse.ArgumentParser()
     parser.add_argument("--megabytes", type=int, default=500)
