@@ -65,8 +65,14 @@ from clearhead.learn.batches.batch import IGNORE, Batch
 from clearhead.learn.batches.padding import padded, real_tokens
 from clearhead.learn.data.examples import PAIRS, TEXT, Chunk, Corpus, Pair, Rows
 from clearhead.learn.data.plan import DataPlan
-from clearhead.learn.evaluation.evaluate import BATCH_TOKENS, PICTURES, data_plan, judged_batches, task_for
-from clearhead.learn.evaluation.examples import renamed
+from clearhead.learn.evaluation.evaluate import (
+    BATCH_TOKENS,
+    PICTURES,
+    data_plan,
+    judged_batches,
+    renamed,
+    task_for,
+)
 from clearhead.learn.losses import arguments_for, default_chunk, summed
 from clearhead.learn.tasks.table import TASKS, open_examples
 from clearhead.run.api import Model
