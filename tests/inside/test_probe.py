@@ -89,7 +89,9 @@ def test_a_planted_label_is_read_from_its_layer_on_and_by_chance_before(family: 
             None if word is None else "XYZ".index(row.tags[word]) for word in encoded.word_ids
         ]
     now: dict[str, torch.Tensor] = {}
-    m.model.register_forward_pre_hook(lambda module, given: now.update(ids=given[0]))
+    m.model.register_forward_pre_hook(
+        lambda module, given, named: now.update(ids=named["ids"]), with_kwargs=True
+    )
 
     def plant(x: torch.Tensor) -> torch.Tensor:
         x = x.clone()

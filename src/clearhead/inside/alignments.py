@@ -45,7 +45,7 @@ from clearhead.hub.tokenizer import framed
 from clearhead.hub.tokens.text import labels
 from clearhead.inside import inputs, results
 from clearhead.inside.names import AttentionHead, heads_in, patterned
-from clearhead.learn.batches.padding import by_length, padded, real_tokens
+from clearhead.learn.batches.padding import by_length
 from clearhead.learn.data import files, treebank
 from clearhead.learn.data.treebank import Sentence
 from clearhead.run.api import Model
@@ -449,18 +449,13 @@ def strongest_links(m: Model, batch: Sequence[WordTokens], kind: str = "self") -
 
     `kind` is "self" for a model of one stack, "encoder" for the encoder before a decoder.
     """
-    device = inputs.device_of(m.model)
     sentences = [words.ids for words in batch]
-    ids, mask = padded(sentences, m.special.get("pad", 0), device), real_tokens(sentences, device)
     names = [f"{attention.part}.pattern" for attention in patterned(m.config, kind)]
-    if kind == "encoder":
-        start = torch.tensor([m.start_ids[:1]] * len(batch), device=device)
-        seen = inputs.recorded(m.model, names, start, source=ids, source_mask=mask)
-    else:
-        seen = inputs.recorded(m.model, names, ids, mask=mask)
-    matrices = word_matrices([words.words for words in batch], ids.shape[1])
-    sum_of, mean_of = (x.to(device)[:, None] for x in matrices)  # B 1 T W, B 1 W T
-    itself = torch.eye(sum_of.shape[-1], dtype=torch.bool, device=device)
+    rows = ([m.start_ids[:1]] * len(batch), sentences) if kind == "encoder" else (sentences,)
+    seen = inputs.recorded(m.model, names, **inputs.padded_rows(m, *rows))
+    matrices = word_matrices([words.words for words in batch], max(map(len, sentences)))
+    sum_of, mean_of = (x.to(inputs.device_of(m.model))[:, None] for x in matrices)  # B 1 T W, B 1 W T
+    itself = torch.eye(sum_of.shape[-1], dtype=torch.bool, device=sum_of.device)
     found = []
     for name in names:
         between = word_attention(seen[name].float(), sum_of, mean_of).masked_fill(itself, 0.0)  # B H W W

@@ -38,6 +38,7 @@ from clearhead.errors import InputError, nearest, refuse
 from clearhead.hub import preprocessor, tokenizer
 from clearhead.hub.tokens.text import label, labels, visible
 from clearhead.inside.names import kinds_of
+from clearhead.learn.batches.padding import padded, real_tokens
 from clearhead.learn.data.treebank import Span
 from clearhead.learn.tasks.speech import first_window
 from clearhead.run.api import Model
@@ -334,6 +335,17 @@ def patch_names(config: ModelConfig) -> tuple[str, ...]:
     rows, columns = (side // spec.patch_size for side in spec.image_size)
     patches = (f"{row},{column}" for row in range(rows) for column in range(columns))
     return ("[CLS]", *patches) if spec.class_token else tuple(patches)
+
+
+def padded_rows(
+    m: Model, rows: Sequence[Sequence[int]], sources: Sequence[Sequence[int]] = ()
+) -> dict[str, Tensor]:
+    """Return what a model is called with for rows of ids, and for their sources, padded at the right."""
+    device, pad, arguments = device_of(m.model), m.special.get("pad", 0), dict[str, Tensor]()
+    for ids, name, mask in ((rows, "ids", "mask"), (sources, "source", "source_mask")):
+        if ids:
+            arguments |= {name: padded(ids, pad, device), mask: real_tokens(ids, device)}
+    return arguments
 
 
 def recorded(model: Transformer, patterns: Iterable[str], *main: Tensor, **given: Any) -> Recording:

@@ -36,7 +36,7 @@ from clearhead.hub import preprocessor, tokenizer
 from clearhead.inside import inputs, results
 from clearhead.inside.logit_attribution import freeze
 from clearhead.inside.names import layer_names
-from clearhead.learn.batches.padding import padded, real_tokens
+from clearhead.learn.batches.padding import real_tokens
 from clearhead.run.api import Model
 from clearhead.run.quant.layers import weight_of
 
@@ -79,17 +79,11 @@ class Passage:
 
 def arguments(batch: Sequence[Passage]) -> dict[str, Tensor]:
     """Return what the model is called with: ids or pixels, masks, the source where there are two stacks."""
-    first, found = batch[0].prepared, dict[str, Tensor]()
-    if not first.tokens.ids:
-        return {"ids": torch.cat([passage.prepared.main for passage in batch])}
-    for stack, name, mask in (("", "ids", "mask"), ("encoder.", "source", "source_mask")):
-        if first.source is not None or not stack:
-            rows = [passage.prepared.tokens_of(stack).ids for passage in batch]
-            found |= {
-                name: padded(rows, first.m.special.get("pad", 0), first.main.device),
-                mask: real_tokens(rows, first.main.device),
-            }
-    return found
+    rows = [passage.prepared for passage in batch]
+    if not rows[0].tokens.ids:
+        return {"ids": torch.cat([row.main for row in rows])}
+    sources = [row.source_tokens.ids for row in rows if row.source_tokens is not None]
+    return inputs.padded_rows(rows[0].m, [row.tokens.ids for row in rows], sources)
 
 
 def batches(m: Model, texts: Iterable[Given], limit: int | None = None) -> Iterator[list[Passage]]:

@@ -27,7 +27,7 @@ from clearhead.hub.preprocessor import to_pixels
 from clearhead.inside import inputs, names
 from clearhead.inside.alignments import align, word_matrices
 from clearhead.inside.results import Floats, on_cpu
-from clearhead.learn.batches.padding import by_length, padded, real_tokens
+from clearhead.learn.batches.padding import by_length, padded
 from clearhead.learn.data import corpora, files, formats, plan, split, tables
 from clearhead.learn.data.examples import Images, Labelled, Tagged
 from clearhead.learn.data.pictures import content
@@ -341,22 +341,17 @@ def _row(m: Model, item: ProbeItem, stack: str) -> ProbeInput:
 
 def _recorded(m: Model, rows: Sequence[ProbeInput], feeds: bool, taps: Sequence[str]) -> list[Tensor]:
     """Return the states [B, T, D] of each depth; `feeds`: the probed stack is an encoder before a decoder."""
-    pad, device = m.special.get("pad", 0), inputs.device_of(m.model)
-    given: dict[str, Any] = {}
+    ids = [row.ids for row in rows]
     if rows[0].image is not None:
         pixels = [to_pixels(row.image, m.config, m.images) for row in rows if row.image is not None]
-        main = torch.stack(pixels).to(next(m.model.parameters()))
+        given = {"ids": torch.stack(pixels).to(next(m.model.parameters()))}
+    elif feeds:
+        given = inputs.padded_rows(m, [m.start_ids] * len(rows), ids)
     else:
-        ids, sources = [row.ids for row in rows], [row.source for row in rows]
-        main, given["mask"] = padded(ids, pad, device), real_tokens(ids, device)
-        if feeds:
-            given = {"source": main, "source_mask": given["mask"]}
-            main = torch.tensor([m.start_ids] * len(rows), device=device)
-        elif rows[0].source:
-            given |= {"source": padded(sources, pad, device), "source_mask": real_tokens(sources, device)}
-        elif m.config.n_types > 1 and rows[0].types:
-            given["types"] = padded([row.types for row in rows], 0, device)
-    seen = inputs.recorded(m.model, taps, main, **given)
+        given = inputs.padded_rows(m, ids, [row.source for row in rows] if rows[0].source else ())
+        if m.config.n_types > 1 and rows[0].types and not rows[0].source:
+            given["types"] = padded([row.types for row in rows], 0, given["ids"].device)
+    seen = inputs.recorded(m.model, taps, **given)
     return [seen[tap] for tap in taps]
 
 

@@ -1,4 +1,6 @@
-"""Compare ablation with weights set to zero by hand, means with plain loops, gradients with differences."""
+"""Compare ablation with weights set to zero by hand, means with plain loops, gradients with differences, and
+every part alone, as rows of batched passes, with `effect` of each.
+"""
 
 import dataclasses
 import json
@@ -10,19 +12,22 @@ import torch.nn.functional as nnf
 
 import clearhead as ch
 from clearhead.app.cli import main
-from clearhead.errors import InputError
+from clearhead.errors import ClearheadError, InputError
 from clearhead.inside.ablation import (
     Examples,
     ablate,
     ablating,
     effect,
+    effect_of_each,
     examples_from,
     judge,
     mean_activations,
+    single_parts,
 )
 from clearhead.inside.names import all_heads
 from clearhead.inside.pruning import ablate_each, importance
 from clearhead.learn.batches.batch import IGNORE, Batch
+from tests.explorer.toys import picture, toy
 from tests.harness import V, build, scramble, some_ids, worst
 from tests.inside.test_prune import judged
 
@@ -370,3 +375,41 @@ def test_the_command(trained_lm, tmp_path, capsys):
         with pytest.raises(SystemExit) as stopped:
             main(["ablate", folder, *arguments])
         assert stopped.value.code == 2 and line in capsys.readouterr().err
+
+
+# Each part alone --------------------------------------------------------------------------------------------
+
+
+TOYS = {
+    "decoder": ("they speak of the king", None),
+    "encoder": ("England [MASK] the king", None),
+    "encoder-decoder": ("Ein Hund", "speak of it"),
+    "classifier": ("they shall", None),
+    "vit": (picture(3), None),
+}
+
+
+@pytest.mark.parametrize("family", TOYS)
+@pytest.mark.parametrize("how", ["zero", "mean"])
+def test_each_part_is_what_effect_says_of_it(family, how, monkeypatch):
+    monkeypatch.setattr("clearhead.inside.patch.TOKENS_AT_ONCE", 25)  # several batches
+    (text, target), told = TOYS[family], []
+    m = toy(family)
+    found = effect_of_each(m, text, how, target=target, on_progress=lambda *at: told.append(at))
+    parts = single_parts(m.config)
+    assert list(found.effects) == list(parts)
+    assert len(told) > 1 and told[-1] == (len(parts) + 1, len(parts) + 1)
+    for name, part in list(parts.items())[:: 3 if family != "encoder-decoder" else 1]:
+        alone = effect(m, text, **part, how=how, target=target)
+        assert found.effects[name].ablated == alone.ablated
+        assert found.kl[name] == pytest.approx(alone.kl, abs=1e-5)
+        assert found.effects[name].after.tolist() == pytest.approx(alone.after.tolist(), abs=1e-5)
+        assert found.effects[name].position == alone.position
+    assert max(found.kl.values()) > 1e-3
+
+
+def test_what_chooses_nothing_is_refused():
+    with pytest.raises(ClearheadError, match="chooses nothing"):
+        effect_of_each(toy("vectors"), "they speak")
+    with pytest.raises(ClearheadError, match="gone"):
+        effect_of_each(toy("decoder"), "they speak", "gone")
