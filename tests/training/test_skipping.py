@@ -155,7 +155,7 @@ def test_what_is_recorded_has_an_optimizer_that_skips_by_itself(kind):
     model = build()
     made = optim.make_optimizer(model, TrainPlan(optimizer=kind), torch.device("cpu"))
     on_gpu = SimpleNamespace(
-        model=model,
+        loaded=SimpleNamespace(config=model.config),
         precision=Precision(torch.device("cuda"), torch.bfloat16, ""),
         world=SimpleNamespace(mesh=None),
         plan=TrainPlan(optimizer=kind),
