@@ -28,7 +28,7 @@ from clearhead.run.generate.decode import prefill
 from clearhead.run.generate.exits import ExitStep, stop_at
 from clearhead.run.generate.request import Request
 from clearhead.run.kernels.prepare import prepared
-from clearhead.variants.depth import Router
+from clearhead.variants.routing import Router
 from common import device_name, save
 
 LENGTH, ROWS, WIDTH, RATE, SHARE = 64, 8, 64, 3e-3, 0.125

@@ -2,7 +2,7 @@
 
     python benchmarks/flex.py [--lengths 4096 16384 65536] [--limit 90] [--out PATH] [--device cuda]
 
-8 heads of 64, one row, bfloat16, for each kind: `attend_blocks` with the plan of each, from queries, keys and
+8 heads of 64, one row, bfloat16, for each kind: the plan of each attends, from queries, keys and
 values to their gradients. Differences are those of answers and gradients from gathered blocks in float32,
 divided by the largest of these, beside what gathered blocks in bfloat16 differ by themselves. Milliseconds
 are medians of several rounds, the two in turn; the plan of a pass, which all layers share, is timed apart. A
@@ -29,9 +29,9 @@ from torch import Tensor
 
 from clearhead.core import masks
 from clearhead.core.config.kinds import Kind, read_kind
-from clearhead.variants import flex
-from clearhead.variants.blocks import plan_blocks, tokens_for
-from clearhead.variants.gathered import attend_blocks
+from clearhead.variants import block_attention
+from clearhead.variants.block_attention import BlockPlan
+from clearhead.variants.blocks import plan_blocks
 from common import device_name
 
 KINDS = ("window(256)", "blocks(64, 3, 64, 0, 3)", "dilated(64, 4)")
@@ -42,16 +42,16 @@ def tokens_of(kind: Kind, length: int, device: str, padded: bool) -> masks.Token
     """The tokens of a row; `padded`: its first quarter is padding."""
     mask = torch.arange(length, device=device)[None] >= length // 4 if padded else None
     tokens = masks.tokens_from(1, length, torch.device(device), mask)
-    return tokens_for(kind, tokens, True, tokens.order, None)
+    return kind.describe(tokens, True, tokens.order, None)
 
 
-def plan_of(kind: Kind, tokens: masks.Tokens, flexible: bool) -> masks.BlockPlan | None:
+def plan_of(kind: Kind, tokens: masks.Tokens, flexible: bool) -> BlockPlan | None:
     return plan_blocks(tokens, tokens, kind, True, lambda queries, keys: None, flexible)
 
 
-def run(inputs: list[Tensor], plan: masks.BlockPlan, weights: Tensor, backward: bool) -> list[Tensor]:
+def run(inputs: list[Tensor], plan: BlockPlan, weights: Tensor, backward: bool) -> list[Tensor]:
     """The answer, and the gradients of q, k and v."""
-    z = attend_blocks(*inputs, plan)
+    z = plan.attend(*inputs)
     return [z, *(torch.autograd.grad(z, inputs, weights) if backward else ())]
 
 
@@ -131,12 +131,12 @@ def compare(text: str, length: int, device: str, padded: bool) -> dict[str, Any]
 def attempted(kind: str, length: int, device: str, padded: bool) -> dict[str, Any]:
     """The same; where it fails with lengths left open, once more for this length, and from then on so."""
     try:
-        return {**compare(kind, length, device, padded), "dynamic": flex.DYNAMIC}
+        return {**compare(kind, length, device, padded), "dynamic": block_attention.DYNAMIC}
     except Exception as error:  # one kind that fails must not hide the others
         traceback.print_exc()
-        if flex.DYNAMIC:
-            flex.DYNAMIC = False
-            flex.compiled.cache_clear()
+        if block_attention.DYNAMIC:
+            block_attention.DYNAMIC = False
+            block_attention.compiled.cache_clear()
             return attempted(kind, length, device, padded)
         said = f"{type(error).__name__}: {str(error).splitlines()[:1]}"
         return {"kind": kind, "length": length, "padded": padded, "error": said}

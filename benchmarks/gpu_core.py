@@ -15,7 +15,7 @@ from datetime import date
 import torch
 
 import clearhead as ch
-from clearhead.core.attend import KERNELS
+from clearhead.core.attention import KERNELS
 from clearhead.inside.checks import check
 from clearhead.variants.presets import preset
 

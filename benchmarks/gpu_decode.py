@@ -30,8 +30,7 @@ import torch
 from torch import Tensor
 
 import clearhead as ch
-from clearhead.core.attend import KERNELS
-from clearhead.core.attention import Attention
+from clearhead.core.attention import KERNELS, Attention
 from clearhead.run.generate import steps as made
 from clearhead.run.generate.decode import Ends, Prompts, decode, prefill, prefill_fixed
 from clearhead.run.generate.engine import decode_compiled
@@ -172,7 +171,7 @@ def speed_at(model: ch.Transformer, prompts: list[list[int]], backend: str) -> d
     alone = []
     for _ in range(4):
         step.ids[:rows, 0] = prefill_fixed(model, Prompts(prompts), step.cache).argmax(-1)
-        alone.append(seconds_of(lambda: step.ahead(NEW - 1)))
+        alone.append(seconds_of(lambda: step.run(NEW - 1)))
     request, read = Request(max_new_tokens=NEW, compile=True), Prompts(prompts)
     whole = min(seconds_of(lambda: decode_compiled(model, request, read, steps=steps)) for _ in range(4))
     figures |= {

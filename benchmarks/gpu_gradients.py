@@ -23,8 +23,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import clearhead as ch
-from clearhead.core import attend
-from clearhead.variants import torch_kernel
+from clearhead.core import attention
 from common import save
 
 LENGTHS = (8, 40, 64, 72, 128, 192, 320)
@@ -64,7 +63,7 @@ def forced(backend: SDPBackend, mask: Tensor | None, causal: bool, *qkv: Tensor)
 
 def ours(mask: Tensor | None, causal: bool, *qkv: Tensor) -> Tensor:
     """Attend as every model of clearhead does."""
-    return attend.fused(*qkv, mask, causal=causal)
+    return attention.fused(*qkv, mask, causal=causal)
 
 
 def table() -> dict[str, list[str]]:
@@ -87,9 +86,9 @@ def table() -> dict[str, list[str]]:
 
 def train(files: list[str], seconds: float, cudnn: bool) -> dict[str, int]:
     """Train for some seconds; return the steps, and those that were skipped."""
-    sound = torch_kernel.sound
+    sound = attention.sound
     if cudnn:
-        torch_kernel.sound = nullcontext
+        attention.sound = nullcontext
     end = time.monotonic() + seconds
     settings = {"tokens.vocab_size": 5000, "train.steps": 16000, "train.precision": "bfloat16",
                 "train.validate_every": 4000}  # fmt: skip
@@ -100,7 +99,7 @@ def train(files: list[str], seconds: float, cudnn: bool) -> dict[str, int]:
                 stop=lambda: time.monotonic() > end,
             )  # fmt: skip
     finally:
-        torch_kernel.sound = sound
+        attention.sound = sound
     return {"steps": done.step, "skipped": done.skipped}
 
 

@@ -1,7 +1,7 @@
 """Serve: streams through the engine against our own offline batch, what exact rows cost, a shared prefix.
 
     python benchmarks/serve.py [--layers 12] [--streams 8] [--new 32] [--rounds 3] [--save]
-    python benchmarks/serve.py --guesses [--layers 12] [--new 32] [--rounds 3] [--save]
+    python benchmarks/serve.py --drafts [--layers 12] [--new 32] [--rounds 3] [--save]
     python benchmarks/serve.py --device cuda [--requests 256] [--new 512] [--peer [--peer-new 128]]
         [--save]
 
@@ -10,8 +10,8 @@ all streams together, `exact rows` gives each row the same bits whatever else is
 takes every token through the ragged row, `offline` is `m.generate` with a list of the same prompts. The
 shared prefix is 90 % of a prompt of 640 tokens.
 
-With `--guesses`: what lookups in the texts themselves give. Greedy texts of random weights go in circles, the
-more so after a prompt that repeats itself: the most that guesses can give. Drawn at temperature 1, nothing
+With `--drafts`: what lookups in the texts themselves give. Greedy texts of random weights go in circles, the
+more so after a prompt that repeats itself: the most that drafts can give. Drawn at temperature 1, nothing
 comes twice.
 
 On a GPU: the shape of Qwen3 0.6B in bfloat16, requests of 100 to 1,024 tokens in that come all at once, and
@@ -41,11 +41,11 @@ QWEN3 = {
 
 def write(engine: ServeEngine, prompts: list[list[int]], new: int, **options: object) -> list:
     asked = {"max_new_tokens": new, "stop_tokens": [], **options}
-    jobs = [engine.submit(prompt, asked) for prompt in prompts]
+    seqs = [engine.submit(prompt, asked) for prompt in prompts]
     while engine.busy:
         engine.step()
-    assert all(job.error is None for job in jobs)
-    return jobs
+    assert all(seq.error is None for seq in seqs)
+    return seqs
 
 
 def on_cpu(given: argparse.Namespace) -> list[dict[str, object]]:
@@ -86,11 +86,11 @@ def on_cpu(given: argparse.Namespace) -> list[dict[str, object]]:
     return results
 
 
-def guesses(given: argparse.Namespace) -> list[dict[str, object]]:
+def drafts(given: argparse.Namespace) -> list[dict[str, object]]:
     torch.set_num_threads(1)
     m = ch.Model(ch.Transformer(ch.preset("gpt2").replace(n_layers=given.layers)).eval())
     prompts = [prompt * 4 for prompt in torch.randint(50_000, (8, 8)).tolist()]
-    engines = {"clearhead": ServeEngine(m), "no guesses": ServeEngine(m, Limits(lookup=0))}
+    engines = {"clearhead": ServeEngine(m), "no drafts": ServeEngine(m, Limits(lookup=0))}
     results = []
     for streams, temperature in ((1, 0.0), (1, 1.0), (4, 0.0)):
         ways = {
@@ -99,12 +99,12 @@ def guesses(given: argparse.Namespace) -> list[dict[str, object]]:
             )
             for name, one in engines.items()
         }
-        before = vars(engines["clearhead"].figures).copy()
+        before = vars(engines["clearhead"].stats).copy()
         seconds = alternate(ways, given.rounds, clock=time.process_time)
-        after = vars(engines["clearhead"].figures)
-        title = f"guesses, GPT-2 shape of {given.layers} layers float32, {streams} streams, {given.new} out"
+        after = vars(engines["clearhead"].stats)
+        title = f"drafts, GPT-2 shape of {given.layers} layers float32, {streams} streams, {given.new} out"
         results.append(report(f"{title}, temperature {temperature:g}", seconds, streams * given.new))
-        results[-1] |= {name: after[name] - before[name] for name in ("guessed", "guessed_right")}
+        results[-1] |= {name: after[name] - before[name] for name in ("drafted", "accepted")}
     return results
 
 
@@ -117,18 +117,18 @@ def spread(seconds: list[float]) -> dict[str, float]:
 
 def load(engine: ServeEngine, prompts: list[list[int]], new: int, rate: float) -> dict[str, object]:
     """Let requests arrive at a rate, and report speed, time to the first token and between tokens."""
-    jobs, start, left = [], time.monotonic(), list(prompts)
+    seqs, start, left = [], time.monotonic(), list(prompts)
     while left or engine.busy:
-        while left and time.monotonic() - start >= len(jobs) / rate:
-            jobs.append(engine.submit(left.pop(0), {"max_new_tokens": new, "stop_tokens": []}))
+        while left and time.monotonic() - start >= len(seqs) / rate:
+            seqs.append(engine.submit(left.pop(0), {"max_new_tokens": new, "stop_tokens": []}))
         if engine.busy:
             engine.step()
     took = time.monotonic() - start
     return {
         "requests per second that came": rate if rate < 1e6 else "all at once",
-        "tokens per second": round(len(jobs) * new / took, 1),
-        "ms to the first token": spread([job.times.first - job.times.asked for job in jobs]),
-        "ms between tokens": spread([gap for job in jobs for gap in job.times.gaps]),
+        "tokens per second": round(len(seqs) * new / took, 1),
+        "ms to the first token": spread([seq.times.first - seq.times.arrived for seq in seqs]),
+        "ms between tokens": spread([gap for seq in seqs for gap in seq.times.gaps]),
     }
 
 
@@ -140,7 +140,7 @@ def on_gpu(given: argparse.Namespace) -> list[dict[str, object]]:
     prompts = [[draw.randrange(1000, 150_000) for _ in range(length)] for length in lengths]
     limits = Limits(tokens=8192, running=given.requests, waiting=10_000, cache_tokens=given.requests * 1600)
     engine, results = ServeEngine(ch.Model(model), limits), []
-    assert engine.passes.writer is not None, "the recorded steps do not suit this model"
+    assert engine.model_runner.decode_runner is not None, "the recorded steps do not suit this model"
     start = time.monotonic()
     write(engine, prompts, 32)  # steps of all sizes are recorded
     for rows in (1, 2, 4, 8, 16, 32, 64, 128):
@@ -190,13 +190,13 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--peer", action="store_true")
     parser.add_argument("--peer-new", type=int, help="tokens that the peer writes; default: as many as ours")
-    parser.add_argument("--guesses", action="store_true")
+    parser.add_argument("--drafts", action="store_true")
     parser.add_argument("--save", action="store_true")
     given = parser.parse_args()
     given.new = given.new or (512 if given.device == "cuda" else 32)
     torch.manual_seed(0)
     name, run = ("gpu_serve", on_gpu) if given.device == "cuda" else ("cpu_serve", on_cpu)
-    name, run = ("serve_guesses", guesses) if given.guesses else (name, run)
+    name, run = ("serve_guesses", drafts) if given.drafts else (name, run)
     results = run(given)
     if given.save:
         save(name, results)

@@ -38,11 +38,11 @@ def main(last: int, first: int) -> None:
         shape = list(served)[number % len(served)]
         engine = mixes.mixed(served[shape], number)
         figures["mixes"] += 1
-        figures["requests"] += sum(engine.figures.ended.values())
-        figures["cancelled"] += engine.figures.ended["cancelled"]
-        figures["preempted"] += engine.figures.preempted
-        figures["new tokens"] += engine.figures.new_tokens
-        figures["tokens found in the pool"] += engine.figures.prefix_found
+        figures["requests"] += sum(engine.stats.ended.values())
+        figures["cancelled"] += engine.stats.ended["cancelled"]
+        figures["preempted"] += engine.stats.preempted
+        figures["new tokens"] += engine.stats.new_tokens
+        figures["tokens found in the pool"] += engine.stats.prefix_found
         if number % 50 == 49 or number == last - 1:
             seconds = round(time.process_time() - start)
             body = {**figures, "different": 0, "first": first, "seconds": seconds, "models": list(served)}

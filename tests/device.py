@@ -132,7 +132,7 @@ def place_tensors(device: torch.device) -> None:
 def place_models(device: torch.device, dtype: torch.dtype) -> None:
     """Make on the device the models, parts and fixed caches that a test builds; models in the dtype."""
     import clearhead as ch
-    from clearhead.core import attention, feedforward, fronts, heads, norms, positions
+    from clearhead.core import attention, embedding, feedforward, heads, norms, positions
 
     def by_a_test() -> bool:
         return HERE in pathlib.Path(sys._getframe(2).f_code.co_filename).parents
@@ -148,7 +148,7 @@ def place_models(device: torch.device, dtype: torch.dtype) -> None:
         kind.__init__ = build_there
 
     place(ch.Transformer, device=device, dtype=dtype)
-    for room in (attention, feedforward, fronts, heads, norms, positions):
+    for room in (attention, embedding, feedforward, heads, norms, positions):
         for kind in vars(room).values():
             if (
                 isinstance(kind, type)

@@ -17,7 +17,7 @@ from clearhead.learn.losses import batch_loss
 from clearhead.learn.training.weights import add_lora
 from clearhead.run.kernels.lora import merged
 from clearhead.variants.costs import cost
-from clearhead.variants.depth import PartKeys, Router, router_loss
+from clearhead.variants.routing import PartKeys, Router, router_loss
 from tests.harness import V, build, chunks, config, gradients, in_pieces, pad, some_ids, worst
 
 DEEP = {"n_layers": 4, "depth_capacity": 0.5}

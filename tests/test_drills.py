@@ -14,7 +14,7 @@ import torch
 
 import clearhead as ch
 from clearhead.hub.fields import field
-from clearhead.hub.llama import ACTIVATION, ATTENTION_BIAS, FEEDFORWARD_BIAS, classes, llama_like, shape
+from clearhead.hub.llama import ATTENTION_BIAS, FEEDFORWARD_BIAS, classes, llama_like, shape
 from clearhead.hub.registry import ARCHITECTURES
 from clearhead.hub.rope import rope
 from clearhead.learn.tasks.entries.regress import Regress
@@ -140,7 +140,6 @@ def test_an_architecture_may_come_from_outside_the_package(tmp_path, monkeypatch
         "smalltalk",
         classes("Smalltalk", sequence=False, token=False),
         *shape(),
-        ACTIVATION,
         rope(),
         *ATTENTION_BIAS,
         FEEDFORWARD_BIAS,

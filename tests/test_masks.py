@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import clearhead as ch
-from clearhead.core.attend import KERNELS
+from clearhead.core.attention import KERNELS
 from clearhead.core.config.kinds import FULL, Windowed
 from clearhead.core.masks import compose, tokens_from
 from tests.harness import T, V, build, chunks, in_pieces, some_ids, worst

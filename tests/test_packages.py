@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from clearhead.core import stack
 from clearhead.core.masks import View, tokens_from
+from clearhead.variants import blocks
 from clearhead.variants.gated_delta import gated_delta
 from clearhead.variants.linear import FEATURES, attend_linear
 from tests.harness import build, scramble, some_ids, worst
@@ -75,8 +75,8 @@ def test_low_rank_equals_linformer(length, kv_heads):
 def test_window_equals_local_attention(family, padded, monkeypatch):
     """Rows so long that keys are gathered by blocks."""
     theirs = pytest.importorskip("local_attention", reason="local-attention is not installed")
-    plans, plan_blocks = [], stack.plan_blocks
-    monkeypatch.setattr(stack, "plan_blocks", lambda *given: plans.append(plan_blocks(*given)) or plans[-1])
+    plans, plan_blocks = [], blocks.plan_blocks
+    monkeypatch.setattr(blocks, "plan_blocks", lambda *given: plans.append(plan_blocks(*given)) or plans[-1])
     size, length = 32, 20 * 32
     local = theirs.LocalAttention(size, causal=family == "decoder", exact_windowsize=True)
     model = build(family=family, attention=f"window({size + 1})", positions="none", max_positions=length)

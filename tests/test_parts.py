@@ -8,12 +8,13 @@ import torch.nn.functional as nnf
 from torch import nn
 
 import clearhead as ch
-from clearhead.core.attend import KERNELS
-from clearhead.core.feedforward import ACTIVATIONS, Experts, FeedForward
-from clearhead.core.fronts import FRONTS
+from clearhead.core.attention import KERNELS
+from clearhead.core.embedding import FRONTS
+from clearhead.core.feedforward import ACTIVATIONS, FeedForward
 from clearhead.core.heads import HEADS
 from clearhead.core.norms import NORMS
-from clearhead.variants.disentangled import SCHEMES
+from clearhead.core.positions import POSITIONS
+from clearhead.variants.routing import Experts
 from tests.harness import (
     V,
     build,
@@ -111,7 +112,7 @@ def test_norm_statistics_are_float32_in_bfloat16(name):
     ("name", "family"),
     [
         (name, family)
-        for name in SCHEMES
+        for name in POSITIONS
         for family in ("decoder", "encoder", "encoder-decoder")
         if name != "disentangled" or family == "encoder"  # the others are refused by name
     ],

@@ -21,7 +21,7 @@ from clearhead.core.positions import (
     rotate,
     sinusoid,
 )
-from clearhead.variants.relative import relative_bucket
+from clearhead.variants.positions import relative_bucket
 from tests.harness import build, config, some_ids, worst
 
 FAR = torch.tensor([[0, 1, 17, 4_095, 65_536]])

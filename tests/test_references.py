@@ -11,8 +11,7 @@ import torch.nn.functional as nnf
 from torch import nn
 
 import clearhead as ch
-from clearhead.core.attend import KERNELS, eager
-from clearhead.core.attention import Attention
+from clearhead.core.attention import KERNELS, Attention, eager
 from clearhead.core.masks import View
 from clearhead.core.stack import Block
 from tests.harness import config, scramble, some_ids, worst

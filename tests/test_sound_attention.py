@@ -8,8 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as nnf
 
-from clearhead.core import attend
-from clearhead.variants import torch_kernel
+from clearhead.core import attention
 
 PLAIN = torch.ones(1, 1, 8, 8, dtype=torch.bool).tril()
 
@@ -34,7 +33,7 @@ def chosen(monkeypatch) -> list[bool]:
         found.append(torch.backends.cuda.cudnn_sdp_enabled())
         return right(*given, **named)
 
-    monkeypatch.setattr(torch_kernel.F, "scaled_dot_product_attention", watched)
+    monkeypatch.setattr(attention.nnf, "scaled_dot_product_attention", watched)
     return found
 
 
@@ -54,11 +53,11 @@ def test_a_gradient_is_taken_by_cudnn_only_without_a_mask(chosen, how, length, s
     assert torch.backends.cuda.cudnn_sdp_enabled()
     for gradient in (True, False):
         q, k, v = asked(gradient, kv_heads, length)
-        out = attend.fused(q, k, v, **how)
-        wanted = attend.eager(*(x.as_subclass(torch.Tensor) for x in (q, k, v)), **how)
+        out = attention.fused(q, k, v, **how)
+        wanted = attention.eager(*(x.as_subclass(torch.Tensor) for x in (q, k, v)), **how)
         torch.testing.assert_close(out.as_subclass(torch.Tensor), wanted, rtol=1e-5, atol=1e-5)
     with torch.no_grad():
-        attend.fused(*asked(True, kv_heads, length), **how)
+        attention.fused(*asked(True, kv_heads, length), **how)
     assert chosen == [sound, True, True]  # to read and write text, any kernel will do
     assert torch.backends.cuda.cudnn_sdp_enabled()
 
@@ -66,7 +65,7 @@ def test_a_gradient_is_taken_by_cudnn_only_without_a_mask(chosen, how, length, s
 def test_a_choice_of_the_caller_is_kept():
     torch.backends.cuda.enable_cudnn_sdp(False)
     try:
-        with torch_kernel.sound():
+        with attention.sound():
             pass
         assert not torch.backends.cuda.cudnn_sdp_enabled()
     finally:
@@ -75,7 +74,7 @@ def test_a_choice_of_the_caller_is_kept():
 
 def test_a_compiler_takes_it_whole():
     def product(q: torch.Tensor) -> torch.Tensor:
-        with torch_kernel.sound():
+        with attention.sound():
             return nnf.scaled_dot_product_attention(q, q, q)
 
     q = torch.randn(1, 2, 8, 4)
@@ -94,7 +93,7 @@ def test_on_a_gpu_gradients_of_very_low_scores_are_those_of_the_formula(length, 
     q[..., 0], k[..., 0] = 1.0, -120 * math.sqrt(width)
     mask = torch.ones(length, length, dtype=torch.bool, device="cuda").tril()[None, None]
     found = []
-    for attending, dtype in ((attend.fused, torch.bfloat16), (attend.eager, torch.float64)):
+    for attending, dtype in ((attention.fused, torch.bfloat16), (attention.eager, torch.float64)):
         given = [x.detach().to(dtype).requires_grad_() for x in (q, k, v)]
         attending(*given, mask).sum().backward()
         found.append([x.grad.double() for x in given])

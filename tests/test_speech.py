@@ -28,9 +28,9 @@ from clearhead.app.commands.speech import as_format
 from clearhead.hub.openai_whisper import CODES, LANGUAGES, read_vocabulary, rules_of, unpack
 from clearhead.hub.preprocessor import Spectrogram
 from clearhead.learn.data.sounds import read_sound, resampled
+from clearhead.learn.tasks.fallback import Fallback, WindowBatch, make_fallback
 from clearhead.learn.tasks.results import Segment
-from clearhead.learn.tasks.speech import Fallback, WindowBatch, make_fallback
-from clearhead.run.generate.timestamps import Timestamps, segments_of
+from clearhead.learn.tasks.speech import Timestamps, segments_of
 from tests.hub.packages import packaged
 from tests.parity.harness import reference
 from tests.test_use_commands import byte_tokenizer, run

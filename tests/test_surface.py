@@ -15,7 +15,7 @@ import clearhead as ch
 from clearhead.app.cli import main
 from clearhead.app.commands.common import show_result
 from clearhead.app.report import confusion_tables
-from clearhead.core.config.elsewhere import ARGUMENTS
+from clearhead.core.checks import ARGUMENTS
 from clearhead.core.config.typed import OTHER_NAMES
 from clearhead.inside.ablation import examples_from
 from clearhead.learn.batches.padding import padded, real_tokens

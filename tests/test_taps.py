@@ -11,7 +11,7 @@ import torch
 
 import clearhead as ch
 from clearhead.core import attention as attention_module
-from clearhead.core.attend import KERNELS
+from clearhead.core.attention import KERNELS
 from clearhead.core.taps import SILENT, LiveTap, tap_for
 from tests.harness import build, config, in_pieces, some_ids, worst
 

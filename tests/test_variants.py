@@ -15,8 +15,7 @@ import torch.nn.functional as nnf
 from torch import nn
 
 import clearhead as ch
-from clearhead.core.attend import KERNELS
-from clearhead.core.attention import Attention
+from clearhead.core.attention import KERNELS, Attention
 from clearhead.core.masks import View
 from tests.harness import V, build, chunks, config, gradients, in_pieces, pad, scramble, some_ids, worst
 

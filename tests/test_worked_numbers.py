@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from clearhead import FixedCache
-from clearhead.core.attend import eager
+from clearhead.core.attention import eager
 from clearhead.core.positions import sinusoid
 from clearhead.learn.training.optim import original_schedule
 from clearhead.variants.costs import attention_matrix_bytes, cost

@@ -17,11 +17,12 @@ import torch
 
 import clearhead as ch
 from clearhead.app.plot import BLUE, RED, Axes, Figure, draw, name, new, save
-from clearhead.core.attend import eager
+from clearhead.core.attention import eager
 from clearhead.core.config import RopeScaling
-from clearhead.core.feedforward import ACTIVATIONS, Experts
+from clearhead.core.feedforward import ACTIVATIONS
 from clearhead.core.positions import alibi_slopes, rope_frequencies, sinusoid
-from clearhead.variants.relative import relative_bucket
+from clearhead.variants.positions import relative_bucket
+from clearhead.variants.routing import Experts
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "images" / "config"
 T = 16  # tokens of a picture

@@ -7,7 +7,6 @@ used. To add a public name, add it here. An assignment gives an old name, which 
 from clearhead.app.explorer.record import Shown as Shown
 from clearhead.app.explorer.record import show as show
 from clearhead.core.cache import Cache as Cache
-from clearhead.core.cache import WindowCache as WindowCache
 from clearhead.core.config import ModelConfig as ModelConfig
 from clearhead.core.config import RopeScaling as RopeScaling
 from clearhead.core.taps import Recording as Recording
@@ -73,11 +72,12 @@ from clearhead.run.generate.request import Request as Request
 from clearhead.run.generate.request import Sampling as Sampling
 from clearhead.run.kernels.fixed_cache import FixedCache as FixedCache
 from clearhead.run.quant.apply import QuantPlan as QuantPlan
+from clearhead.variants.caches import StreamCache as StreamCache
+from clearhead.variants.caches import WindowCache as WindowCache
 from clearhead.variants.costs import Cost as Cost
 from clearhead.variants.costs import cost as cost
 from clearhead.variants.presets import PRESETS as PRESETS
 from clearhead.variants.presets import preset as preset
-from clearhead.variants.stream_cache import StreamCache as StreamCache
 
 __version__: str
 

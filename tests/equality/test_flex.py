@@ -11,8 +11,8 @@ import torch
 
 import clearhead as ch
 from clearhead.core import masks
-from clearhead.variants import flex
-from clearhead.variants.blocks import plan_blocks, tokens_for
+from clearhead.variants import block_attention, blocks
+from clearhead.variants.blocks import plan_blocks
 from tests.equality.test_kinds import model_of
 from tests.harness import build, some_ids
 
@@ -28,7 +28,7 @@ LENGTH = 620  # no whole number of blocks
 
 @pytest.fixture(autouse=True)
 def short_blocks(monkeypatch):
-    monkeypatch.setattr(flex, "BLOCK", 32)
+    monkeypatch.setattr(blocks, "FLEX_BLOCK", 32)
 
 
 def cases() -> dict[str, dict[str, torch.Tensor]]:
@@ -52,7 +52,7 @@ def test_blocks_and_mask_are_those_of_the_dense_mask(family, attention):
     kind, causal, ids = model.config.main.kinds[0], family == "decoder", some_ids(2, LENGTH)
     for given in cases().values():
         tokens = masks.tokens_from(2, LENGTH, ids.device, **given)
-        tokens = tokens_for(kind, tokens, causal, ids, None)
+        tokens = kind.describe(tokens, causal, ids, None)
         plan = plan_blocks(tokens, tokens, kind, causal, lambda q, k: None, flexible=True)
         if plan is None:  # a dense mask is as good: padded rows meet more blocks
             assert given
@@ -62,12 +62,12 @@ def test_blocks_and_mask_are_those_of_the_dense_mask(family, attention):
         said = plan.mask.mask_mod(rows, None, slots[:, None], slots)
         assert torch.equal(said.expand_as(dense[:, 0]), dense[:, 0])
         # Every pair lies in a block that is met, but for queries that see all, which are attended apart.
-        blocks = plan.mask.to_dense()[:, 0].bool().repeat_interleave(flex.BLOCK, 1)
-        blocks = blocks.repeat_interleave(flex.BLOCK, 2)[:, :LENGTH, :LENGTH]
+        met = plan.mask.to_dense()[:, 0].bool().repeat_interleave(blocks.FLEX_BLOCK, 1)
+        met = met.repeat_interleave(blocks.FLEX_BLOCK, 2)[:, :LENGTH, :LENGTH]
         if plan.globals is not None:
-            blocks = blocks.scatter(1, plan.globals[..., None].expand(-1, -1, LENGTH), True)
-        assert not (dense[:, 0] & ~blocks & tokens.real_mask()[..., None]).any()
-        assert blocks.float().mean() < 0.75
+            met = met.scatter(1, plan.globals[..., None].expand(-1, -1, LENGTH), True)
+        assert not (dense[:, 0] & ~met & tokens.real_mask()[..., None]).any()
+        assert met.float().mean() < 0.75
 
 
 @pytest.mark.parametrize("attention", [KINDS[0], KINDS[4]])
@@ -77,10 +77,10 @@ def test_its_numbers_are_those_of_the_dense_mask(attention, monkeypatch):
         family=family, attention=attention, positions="rope", n_kv_heads=2, d_head=16, n_layers=1,
         max_positions=LENGTH,
     )  # fmt: skip
-    ids, used, attend = some_ids(2, LENGTH), [], flex.attend_flex
+    ids, used, attend = some_ids(2, LENGTH), [], block_attention.attend_flex
     # Its plain form, not traced: a processor's compiler need not know it.
     monkeypatch.setattr("torch.nn.attention.flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
-    monkeypatch.setattr(flex, "attend_flex", lambda *given: used.append(1) or attend(*given))
+    monkeypatch.setattr(block_attention, "attend_flex", lambda *given: used.append(1) or attend(*given))
     for name, given in cases().items():
         real = given.get("mask", torch.ones(2, LENGTH, dtype=torch.bool))
         with torch.no_grad():
@@ -104,7 +104,7 @@ def test_it_attends_where_it_serves():
         training = changes.pop("training", False)
         spec = build(**{**config, **changes}).config.main
         tokens = masks.Tokens(count, count, None, None, plain=True)
-        return flex.serves(spec, spec.kinds[0], tokens, dtype, training)
+        return blocks.flex_serves(spec, spec.kinds[0], tokens, dtype, training)
 
     assert not chosen(), "a CPU has no backward pass of it"
     with torch.no_grad():

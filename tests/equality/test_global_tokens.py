@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import clearhead as ch
-from clearhead.core import stack
 from clearhead.inside.checks.reference_float64 import reference_logits
-from clearhead.variants.everywhere import GlobalAttention
+from clearhead.variants import blocks
+from clearhead.variants.global_attention import GlobalAttention
 from tests.harness import build, gradients, some_ids
 
 SEPARATOR = 7
@@ -65,8 +65,8 @@ def test_global_tokens_are_the_formula(choices):
 @pytest.mark.parametrize("positions", ["rope", "alibi", "learned"])
 def test_global_tokens_by_blocks_are_the_dense_mask(positions, monkeypatch):
     """Long rows: plain, padded, packed; forward and backward."""
-    plans, plan_blocks = [], stack.plan_blocks
-    monkeypatch.setattr(stack, "plan_blocks", lambda *given: plans.append(plan_blocks(*given)) or plans[-1])
+    plans, plan_blocks = [], blocks.plan_blocks
+    monkeypatch.setattr(blocks, "plan_blocks", lambda *given: plans.append(plan_blocks(*given)) or plans[-1])
     length, pruned = 620, {"blocks.1.attention": (0, 1)}
     ids, mask = with_questions(some_ids(2, length), 5, 90), torch.ones(2, length, dtype=torch.bool)
     mask[1, :70], mask[0, 300:320] = False, False
@@ -79,8 +79,8 @@ def test_global_tokens_by_blocks_are_the_dense_mask(positions, monkeypatch):
         ("global(20, question, 7)", {"mask": mask}),
         ("global(20)", {"documents": documents}),
     ]
-    turned, turn = [], GlobalAttention._turned
-    monkeypatch.setattr(GlobalAttention, "_turned", lambda *given: turned.append(1) or turn(*given))
+    turned, turn = [], GlobalAttention._absorbed
+    monkeypatch.setattr(GlobalAttention, "_absorbed", lambda *given: turned.append(1) or turn(*given))
     more, cases = {}, cases[: 5 if positions == "rope" else 2]
     if positions == "learned":  # one global token in a row: keys and values of all are not computed
         more = {"attention_sink": True, "attention_softcap": 5.0}

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import clearhead as ch
-from clearhead.core import stack
 from clearhead.core.config.kinds import KINDS, read_kind
 from clearhead.inside.checks.reference_float64 import reference_logits
+from clearhead.variants import blocks
 from tests.equality.test_matrix import Case
 from tests.harness import build, gradients, in_pieces, some_ids
 
@@ -135,13 +135,13 @@ def test_packed_documents_do_not_meet(family, attention):
 @pytest.mark.parametrize("family", ["encoder", "decoder"])
 def test_blocks_are_the_dense_mask(family, attention, monkeypatch):
     """Rows so long that keys are gathered by blocks: plain, padded, packed, forward and backward."""
-    plans, plan_blocks = [], stack.plan_blocks
+    plans, plan_blocks = [], blocks.plan_blocks
 
     def watched(*given):
         plans.append(plan_blocks(*given))
         return plans[-1]
 
-    monkeypatch.setattr(stack, "plan_blocks", watched)
+    monkeypatch.setattr(blocks, "plan_blocks", watched)
     length = 620
     for positions in ("rope", "alibi", "relative"):
         choices = {"family": family, "positions": positions, "n_kv_heads": 2, "n_layers": 1}

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import clearhead as ch
-from clearhead.core.fronts import Embedding
+from clearhead.core.embedding import Embedding
 from clearhead.errors import ConfigError
 from clearhead.learn.losses import batch_loss
 from clearhead.learn.training import machine

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import clearhead as ch
-from clearhead.core.cache import Cache, WindowCache
+from clearhead.core.cache import Cache
 from clearhead.core.stack import Stack
 from clearhead.run.generate.beam import beam_search
 from clearhead.run.generate.decode import Prompts, cache_for, greedy
@@ -13,6 +13,7 @@ from clearhead.run.kernels import library, native
 from clearhead.run.kernels.native import NativeBlock, NativeLinear
 from clearhead.run.kernels.prepare import prepared
 from clearhead.run.kernels.training import suit_narrow
+from clearhead.variants.caches import WindowCache
 
 pytestmark = pytest.mark.skipif(
     library.library() is None, reason="no C compiler, or other threads than GNU's"

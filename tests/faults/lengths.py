@@ -6,13 +6,14 @@ import functools
 
 import torch
 
-from clearhead.core import cache, masks, positions, stack, transformer
-from clearhead.core.attend import KERNELS
+from clearhead.core import cache, masks, positions, transformer
+from clearhead.core.attention import KERNELS
 from clearhead.core.config.kinds import FULL, Windowed
 from clearhead.run.generate import decode
 from clearhead.run.kernels import parts
 from clearhead.run.kernels.native import MOST_ROWS, NativeLinear
-from clearhead.variants import relative
+from clearhead.variants import blocks, caches
+from clearhead.variants import positions as relative
 from tests.faults.plants import code
 
 # Positions --------------------------------------------------------------------------------------------------
@@ -159,19 +160,19 @@ def long_rows_lose_the_window(monkeypatch):
         return right(queries, keys, kind=kind if int(keys.order.max()) < 512 else FULL, **options)
 
     monkeypatch.setattr(masks, "compose", compose)
-    monkeypatch.setattr(stack, "plan_blocks", lambda *given: None)
+    monkeypatch.setattr(blocks, "plan_blocks", lambda *given: None)
 
 
 @code
 def blocks_miss_the_farthest(monkeypatch):
     """Where keys are gathered by blocks, each query loses the farthest key of its window."""
-    right = stack.plan_blocks
+    right = blocks.plan_blocks
 
     def plan(queries, keys, kind, *more):
         shorter = Windowed(kind.size - 1) if isinstance(kind, Windowed) else kind
         return right(queries, keys, shorter, *more)
 
-    monkeypatch.setattr(stack, "plan_blocks", plan)
+    monkeypatch.setattr(blocks, "plan_blocks", plan)
 
 
 @code
@@ -252,7 +253,7 @@ def cache_grows_by_half(monkeypatch):
 @code
 def ring_keeps_the_first(monkeypatch):
     """Of a piece longer than the window, the ring keeps the first tokens and not the last."""
-    right = cache.RingKeys.update
+    right = caches.RingKeys.update
 
     def update(self, k, v):
         whole, window = right(self, k, v), self.kind.slots - 1
@@ -260,7 +261,7 @@ def ring_keeps_the_first(monkeypatch):
             self.k[:, :, :window], self.v[:, :, :window] = (x[:, :, :window] for x in (k, v))
         return whole
 
-    monkeypatch.setattr(cache.RingKeys, "update", update)
+    monkeypatch.setattr(caches.RingKeys, "update", update)
 
 
 @code

@@ -16,8 +16,8 @@ from torch import nn
 from clearhead.core import (
     attention,
     cache,
+    embedding,
     feedforward,
-    fronts,
     heads,
     masks,
     norms,
@@ -25,10 +25,12 @@ from clearhead.core import (
     stack,
     transformer,
 )
-from clearhead.core.attend import KERNELS
+from clearhead.core.attention import KERNELS
 from clearhead.core.config.kinds import FULL, Windowed
 from clearhead.inside.checks import rows as check_rows
-from clearhead.variants import relative, stream_cache
+from clearhead.variants import caches
+from clearhead.variants import positions as relative
+from clearhead.variants.routing import Experts
 
 PLANTS: dict[str, tuple[Callable, bool]] = {}  # by name: the plant, and whether it wants the model
 
@@ -195,7 +197,7 @@ def activation(monkeypatch):
 @code
 def no_embedding_scale(monkeypatch):
     """Embeddings are not multiplied by the root of d_model."""
-    built_with(monkeypatch, fronts.TokenFront, lambda part: setattr(part, "scale", 1.0))
+    built_with(monkeypatch, embedding.TokenFront, lambda part: setattr(part, "scale", 1.0))
 
 
 @code
@@ -282,7 +284,7 @@ def router_order(monkeypatch):
     def change(part):
         part.order, part.renormalise = "softmax_topk", False
 
-    built_with(monkeypatch, feedforward.Experts, change)
+    built_with(monkeypatch, Experts, change)
 
 
 @code
@@ -301,7 +303,7 @@ def mean_over_padding(monkeypatch):
 @code
 def ring_forgets(monkeypatch):
     """A windowed cache that loses the value in its first slot."""
-    right = cache.RingKeys.update
+    right = caches.RingKeys.update
 
     def update(self, k, v):
         k, v = right(self, k, v)
@@ -309,13 +311,13 @@ def ring_forgets(monkeypatch):
         v[:, :, 0] = 0
         return k, v
 
-    monkeypatch.setattr(cache.RingKeys, "update", update)
+    monkeypatch.setattr(caches.RingKeys, "update", update)
 
 
 @code
 def sinks_stand_still(monkeypatch):
     """A stream whose first tokens stay where they stood, ever farther from the last ones."""
-    monkeypatch.setattr(stream_cache, "rotate", lambda x, rotary, layout: x)
+    monkeypatch.setattr(caches, "rotate", lambda x, rotary, layout: x)
 
 
 # Of what is done with a model -------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import clearhead as ch
-from clearhead.core.attend import fused
+from clearhead.core.attention import fused
 from clearhead.core.norms import RMSNorm
 from clearhead.core.positions import Rotary, rotate
 from clearhead.run.generate.decode import Ends, Prompts, decode, length_buckets

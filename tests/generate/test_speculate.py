@@ -12,7 +12,7 @@ import clearhead as ch
 from clearhead.run.generate.decode import Prompts
 from clearhead.run.generate.request import Request
 from clearhead.run.generate.sampling import adjust, distribution, draw
-from clearhead.run.generate.speculate import Draft, Guess, Lookup, accept, speculate
+from clearhead.run.generate.speculate import DraftModel, PromptLookup, Proposal, accept, speculate
 from tests.harness import build
 
 SHAPES = {
@@ -137,9 +137,9 @@ class Fixed:
     def __init__(self, q: torch.Tensor) -> None:
         self.q = q
 
-    def guess(self, tokens, most, roll):
+    def propose(self, tokens, most, roll):
         drawn = [int(draw(self.q, roll())) for _ in range(min(2, most))]
-        return Guess(drawn, [self.q] * len(drawn))
+        return Proposal(drawn, [self.q] * len(drawn))
 
 
 class Bigrams(torch.nn.Module):
@@ -177,8 +177,10 @@ def test_two_tokens_follow_their_exact_distribution(kind, monkeypatch):
 
     def pairs(count):
         read = Prompts([prompt] * count, seeds=range(count))
-        guessers = [Draft(draft, 2, sampling, read) if kind == "draft" else Fixed(q) for _ in range(count)]
-        rows = speculate(model, sampling, read, guessers=guessers)
+        drafters = [
+            DraftModel(draft, 2, sampling, read) if kind == "draft" else Fixed(q) for _ in range(count)
+        ]
+        rows = speculate(model, sampling, read, drafters=drafters)
         return torch.tensor([6 * row.ids[0] + row.ids[1] for row in rows])
 
     assert fits(pairs(1_500), exact)
@@ -192,12 +194,12 @@ def test_lookup_guesses_what_came_before():
     def none():
         raise AssertionError("a lookup draws nothing")
 
-    lookup = Lookup(4)
-    assert lookup.guess([1, 2, 3, 4, 9, 1, 2, 3], 10, none).tokens == [4, 9, 1, 2]
-    assert lookup.guess([1, 2, 3, 4, 9, 1, 2, 3, 7, 7], 10, none).tokens == []
+    lookup = PromptLookup(4)
+    assert lookup.propose([1, 2, 3, 4, 9, 1, 2, 3], 10, none).tokens == [4, 9, 1, 2]
+    assert lookup.propose([1, 2, 3, 4, 9, 1, 2, 3, 7, 7], 10, none).tokens == []
     # Past its end it goes on with itself.
-    assert lookup.guess([1, 2, 3, 4, 9, 1, 2, 3, 7, 7, 7], 3, none).tokens == [7, 7, 7]
-    assert Lookup(2, before=[5, 6, 7, 8]).guess([5, 6], 10, none).tokens == [7, 8]
+    assert lookup.propose([1, 2, 3, 4, 9, 1, 2, 3, 7, 7, 7], 3, none).tokens == [7, 7, 7]
+    assert PromptLookup(2, before=[5, 6, 7, 8]).propose([5, 6], 10, none).tokens == [7, 8]
 
 
 @pytest.mark.ledger("G6")

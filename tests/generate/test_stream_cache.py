@@ -18,7 +18,7 @@ from clearhead.app import cli
 from clearhead.core.positions import alibi_slopes, rope_frequencies
 from clearhead.run.generate.decode import Ends, Prompts, decode
 from clearhead.run.generate.request import Request
-from clearhead.variants.relative import relative_bucket
+from clearhead.variants.positions import relative_bucket
 from tests.harness import build, chunks, in_pieces, some_ids, worst
 
 TOLERANCE = 1e-5

@@ -16,7 +16,7 @@ from clearhead.errors import CheckpointError
 from clearhead.hub.peft import trained_updates, write_adapter
 from clearhead.learn.training.weights import add_lora
 from clearhead.run.serve.engine import ServeEngine
-from clearhead.run.serve.sequence import Asked
+from clearhead.run.serve.sequence import ServeOptions
 
 peft = pytest.importorskip("peft")
 
@@ -157,25 +157,25 @@ def test_several_at_once_add_up_and_are_served_and_merged(tmp_path, capsys, diff
     adapted.save_pretrained(tmp_path)
     given, ours = inputs("llama")
     m.special.clear()
-    jobs, engine = {}, None
+    seqs, engine = {}, None
     for names in (("one",), ("two",), ("one", "two"), ()):
         adapted.base_model.set_adapter(list(names)) if names else adapted.base_model.disable_adapter_layers()
         for name in names:
             m.adapters.add(name, tmp_path / name)
         m.adapters.use(*names)
         assert differences.see(" ".join(names), m.model(**ours).logits, adapted(**given).logits) < 1e-5
-        jobs[names] = m.generate(list(range(3, 17)), 12).ids
-    assert len({tuple(ids) for ids in jobs.values()}) > 1
+        seqs[names] = m.generate(list(range(3, 17)), 12).ids
+    assert len({tuple(ids) for ids in seqs.values()}) > 1
     updates = {name: m.adapters.products(name) for name in m.adapters.known}
     engine = ServeEngine(m, adapters=updates)
     waiting = {
-        name: engine.submit(list(range(3, 17)), {"max_new_tokens": 12}, Asked(adapter=name))
+        name: engine.submit(list(range(3, 17)), {"max_new_tokens": 12}, ServeOptions(adapter=name))
         for name in ("", "one", "two")
     }
     while engine.busy:
         engine.step()
-    assert {name: job.wait(0).ids for name, job in waiting.items()} == {
-        name: jobs[(name,) if name else ()] for name in waiting
+    assert {name: seq.wait(0).ids for name, seq in waiting.items()} == {
+        name: seqs[(name,) if name else ()] for name in waiting
     }
     stated = json.loads((tmp_path / "one/adapter_config.json").read_text())
     (tmp_path / "one/adapter_config.json").write_text(

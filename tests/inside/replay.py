@@ -10,8 +10,9 @@ import math
 import torch
 
 import clearhead as ch
-from clearhead.core.config.kinds import Blocks, read_kind
+from clearhead.core.config.kinds import read_kind
 from clearhead.inside.checks.reference_float64 import sees, times
+from clearhead.variants.kinds import Blocks
 
 BENT = ("gate_clamped", "activated", "up_clamped", "up_shifted", "gated")
 

@@ -17,7 +17,7 @@ from clearhead.app.cli import main
 from clearhead.app.plot import prompts as pictures
 from clearhead.app.plot import save
 from clearhead.core import attention as attention_module
-from clearhead.core.attend import KERNELS
+from clearhead.core.attention import KERNELS
 from clearhead.errors import InputError
 from clearhead.inside.attention import attention, in_cells, query_entropy, read_maps
 from tests.harness import build, pad, some_ids, worst

@@ -54,7 +54,7 @@ def test_linear_attention_shows_the_shares_that_it_implies(family: str, text: st
         pattern = torch.zeros(2, 4, 9, 9, dtype=torch.float64)
         for row, head in ((row, head) for row in range(2) for head in range(4)):
             phi = [
-                features(kind, x, spec.attention_scale, spec.n_features(kind))
+                features(kind, x, spec.attention_scale, kind.n_features(spec))
                 for x in (q[row, head], k[row, head // 2])
             ]
             products = (phi[0] @ phi[1].T) * allowed[row]

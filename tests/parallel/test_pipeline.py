@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from clearhead.core.config import RopeScaling
-from clearhead.core.feedforward import BALANCE
 from clearhead.core.transformer import Transformer
 from clearhead.errors import ConfigError
 from clearhead.learn.losses import arguments_for, batch_loss
 from clearhead.learn.parallel.pipeline import StageTransformer, check, cut, layers_of, schedule_1f1b, stage_of
 from clearhead.learn.parallel.plan import ParallelPlan
 from clearhead.learn.parallel.world import World
+from clearhead.variants.routing import BALANCE
 from tests.harness import build, config
 from tests.training.test_losses import language_batch
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import clearhead as ch
 from clearhead.core import masks
-from clearhead.core.attend import eager
+from clearhead.core.attention import eager
 from clearhead.core.config import RopeScaling
 from clearhead.core.config.kinds import read_kind
 from clearhead.errors import ConfigError
@@ -24,7 +24,6 @@ from clearhead.learn.losses import batch_loss
 from clearhead.learn.parallel import ring_schedule as rings
 from clearhead.learn.parallel.context import attend_ring, share_tokens
 from clearhead.learn.parallel.ring_schedule import TokenShards
-from clearhead.variants.blocks import tokens_for
 
 pytestmark = pytest.mark.ledger("I3")
 Boxes = list[list["queue.Queue[Tensor]"]]
@@ -102,7 +101,7 @@ def tokens_of(kind: str, length: int, causal: bool, uneven: bool) -> masks.Token
         mask[0, -3:] = mask[1, :2] = False
         documents = (torch.arange(length) // 5).expand(3, -1)
     tokens = masks.tokens_from(3, length, torch.device("cpu"), mask, None, documents)
-    return tokens_for(read_kind(kind), tokens, causal, tokens.order, None)
+    return read_kind(kind).describe(tokens, causal, tokens.order, None)
 
 
 def heads_first(x: Tensor) -> Tensor:

@@ -9,11 +9,11 @@ from safetensors.torch import load_file, save_file
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 import clearhead as ch
-from clearhead.core.feedforward import Experts
 from clearhead.errors import CheckpointError
 from clearhead.hub.files import read_json
 from clearhead.hub.registry import ARCHITECTURES
 from clearhead.learn.losses import balance_loss
+from clearhead.variants.routing import Experts
 from tests.parity.harness import (
     GRADIENTS,
     HIDDEN,

@@ -7,7 +7,7 @@ import random
 import clearhead as ch
 from clearhead.run.serve.engine import ServeEngine
 from clearhead.run.serve.limits import Limits
-from clearhead.run.serve.sequence import Asked
+from clearhead.run.serve.sequence import ServeOptions
 from tests import harness
 
 V = 256  # one token for each byte
@@ -89,7 +89,7 @@ def mixed(m: ch.Model, seed: int, guessing: bool = False, exact: bool = False) -
     )
     engine, served = ServeEngine(m, limits), []
     if guessing:
-        engine.ahead.price.of_one_more = lambda rows, tokens: -1.0
+        engine.speculation.price.of_one_more = lambda rows, tokens: -1.0
     texts = (repeating if guessing else prompts)(draw, draw.randint(2, 8))
     late = draw.randint(0, len(texts))
     for number, text in enumerate(texts):
@@ -99,7 +99,9 @@ def mixed(m: ch.Model, seed: int, guessing: bool = False, exact: bool = False) -
         asked = options(draw)
         if guessing and "temperature" in asked:
             asked["temperature"] = draw.choice([0.05, 0.3, 1.0])
-        served.append((text, asked, engine.submit(text, asked, Asked(salt=draw.choice(["", "", "a"])))))
+        served.append(
+            (text, asked, engine.submit(text, asked, ServeOptions(salt=draw.choice(["", "", "a"]))))
+        )
     cancelled = {draw.randrange(len(served))} if draw.random() < 0.3 else set()
     turn = 0
     while engine.busy:
@@ -109,8 +111,8 @@ def mixed(m: ch.Model, seed: int, guessing: bool = False, exact: bool = False) -
                 served[number][2].cancel()
         engine.step()
         assert turn < 5000
-    for number, (text, asked, job) in enumerate(served):
-        found = job.wait(0)
+    for number, (text, asked, seq) in enumerate(served):
+        found = seq.wait(0)
         if number in cancelled and found.stop_reason == "cancelled":
             continue
         alone = m.generate(text, num_beams=1, **asked)

@@ -15,7 +15,7 @@ from clearhead.run.kernels.lora import merge
 from clearhead.run.serve.adapters import updates_of
 from clearhead.run.serve.engine import ServeEngine
 from clearhead.run.serve.limits import Limits
-from clearhead.run.serve.sequence import Asked
+from clearhead.run.serve.sequence import ServeOptions
 from tests.serve import mixes
 from tests.serve.served import serving
 from tests.serve.test_http import call
@@ -43,17 +43,17 @@ def test_a_mix_of_adapters_equals_each_merged_model_alone(shape, byte_tokenizer)
     adapters = {name: updates_of(m.model, other.model, name) for name, other in models.items() if name}
     assert {a.shape[0] for updates in adapters.values() for a, _ in updates.values()} == {2}
     engine = ServeEngine(m, Limits(block=8, tokens=32, cache_tokens=200), adapters)
-    jobs = []
+    seqs = []
     for number in range(9):
         name = ["", "one", "two"][number % 3]
         options = {"max_new_tokens": 9, "temperature": 0.8 * (number > 4), "seed": number}
         text = PROMPT[: 40 - number // 3]
-        jobs.append((name, text, options, engine.submit(text, options, Asked(adapter=name))))
+        seqs.append((name, text, options, engine.submit(text, options, ServeOptions(adapter=name))))
         engine.step()
     while engine.busy:
         engine.step()
-    found = [job.wait(0).ids for *_, job in jobs]
-    assert found == [models[name].generate(text, num_beams=1, **given).ids for name, text, given, _ in jobs]
+    found = [seq.wait(0).ids for *_, seq in seqs]
+    assert found == [models[name].generate(text, num_beams=1, **given).ids for name, text, given, _ in seqs]
     assert len({tuple(ids) for ids in found[:3]}) == 3  # the adapters matter
     assert engine.pool.used == 0
 
@@ -63,10 +63,10 @@ def test_blocks_are_not_shared_between_adapters(byte_tokenizer):
     engine = ServeEngine(m, Limits(block=8), {"one": updates_of(m.model, tuned(m, 1, ("k",)).model, "one")})
     cached = []
     for name in ("", "one", "one", ""):
-        job = engine.submit(PROMPT, {"max_new_tokens": 1}, Asked(adapter=name))
+        seq = engine.submit(PROMPT, {"max_new_tokens": 1}, ServeOptions(adapter=name))
         while engine.busy:
             engine.step()
-        cached.append(job.cached)
+        cached.append(seq.cached)
     assert cached == [0, 0, 32, 32]
 
 
@@ -90,7 +90,7 @@ def test_what_is_no_adapter_is_refused_by_name(byte_tokenizer):
         updates_of(m.model, mixes.model("alibi", byte_tokenizer).model, "other")
     engine = ServeEngine(m)
     with pytest.raises(InputError, match='no adapter is called "x"'):
-        engine.submit(PROMPT, {}, Asked(adapter="x"))
+        engine.submit(PROMPT, {}, ServeOptions(adapter="x"))
 
 
 def test_an_adapter_is_a_model_over_http(byte_tokenizer):

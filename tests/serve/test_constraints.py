@@ -49,12 +49,12 @@ def test_rows_with_and_without_a_constraint_equal_each_alone(writer):
     ]
     engine = ServeEngine(writer, Limits(tokens=16, block=4, cache_tokens=72))
     asked = [draws | constraints[n % 4] | {"seed": n} for n in range(8)]
-    jobs = [engine.submit("some text " * (n % 3 + 1), one) for n, one in enumerate(asked)]
+    seqs = [engine.submit("some text " * (n % 3 + 1), one) for n, one in enumerate(asked)]
     while engine.busy:
         engine.step()
-    assert engine.figures.preempted > 0
-    for number, (job, one) in enumerate(zip(jobs, asked)):
-        alone, found = writer.generate("some text " * (number % 3 + 1), **one), job.wait(0)
+    assert engine.stats.preempted > 0
+    for number, (seq, one) in enumerate(zip(seqs, asked)):
+        alone, found = writer.generate("some text " * (number % 3 + 1), **one), seq.wait(0)
         assert (found.ids, found.text, found.stop_reason) == (alone.ids, alone.text, alone.stop_reason)
     assert engine.pool.used == 0
 

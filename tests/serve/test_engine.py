@@ -9,21 +9,21 @@ import clearhead as ch
 from clearhead.errors import BusyError, InputError
 from clearhead.learn.tasks import reading
 from clearhead.run.kernels import library
-from clearhead.run.serve.cuda_graph import GraphWriter
+from clearhead.run.serve.cuda_graph import CudaGraphRunner
 from clearhead.run.serve.engine import ServeEngine
-from clearhead.run.serve.kv_cache import BlockPool, Named, chain
+from clearhead.run.serve.kv_cache import BlockPool, PrefixKey, chain
 from clearhead.run.serve.limits import Limits
-from clearhead.run.serve.sequence import Asked
+from clearhead.run.serve.sequence import ServeOptions
 from tests import harness
 from tests.serve import mixes
 
 PROMPT = list(range(20, 60))
 
 
-def served(engine: ServeEngine, *jobs):
+def served(engine: ServeEngine, *seqs):
     while engine.busy:
         engine.step()
-    return [job.wait(0) for job in jobs]
+    return [seq.wait(0) for seq in seqs]
 
 
 @pytest.mark.parametrize("shape", mixes.SHAPES)
@@ -34,14 +34,14 @@ def test_a_mix_of_requests_equals_each_alone(shape, byte_tokenizer):
 def heard(m: ch.Model, limits: Limits, texts: list[list[int]], watched: int, count: int):
     """Serve prompts together; return the log-probabilities of one of them, all tokens of each step."""
     engine = ServeEngine(m, limits)
-    jobs = []
+    seqs = []
     for text in texts:
-        jobs.append(
+        seqs.append(
             engine.submit(text, {"max_new_tokens": count, "alternatives": mixes.V, "stop_tokens": []})
         )
         engine.step()
-    found = served(engine, *jobs)[watched]
-    return found.ids, found.alternatives, jobs[watched], engine
+    found = served(engine, *seqs)[watched]
+    return found.ids, found.alternatives, seqs[watched], engine
 
 
 def products(enabled: bool):
@@ -79,7 +79,7 @@ def test_blocks_are_found_by_their_tokens_and_never_by_their_digest_alone():
     assert blocks.find(first) == one
     assert blocks.find(second) is None
     # A collision: another block under the same digest.
-    blocks.named[one] = Named(first.parent, (9, 9))
+    blocks.named[one] = PrefixKey(first.parent, (9, 9))
     assert blocks.find(first) is None
     assert chain("a", [1, 2], 2)[0].digest != first.digest
 
@@ -88,11 +88,11 @@ def test_a_shared_prefix_is_read_once(byte_tokenizer):
     m = mixes.model("rope-gqa", byte_tokenizer)
     engine = ServeEngine(m, Limits(block=8))
     first = served(engine, engine.submit(PROMPT, {"max_new_tokens": 3}))[0]
-    read = engine.figures.prompt_tokens
-    job = engine.submit(PROMPT, {"max_new_tokens": 3})
-    assert served(engine, job)[0].ids == first.ids
-    assert (job.cached, engine.figures.prompt_tokens - read) == (32, 8)
-    other = engine.submit(PROMPT, {"max_new_tokens": 3}, Asked(salt="another tenant"))
+    read = engine.stats.prompt_tokens
+    seq = engine.submit(PROMPT, {"max_new_tokens": 3})
+    assert served(engine, seq)[0].ids == first.ids
+    assert (seq.cached, engine.stats.prompt_tokens - read) == (32, 8)
+    other = engine.submit(PROMPT, {"max_new_tokens": 3}, ServeOptions(salt="another tenant"))
     assert served(engine, other)[0].ids == first.ids
     assert other.cached == 0
 
@@ -101,30 +101,30 @@ def test_a_window_frees_the_blocks_behind_it(byte_tokenizer):
     m = mixes.model("sinks", byte_tokenizer)
     m.special.clear()
     engine = ServeEngine(m, Limits(block=2, tokens=4, running=1))
-    job = engine.submit(PROMPT, {"max_new_tokens": 30})
+    seq = engine.submit(PROMPT, {"max_new_tokens": 30})
     most = 0
     while engine.busy:
         engine.step()
         most = max(most, engine.pool.used)
-    assert job.wait(0).ids == m.generate(PROMPT, max_new_tokens=30).ids
+    assert seq.wait(0).ids == m.generate(PROMPT, max_new_tokens=30).ids
     assert most <= 8  # two tokens each: sinks, a window of 5, a step of 4, and cut blocks at both ends
 
 
 def test_a_cancelled_request_frees_its_blocks_at_the_next_step(byte_tokenizer):
     engine = ServeEngine(mixes.model("learned", byte_tokenizer), Limits(block=4))
-    job = engine.submit(PROMPT, {"max_new_tokens": 50})
+    seq = engine.submit(PROMPT, {"max_new_tokens": 50})
     engine.step()
     assert engine.pool.used > 0
-    job.cancel()
+    seq.cancel()
     engine.step()
-    assert (engine.pool.used, engine.busy, job.wait(0).stop_reason) == (0, False, "cancelled")
+    assert (engine.pool.used, engine.busy, seq.wait(0).stop_reason) == (0, False, "cancelled")
 
 
 def test_a_deadline_ends_a_request_that_waits(byte_tokenizer):
     engine = ServeEngine(mixes.model("learned", byte_tokenizer))
-    job = engine.submit(PROMPT, {"seconds": 1e-9})
+    seq = engine.submit(PROMPT, {"seconds": 1e-9})
     engine.step()
-    assert job.wait(0).stop_reason == "time"
+    assert seq.wait(0).stop_reason == "time"
 
 
 def test_the_line_has_an_end(byte_tokenizer):
@@ -192,13 +192,13 @@ def test_damaged_weights_end_one_request_and_not_the_others(byte_tokenizer):
 def test_log_probabilities_of_the_prompt_equal_scores(byte_tokenizer):
     m = mixes.model("rope-gqa", byte_tokenizer)
     engine = ServeEngine(m, Limits(block=8, tokens=16))
-    asked = Asked(prompt_logprobs=2, nothing=True)
-    jobs = [engine.submit(PROMPT, {}, asked) for _ in range(2)]
-    for job, found in zip(jobs, served(engine, *jobs)):
+    serving = ServeOptions(prompt_logprobs=2, prefill_only=True)
+    seqs = [engine.submit(PROMPT, {}, serving) for _ in range(2)]
+    for seq, found in zip(seqs, served(engine, *seqs)):
         assert found.ids == []
         wanted = m.score(PROMPT).logprobs[1:]
-        assert max(abs(a - b) for a, b in zip(job.prompt_logprobs, wanted, strict=True)) < 1e-5
-        assert [len(best) for best in job.prompt_alternatives] == [2] * (len(PROMPT) - 1)
+        assert max(abs(a - b) for a, b in zip(seq.prompt_logprobs, wanted, strict=True)) < 1e-5
+        assert [len(best) for best in seq.prompt_alternatives] == [2] * (len(PROMPT) - 1)
 
 
 @pytest.mark.filterwarnings("ignore:TF32")
@@ -274,11 +274,11 @@ def test_the_thread_serves_and_drains(byte_tokenizer):
     engine = ServeEngine(m)
     engine.start()
     told: list[str] = []
-    job = engine.submit("Hello", {"max_new_tokens": 8}, told=lambda job, new: told.append(new))
-    assert job.wait(60).text == m.generate("Hello", 8).text == "".join(told)
+    seq = engine.submit("Hello", {"max_new_tokens": 8}, on_update=lambda seq, new: told.append(new))
+    assert seq.wait(60).text == m.generate("Hello", 8).text == "".join(told)
     late = engine.submit("Hello", {"max_new_tokens": 8})
     engine.close(drain=60)
-    assert late.wait(0).text == job.wait(0).text
+    assert late.wait(0).text == seq.wait(0).text
     with pytest.raises(BusyError, match="ending"):
         engine.submit("Hello")
 
@@ -297,12 +297,12 @@ def test_the_step_in_c_reads_the_pool_as_the_ragged_row_does(shape, rows, byte_t
     found = []
     for limits in (Limits(block=4, exact=True), Limits(block=4, exact=True, rows=False)):
         engine = ServeEngine(m, limits)
-        assert (engine.passes.writer is not None) == limits.rows
-        jobs = [engine.submit(text, {"max_new_tokens": 9, "alternatives": mixes.V}) for text in texts]
-        found.append([dict(best) for one in served(engine, *jobs) for best in one.alternatives])
+        assert (engine.model_runner.decode_runner is not None) == limits.rows
+        seqs = [engine.submit(text, {"max_new_tokens": 9, "alternatives": mixes.V}) for text in texts]
+        found.append([dict(best) for one in served(engine, *seqs) for best in one.alternatives])
         alone = engine.submit(texts[-1], {"max_new_tokens": 9, "alternatives": mixes.V})
         if engine.exact:
-            assert served(engine, alone)[0].alternatives == jobs[-1].wait(0).alternatives
+            assert served(engine, alone)[0].alternatives == seqs[-1].wait(0).alternatives
     for one, other in zip(*found, strict=True):
         assert max(abs(one[token] - other[token]) for token in other) < 2e-5
 
@@ -315,12 +315,12 @@ def test_recorded_steps_write_what_the_ragged_row_writes(shape, byte_tokenizer):
     m = mixes.model("learned" if shape == "window" else shape, byte_tokenizer, **changes)
     m.special.clear()
     texts = [list(range(30 + 3 * n, 47 + 5 * n)) for n in range(5)]
-    engine = ServeEngine(m, Limits(block=16, piece=16, running=3))
-    engine.passes.writer = GraphWriter(m.model, 3)
-    jobs = [engine.submit(text, {"max_new_tokens": 12, "logprobs": True}) for text in texts]
-    for text, found in zip(texts, served(engine, *jobs)):
+    engine = ServeEngine(m, Limits(block=16, chunk=16, running=3))
+    engine.model_runner.decode_runner = CudaGraphRunner(m.model, 3)
+    seqs = [engine.submit(text, {"max_new_tokens": 12, "logprobs": True}) for text in texts]
+    for text, found in zip(texts, served(engine, *seqs)):
         alone = m.generate(text, 12, logprobs=True)
         assert found.ids == alone.ids
         assert max(abs(a - b) for a, b in zip(found.logprobs, alone.logprobs)) < 1e-4
-    assert engine.passes.writer.steps.keys() >= {(4, 8), (2, 8)}
+    assert engine.model_runner.decode_runner.steps.keys() >= {(4, 8), (2, 8)}
     assert engine.pool.used == 0

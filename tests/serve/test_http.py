@@ -151,7 +151,7 @@ def test_a_long_stream_reads_each_token_once(address, monkeypatch):
 
 def test_who_reads_slowly_gets_longer_pieces():
     async def read():
-        box = answers.NewsBox()
+        box = answers.EventQueue()
         for number, text, count in [(0, "a", 1), (1, "x", 1), (0, "b", 2), (0, "c", 3)]:
             box.put(number, text, count, count == 3)
         first = [await box.get(), await box.get()]
@@ -241,7 +241,7 @@ def test_tokens_there_and_back(address):
         ("/v1/completions", {"prompt": [999]}, 400, "999"),
         ("/v1/completions", {"max_tokens": 10**6}, 400, "does not fit"),
         ("/v1/completions", {"model": "wirter"}, 404, 'did you mean "writer"'),
-        ("/v1/completions", {"model": "reader"}, 400, "it writes no text"),
+        ("/v1/completions", {"model": "reader"}, 400, "it generates no text"),
         ("/v1/completions", {"stream_options": {"include_usage": True}}, 400, "stream_options"),
         ("/v1/chat/completions", {"messages": [], "prompt": None}, 400, "messages"),
         ("/v1/nowhere", {}, 404, "Not Found"),
@@ -302,7 +302,7 @@ def test_a_client_that_goes_away_frees_its_blocks(stream, byte_tokenizer):
         while engine.busy and time.monotonic() < until:
             time.sleep(0.005)
         assert engine.pool.used == 0
-        reasons = dict(engine.figures.ended)
+        reasons = dict(engine.stats.ended)
         assert 'vllm:kv_cache_usage_perc{model_name="m"} 0.0' in call(at, "/metrics")[2]
     assert reasons == {"cancelled": 1}
 

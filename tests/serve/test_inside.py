@@ -14,7 +14,7 @@ from clearhead.inside.lens import lens
 from clearhead.run.serve import pooling
 from clearhead.run.serve.engine import ServeEngine
 from clearhead.run.serve.limits import Limits
-from clearhead.run.serve.sequence import Asked
+from clearhead.run.serve.sequence import ServeOptions
 from tests import harness
 from tests.serve import mixes
 from tests.serve.served import serving
@@ -28,10 +28,10 @@ def unpacked(value: dict) -> torch.Tensor:
     return torch.from_numpy(raw.reshape(value["shape"]).copy())
 
 
-def finished(engine: ServeEngine, *jobs):
+def finished(engine: ServeEngine, *seqs):
     while engine.busy:
         engine.step()
-    return [job.wait(0) for job in jobs]
+    return [seq.wait(0) for seq in seqs]
 
 
 @pytest.mark.parametrize("shape", ["rope-gqa", "windows", "states", "experts", "translator"])
@@ -43,26 +43,26 @@ def test_what_is_seen_equals_record_and_lens_and_leaves_others_their_bits(shape,
     reported = {"max_new_tokens": 6, "alternatives": mixes.V}
     names = ("blocks.1.attention.*", "blocks.0.resid_post", "lens", "logits")
 
-    def mix(asked: Asked):
-        jobs = [engine.submit(PROMPT, {"max_new_tokens": 5}, asked)]
-        jobs += [engine.submit(other, reported) for other in others]
-        return jobs[0], finished(engine, *jobs)
+    def mix(serving: ServeOptions):
+        seqs = [engine.submit(PROMPT, {"max_new_tokens": 5}, serving)]
+        seqs += [engine.submit(other, reported) for other in others]
+        return seqs[0], finished(engine, *seqs)
 
-    mix(Asked())  # so that the next two find the same in the pool
-    _, before = mix(Asked())
-    job, after = mix(Asked(inside=names))
+    mix(ServeOptions())  # so that the next two find the same in the pool
+    _, before = mix(ServeOptions())
+    seq, after = mix(ServeOptions(inside=names))
     assert [one.alternatives for one in after[1:]] == [one.alternatives for one in before[1:]]
     assert after[0].ids == before[0].ids == m.generate(PROMPT, 5, num_beams=1).ids
-    source = None if job.prompts.source is None else job.prompts.source
+    source = None if seq.prompts.source is None else seq.prompts.source
     patterns = [name for name in names if name != "lens"]
     with torch.no_grad(), ch.record(m.model, *patterns) as seen:
         more = {} if source is None else {"source": source}
-        m.model(torch.tensor([job.row.prompt + after[0].ids]), **more)
-    assert set(job.inside) == {*seen, "lens"}
+        m.model(torch.tensor([seq.row.prompt + after[0].ids]), **more)
+    assert set(seq.inside) == {*seen, "lens"}
     for name, value in seen.items():
-        assert harness.worst(unpacked(job.inside[name]), value[0]) < 1e-5
-    given = [job.tokens] if source is None else [source[0].tolist(), job.tokens]
-    wanted, found = lens(m, *given), job.inside["lens"]
+        assert harness.worst(unpacked(seq.inside[name]), value[0]) < 1e-5
+    given = [seq.tokens] if source is None else [source[0].tolist(), seq.tokens]
+    wanted, found = lens(m, *given), seq.inside["lens"]
     assert torch.equal(unpacked(found["top"]), wanted.top)
     assert [tuple(map(tuple, layer)) for layer in found["top_names"]] == list(wanted.top_names)
     assert harness.worst(unpacked(found["top_probabilities"]), wanted.top_probabilities) < 1e-5
@@ -72,7 +72,7 @@ def test_what_cannot_be_seen_is_refused_by_name(byte_tokenizer, monkeypatch):
     engine = ServeEngine(mixes.model("rope-gqa", byte_tokenizer))
 
     def ask(*names: str):
-        return engine.submit(PROMPT, {"max_new_tokens": 4}, Asked(inside=names))
+        return engine.submit(PROMPT, {"max_new_tokens": 4}, ServeOptions(inside=names))
 
     with pytest.raises(InputError, match=r'"blocks.1.atention.q" \(did you mean "blocks.1.attention.q"'):
         ask("lens", "blocks.1.atention.q")
@@ -87,9 +87,9 @@ def test_what_cannot_be_seen_is_refused_by_name(byte_tokenizer, monkeypatch):
         ask("blocks.*.attention.pattern")
 
 
-def finished_inside(engine: ServeEngine, job):
-    finished(engine, job)
-    return job.inside
+def finished_inside(engine: ServeEngine, seq):
+    finished(engine, seq)
+    return seq.inside
 
 
 def test_over_http_whole_and_streamed(byte_tokenizer):

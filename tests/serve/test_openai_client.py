@@ -71,8 +71,8 @@ def test_the_asynchronous_client(served):
             given = {"model": "writer", "messages": MESSAGES, "max_tokens": 12, "temperature": 0}
             made = await asyncio.gather(*(client.chat.completions.create(**given) for _ in range(4)))
             stream = await client.chat.completions.create(**given, stream=True)
-            pieces = [chunk.choices[0].delta.content or "" async for chunk in stream]
-            return [*(one.choices[0].message.content for one in made), "".join(pieces)]
+            chunks = [chunk.choices[0].delta.content or "" async for chunk in stream]
+            return [*(one.choices[0].message.content for one in made), "".join(chunks)]
 
     with ThreadPoolExecutor(1) as apart:  # this thread may have a loop of its own, of an earlier test
         assert apart.submit(asyncio.run, ask()).result() == [wanted(served[1])] * 5
@@ -89,10 +89,10 @@ def test_structured_outputs_by_parse_and_in_a_stream(client):
     assert isinstance(made.choices[0].message.parsed, Light)
     assert made.choices[0].finish_reason == "stop"
     with client.chat.completions.stream(**given) as stream:
-        pieces = "".join(event.delta for event in stream if event.type == "content.delta")
+        chunks = "".join(event.delta for event in stream if event.type == "content.delta")
         final = stream.get_final_completion()
     assert final.choices[0].message.parsed == made.choices[0].message.parsed
-    assert pieces == made.choices[0].message.content
+    assert chunks == made.choices[0].message.content
     with pytest.raises(openai.LengthFinishReasonError):
         client.chat.completions.parse(**given | {"max_tokens": 5})
 

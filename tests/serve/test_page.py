@@ -42,20 +42,20 @@ def test_the_page_shows_figures_and_opens_finished_requests(byte_tokenizer):
         status, _, state = call(at, "/page/state")
         assert "secret" not in json.dumps(state)
         for place, (name, engine) in enumerate(engines.items()):
-            (job,) = engine.finished
+            (seq,) = engine.finished
             assert (
                 state[name]["finished"][0]["written"]
-                == len(job.row.ids)
+                == len(seq.row.ids)
                 == state[name]["totals"]["new_tokens"]
             )
             read = len("A secret") + place  # the second writes after a token of its own
             assert answers[place]["usage"]["prompt_tokens"] == state[name]["totals"]["prompt_tokens"] == read
-            status, where = redirect(at, f"/open/{place}/{job.number}")
+            status, where = redirect(at, f"/open/{place}/{seq.number}")
             path, _, asked = where.partition("#")
             read = parse_qs(asked)
             ids = [int(one) for one in read["ids"][0].split()]
-            source = job.prompts.source
-            assert (status, ids) == (303, job.tokens if source is None else source[0].tolist())
+            source = seq.prompts.source
+            assert (status, ids) == (303, seq.tokens if source is None else source[0].tolist())
             assert read.get("written", [""]) == ["" if source is None else written[place]]
             assert call(at, f"{path}inside/model")[2]["name"] == name
             given = {"ids": ids, **({} if source is None else {"target": written[place]})}

@@ -38,12 +38,12 @@ def address(writer):
         yield at
 
 
-def raw(address: str, *pieces: bytes, wait: float = 0.0, seconds: float = 30.0) -> bytes:
-    """Send pieces, some time apart; return all that is answered until the server closes."""
+def raw(address: str, *chunks: bytes, wait: float = 0.0, seconds: float = 30.0) -> bytes:
+    """Send chunks, some time apart; return all that is answered until the server closes."""
     host, port = address.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), seconds) as line:
-        for piece in pieces:
-            line.sendall(piece)
+        for chunk in chunks:
+            line.sendall(chunk)
             time.sleep(wait)
         found = b""
         try:

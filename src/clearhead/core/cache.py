@@ -1,24 +1,21 @@
 """The key/value cache: the keys and values of earlier tokens, handed in with each call and extended by it.
 
-Four forms share one interface. `Cache` grows as needed, or reserves room at first and allocates nothing more.
-`WindowCache` keeps at most a window of keys in the layers that have one. In files of their own, `StreamCache`
-keeps the first tokens and the last ones, and `FixedCache` has buffers of one size, for compiled steps. The
-model calls `begin` before its first layer and `advance` after its last.
+`Cache` grows as needed, or reserves room at first and allocates nothing more. Other forms have the same
+interface: `WindowCache` keeps at most a window of keys in the layers that have one, `StreamCache` the first
+tokens and the last ones (`variants.caches`), and `FixedCache` has buffers of one size, for compiled steps.
+The model calls `begin` before its first layer and `advance` after its last.
 
 Keys are written in place: a cache is for inference, and gradients do not flow through it.
 
 Shapes: B batch, K key/value heads, T new tokens, S all tokens, E head width.
 """
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
 from clearhead.core.config.kinds import Kind
-from clearhead.core.masks import Slots, Tokens, empty_slots, join, next_order
+from clearhead.core.masks import Slots, Tokens, join
 from clearhead.errors import InputError, refuse
-from clearhead.variants.ragged import latest
 
 
 class LayerKeys:
@@ -27,6 +24,7 @@ class LayerKeys:
     k: Tensor | None = None
     v: Tensor | None = None
     steps_back = True  # whether the last tokens can be forgotten again
+    bounded = False  # whether it keeps no more for a longer sequence
 
     def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Keep those of new tokens; return those of all the tokens that attention may see."""
@@ -118,8 +116,7 @@ class Cache:
         """Count the new tokens as read, after the last layer."""
         self.length += self._visible.length - (0 if self.tokens is None else self.tokens.length)
         self.tokens = self._visible
-        bounded = all(isinstance(keys, RingKeys | StateKeys) for keys in self.layers.values())
-        if not self.tokens.plain and bounded:
+        if not self.tokens.plain and all(keys.bounded for keys in self.layers.values()):
             self.tokens = latest(self.tokens, max((kind.slots for kind in self.rings), default=1))
 
     def reorder(self, rows: Tensor, cross: bool = True) -> None:
@@ -168,6 +165,7 @@ class StateKeys(LayerKeys):
     """What a layer keeps in place of keys: tensors of constant size, each with a row per row of the batch."""
 
     steps_back = False
+    bounded = True
     state: tuple[Tensor, ...] = ()
 
     def keep(self, *state: Tensor) -> None:
@@ -219,105 +217,13 @@ def with_room(buffer: Tensor | None, new: Tensor, filled: int, room: int) -> Ten
     return larger
 
 
-class WindowCache(Cache):
-    """Layers with a window keep its keys, those of the last real tokens of each row; other layers grow.
+def latest(tokens: Tokens, count: int) -> Tokens:
+    """Return the last `count` slots, and before them the last real token of each row to count on from.
 
-    A token is written to slot `order % window` of its row, so each row forgets by its own count of real
-    tokens. Sinks have slots of their own before these, by position. One more slot at the end takes what is
-    not kept: padding, and tokens that leave the window within one call.
+    As long as there are no more than twice as many, all are returned.
     """
-
-    _new: Tokens  # those of the call in progress
-
-    def __init__(self, reserve: int = 0) -> None:
-        super().__init__(reserve)
-        self.slots: dict[Kind, Tensor] = {}  # the slot of each new token, B T
-        self._before: dict[Kind, Slots] = {}  # the ring before the call in progress
-
-    def layer(self, index: int, kind: Kind) -> LayerKeys:
-        """Return the self-attention keys of one layer."""
-        if kind.reach is None:
-            return super().layer(index, kind)
-        return self.layers.setdefault(index, RingKeys(self, kind))
-
-    def begin(self, tokens: Tokens) -> None:
-        """Prepare for new tokens; each ring is written when the first layer with its window asks."""
-        super().begin(tokens)
-        self._new = tokens
-        self.slots.clear()
-
-    def visible(self, kind: Kind) -> Tokens:
-        """Return the ring with one new token in it, or the ring before the call and several new tokens."""
-        if kind.reach is None:
-            return super().visible(kind)
-        if kind not in self.slots:
-            self._write(kind, kind.reach, self._new)
-        return self.rings[kind] if self._new.length == 1 else join(self._before[kind], self._new)
-
-    def aligned(self, bias: Tensor, kind: Kind) -> Tensor:
-        """Return the bias in layers without a window; refuse it where a ring lacks some of its keys."""
-        refuse(
-            kind.reach is not None,
-            f"bias speaks of keys that a window cache of {kind.reach} forgets: use Cache()",
-        )
-        return bias
-
-    def _write(self, kind: Kind, window: int, tokens: Tokens) -> None:
-        """Write the new tokens into the ring of this kind."""
-        order, real, sinks, trash = tokens.order, tokens.real_mask(), kind.kept_first, kind.slots - 1
-        old = self.rings.get(kind) or empty_slots(order.shape[0], kind.slots, order.device)
-        batch = max(order.shape[0], old.order.shape[0])  # 1 on either side where all rows are alike
-        last = torch.where(real, order, -1).amax(1, keepdim=True)
-        slot = torch.where(real & (order > last - window), sinks + order % window, trash)
-        if sinks:
-            slot = torch.where(real & (tokens.positions < sinks), tokens.positions, slot)
-        slot = slot.expand(batch, -1)
-
-        def written(ring: Tensor, new: Tensor) -> Tensor:
-            return ring.expand(batch, -1).scatter(1, slot, new.expand(batch, -1))
-
-        order, positions, real, documents = map(written, old.tensors(), tokens.tensors())
-        real[:, trash] = False
-        self.rings[kind] = Slots(order, positions, real, documents)
-        self._before[kind], self.slots[kind] = old, slot
-
-    def reorder(self, rows: Tensor, cross: bool = True) -> None:
-        """Replace row i by row `rows[i]` in every layer and ring."""
-        super().reorder(rows, cross)
-        self.rings = {kind: ring.of_rows(rows) for kind, ring in self.rings.items()}
-
-    def crop(self, length: int) -> None:
-        """Forget all, or all but the first `length` slots as long as no window has begun to forget."""
-        for kind, ring in self.rings.items():
-            refuse(
-                0 < length < self.length and int(ring.order.max()) >= (kind.reach or 0),
-                f"a window cache of {kind.reach} has forgotten what a crop to {length} needs: "
-                "use Cache() to step back",
-            )
-        if length == self.length:
-            return
-        super().crop(length)
-        real = self.tokens.real if self.tokens is not None else None
-        count = length if real is None else next_order(self.tokens, real.shape[0], real.device)
-        for kind, ring in self.rings.items():
-            self.rings[kind] = replace(ring, real=ring.real & (ring.order < count))
-
-
-class RingKeys(LayerKeys):
-    """Keys of the sinks and of the last real tokens of each row, and one slot for what is not kept."""
-
-    def __init__(self, cache: WindowCache, kind: Kind) -> None:
-        self.cache, self.kind = cache, kind
-
-    def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Write into the ring; return it, or for several tokens the ring as it was and then the new keys."""
-        B, K, T, _ = k.shape
-        if self.k is None or self.v is None:
-            self.k = k.new_zeros(B, K, self.kind.slots, k.shape[3])
-            self.v = v.new_zeros(B, K, self.kind.slots, v.shape[3])
-        slot = self.cache.slots[self.kind].expand(B, T)[:, None, :, None]
-        k, v = k.detach(), v.detach()
-        whole = None if T == 1 else (torch.cat([self.k, k], dim=2), torch.cat([self.v, v], dim=2))
-        self.k.scatter_(2, slot.expand(-1, K, -1, k.shape[3]), k)
-        self.v.scatter_(2, slot.expand(-1, K, -1, v.shape[3]), v)
-        return whole or (self.k, self.v)
+    if tokens.length <= 2 * count:
+        return tokens
+    gone, kept = tokens.map(lambda x: x[:, :-count]), tokens.map(lambda x: x[:, -count:])
+    last = torch.where(gone.real_mask(), gone.order, -1).argmax(1, keepdim=True)  # B 1
+    return join(gone.map(lambda x: x.expand(len(last), -1).gather(1, last)), kept)

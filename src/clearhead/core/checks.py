@@ -4,16 +4,44 @@ On a GPU, an id outside the table makes every later call of the process fail, so
 Each error is one line that says what was given, what is allowed and the way out.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from clearhead.core.cache import Cache
 from clearhead.core.config import StackSpec
-from clearhead.core.config.kinds import GlobalKind
-from clearhead.core.masks import Tokens
-from clearhead.errors import InputError, refuse
-from clearhead.variants.packed import check_runs
+from clearhead.core.masks import Tokens, check_runs
+from clearhead.errors import InputError, nearest, refuse
 
+ARGUMENTS = (
+    "ids", "mask", "source", "source_mask", "positions", "cache", "types", "documents", "source_documents",
+    "prefix", "bias", "global_mask", "logits",
+)  # fmt: skip
+
+# What other libraries call an argument of `forward`, or what to do in its place.
+OTHER_NAMES = {
+    **dict.fromkeys(("input_ids", "tokens", "x", "idx", "pixel_values", "inputs"), "ids"),
+    **dict.fromkeys(("attention_mask", "padding_mask", "key_padding_mask"), "mask"),
+    **dict.fromkeys(("decoder_input_ids", "tgt"), "ids"),
+    "decoder_attention_mask": "mask",
+    "src": "source",
+    "encoder_attention_mask": "source_mask",
+    "token_type_ids": "types",
+    "position_ids": "positions",
+    **dict.fromkeys(("past_key_values", "use_cache", "past_kv_cache"), "cache"),
+    "global_attention_mask": "global_mask",
+}
+OTHER_WAYS = {
+    **dict.fromkeys(
+        ("labels", "targets", "target"), "a call gives logits, and the loss is cross_entropy of them"
+    ),
+    **dict.fromkeys(("output_attentions", "output_hidden_states"), "use ch.record, or ch.run_with_cache"),
+    "inputs_embeds": "vectors are for a config of input vectors; ch.edit replaces the activation embedding",
+    "return_dict": "a call gives a ch.Output in any case",
+    "return_type": "a call gives a ch.Output in any case",
+}
+READ_BY_ENCODER = {"ids": "source", "mask": "source_mask"}
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
@@ -47,14 +75,17 @@ def check_call(
         check_prefix(prefix, batch, length, cache, spec.causal)
     if bias is not None:
         check_bias(bias, spec, batch, length, cache)
-    kinds = [kind for kind in spec.kinds if isinstance(kind, GlobalKind)]
+    marked = {kind.global_tokens for kind in spec.kinds} - {None}
     refuse(
-        global_mask is not None and not kinds,
+        global_mask is not None and not marked,
         "global_mask was given and no layer has global tokens: leave it out, or choose attention global(...)",
     )
     check_mask(global_mask, (batch, length), "global_mask")
-    asked = documents is not None and global_mask is None and any(kind.tokens == "question" for kind in kinds)
-    refuse(asked, "packed documents have a question each: give global_mask, or unpack them")
+    unmarked = documents is not None and global_mask is None
+    refuse(
+        unmarked and "question" in marked,
+        "packed documents have a question each: give global_mask, or unpack them",
+    )
     if cache is None:
         return
     refuse(
@@ -201,3 +232,23 @@ def _range(x: Tensor, below: int, name: str, limit: str) -> None:
         low, high = (int(end) for end in torch.aminmax(x))
         bad = low if low < 0 else high
         refuse(not 0 <= bad < below, f"{name} contain {bad}: allowed are 0 to {below - 1} ({limit} {below})")
+
+
+class CalledByName:
+    """A model whose call refuses an argument that goes by another name, in one line with ours."""
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        """Run the model."""
+        for name in named:
+            if name not in ARGUMENTS:
+                refuse_name(name, both=len(vars(self)["config"].stacks) == 2)
+        return super().__call__(*inputs, **named)  # type: ignore[misc]  # that of nn.Module
+
+
+def refuse_name(name: str, both: bool) -> None:
+    """Raise an error about an argument, with the name or the way that we have; `both`: of two stacks."""
+    ours = OTHER_NAMES.get(name, "")
+    if both and not name.startswith(("decoder", "tgt")):
+        ours = READ_BY_ENCODER.get(ours, ours)  # elsewhere the bare names are the encoder's
+    way = OTHER_WAYS.get(name) or f"the model takes {', '.join(ARGUMENTS)}"
+    raise InputError(f'no argument is called "{name}"{nearest(ours or name, ARGUMENTS)}: {way}')

@@ -10,19 +10,15 @@ Shapes: B batch (1 where all rows are alike), T query length, S key length.
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Self
+from typing import Any, ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor
 
-from clearhead.core.config.kinds import FULL, Kind
+from clearhead.core.config.kinds import FULL, Kind, Rule
+from clearhead.core.config.registry import Registry
 from clearhead.core.positions import Relative, Rotary
 from clearhead.errors import refuse
-from clearhead.variants.choices import Choice, predicate
-from clearhead.variants.packed import of_real, positions_in_documents
-
-if TYPE_CHECKING:
-    from torch.nn.attention.flex_attention import BlockMask
 
 
 @dataclass(frozen=True)
@@ -57,16 +53,11 @@ class Tokens:
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Self:
         """Return these tokens with `change` applied to each tensor."""
-        return replace(
-            self,
-            order=change(self.order),
-            positions=change(self.positions),
-            real=None if self.real is None else change(self.real),
-            documents=None if self.documents is None else change(self.documents),
-            totals=None if self.totals is None else change(self.totals),
-            globals=None if self.globals is None else change(self.globals),
-            until=None if self.until is None else change(self.until),
-        )
+        names = ("order", "positions", "real", "documents", "totals", "globals", "until")
+        changed: dict[str, Any] = {
+            name: change(x) for name in names if (x := getattr(self, name)) is not None
+        }
+        return replace(self, **changed)
 
     def of_rows(self, rows: Tensor) -> Self:
         """Return the tokens of some rows; where all rows are alike, nothing changes."""
@@ -109,10 +100,36 @@ def tokens_from(
         documents = of_real(documents.long().expand(real.shape[0], -1), real)
     if positions is None and documents is not None:
         packed = before is not None and before.length and before.documents is not None
-        held = (before.document_ids(), before.positions, before.real_mask()) if before and packed else None
-        positions = positions_in_documents(documents, real, held)
+        earlier = (before.document_ids(), before.positions, before.real_mask()) if before and packed else None
+        positions = positions_in_documents(documents, real, earlier)
     positions = order if positions is None else positions
     return Tokens(order, positions.long(), real, documents, plain=False)
+
+
+def of_real(ids: Tensor, real: Tensor) -> Tensor:
+    """Give padding the id of the last real token before it, or of the first one: [B, T], [B, T] -> [B, T]."""
+    slots = torch.arange(real.shape[1], device=real.device)
+    last = torch.where(real, slots, -1).cummax(1).values
+    return ids.gather(1, torch.where(last < 0, real.long().argmax(1, keepdim=True), last))
+
+
+def positions_in_documents(
+    documents: Tensor, real: Tensor, before: tuple[Tensor, Tensor, Tensor] | None
+) -> Tensor:
+    """Count positions from 0 in each packed document, a run of equal ids: [B, T], [B, T] -> [B, T].
+
+    `before` are documents, positions and `real` of the tokens in a cache: a run that began there goes on.
+    """
+    count = real.cumsum(1) - real.long()  # real tokens before this slot, in this pass
+    starts = torch.ones_like(real)
+    starts[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    positions = count - torch.where(starts, count, 0).cummax(1).values  # from the start of the run
+    if before is None:
+        return positions
+    earlier, at, there = before
+    same = there & (earlier == documents[:, :1])
+    carried = torch.where(same, at + 1, 0).amax(1, keepdim=True)
+    return positions + torch.where(starts.long().cumsum(1) == 1, carried, 0)  # in the first run
 
 
 def next_order(before: Tokens | None, batch: int, device: torch.device) -> Tensor:
@@ -138,43 +155,37 @@ def join(a: Tokens, b: Tokens) -> Tokens:
     )
 
 
-@dataclass(frozen=True)
-class BlockPlan:
-    """Which keys the blocks of queries meet, with masks and biases of these alone."""
+class Plan(Protocol):
+    """A way to attend without a mask over all pairs, for long rows of kinds that choose few keys."""
 
-    size: int  # b
-    index: Tensor  # B|1 N M: numbers of the blocks of keys
-    mask: "Tensor | BlockMask"  # B|1 N b M·b, or what `flex_attention` takes in its place
-    bias: Tensor | None  # B|1 N H b M·b
-    globals: Tensor | None = None  # B|1 G: slots of the queries that see everything
-    global_mask: Tensor | None = None  # B|1 1 G S
-    global_bias: Tensor | None = None  # B|1 H G S
-    columns: "Columns | None" = None  # of strided attention: what the blocks leave out
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, **formula: Any) -> Tensor:
+        """Map q [B,H,T,E], k [B,K,S,E], v [B,K,S,Ev] -> [B,H,T,Ev]."""
 
 
-@dataclass(frozen=True)
-class Columns:
-    """The tokens of each column, and who of them may attend to whom; R columns of Q queries and C keys."""
-
-    queries: Tensor  # B|1 R·Q: slots
-    keys: Tensor  # B|1 R·C
-    mask: Tensor  # B|1 R Q C
-    bias: Tensor | None  # B|1 R 1|H Q C
-    place: Tensor  # B|1 T: where each query stands among `queries`
+# What plans the rows of kinds that have a `block_size`, and what a plan costs.
+PLANS: Registry[Callable[..., Any]] = Registry(
+    {"plan": "clearhead.variants.blocks:plan_for", "cost": "clearhead.variants.blocks:block_cost"}
+)
 
 
 @dataclass(frozen=True)
 class View:
     """What the attention of one layer may see: mask, bias and rotation, made by the stack."""
 
+    partial: ClassVar[bool] = False  # whether only some tokens go through the layer, by a router
     mask: Tensor | None = None  # B|1 1 T S, True = may attend; None: no mask, or a plain causal one
     causal: bool = False  # the mask is exactly "key slot <= query slot", and `mask` is None
     bias: Tensor | None = None  # B|1 H|1 T S, added to the scores
     rotary: Rotary | None = None
     relative: Relative | None = None
     tokens: Tokens | None = None  # the queries, for kinds of attention that ask for more than a mask
-    blocks: BlockPlan | None = None  # stands for mask and bias, which `dense` spells out
+    blocks: Plan | None = None  # stands for mask and bias, which `dense` spells out
     dense: Callable[[], "View"] | None = None
+
+    def described(self) -> Tokens:
+        """Return the tokens, which the stack gives to every kind that asks for them."""
+        assert self.tokens is not None
+        return self.tokens
 
     def unrotated(self) -> "View":
         """Return the same view without rotation."""
@@ -203,7 +214,7 @@ def compose(
         if queries.length == keys.length:
             return None, True
 
-    rule = None if kind == FULL else predicate(kind, causal)
+    rule = None if kind == FULL else kind.rule(causal)
     allowed = rules(
         queries, keys, causal, rule, lambda x: x[:, :, None], lambda x: x[:, None, :], prefix
     )  # each B|1 T|1 S
@@ -217,7 +228,7 @@ def rules(
     queries: Tokens,
     keys: Tokens,
     causal: bool,
-    rule: Choice | None,
+    rule: Rule | None,
     of_query: Callable[[Tensor], Tensor],
     of_key: Callable[[Tensor], Tensor],
     prefix: Tensor | None = None,
@@ -251,3 +262,17 @@ def spelled_out(mask: Tensor | None, causal: bool, queries: Tokens, keys: Tokens
         return mask
     everything = torch.ones(1, 1, queries.length, keys.length, dtype=torch.bool, device=queries.order.device)
     return everything.tril() if causal else everything
+
+
+def check_runs(*tokens: tuple[Tensor, Tensor]) -> None:
+    """Refuse an id that comes back after another one; `tokens` are ids and which are real, [B|1, T] each."""
+    batch = max(len(ids) for ids, _ in tokens)
+    ids, real = (torch.cat([x.expand(batch, -1) for x in part], dim=1) for part in zip(*tokens))
+    ids = of_real(ids, real)
+    runs, distinct = ((x[:, 1:] != x[:, :-1]).sum(1) for x in (ids, ids.sort(1).values))
+    rows = (runs > distinct).nonzero().flatten().tolist()
+    refuse(
+        rows,
+        f"documents of row {rows and rows[0]} come back to an id after another one: a document is one run of "
+        "equal ids, so give each run its own",
+    )

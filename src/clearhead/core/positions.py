@@ -17,6 +17,7 @@ import torch.nn.functional as nnf
 from torch import Tensor, nn
 
 from clearhead.core.config import RopeScaling, StackSpec
+from clearhead.core.config.registry import Registry
 from clearhead.core.dtypes import precise, wide
 from clearhead.core.steps import INDEX, Pass, Step
 from clearhead.core.taps import SILENT, Tap
@@ -88,17 +89,17 @@ class SinusoidalPositions(PositionScheme):
 
     def embed(self, positions: Tensor, dtype: torch.dtype, tap: Tap = SILENT) -> Tensor:
         """Map [B|1, T] -> [B|1, T, D]."""
-        spec, width, places = self.spec, self.spec.d_summed, positions + self.spec.position_offset
+        spec, width, shifted = self.spec, self.spec.d_summed, positions + self.spec.position_offset
         layout = (spec.sinusoid_layout, spec.sinusoid_ends)
         if spec.input == "patches":
             # Half of the columns tell the row of a patch, half its column; the class token gets zeros.
             columns = spec.image_size[1] // spec.patch_size
-            patch = (places - int(spec.class_token)).clamp(min=0)
+            patch = (shifted - int(spec.class_token)).clamp(min=0)
             halves = (patch // columns, width // 2), (patch % columns, width - width // 2)
             waves = torch.cat([sinusoid(where, half, *layout) for where, half in halves], dim=-1)
-            waves = waves * (places >= spec.class_token)[..., None].to(waves.device)
+            waves = waves * (shifted >= spec.class_token)[..., None].to(waves.device)
         else:
-            waves = sinusoid(places, width, *layout)
+            waves = sinusoid(shifted, width, *layout)
         return tap.step("waves", waves.to(positions.device, dtype))
 
 
@@ -134,10 +135,12 @@ class RopePositions(PositionScheme):
         angles = where[:, None, :, None] * frequencies  # B 1 T R/2
         half = spec.rope_layout == "half"
         angles = torch.cat([angles, angles], dim=-1) if half else angles.repeat_interleave(2, dim=-1)
-        turns = Rotary((angles.cos() * factor).float().to(device), (angles.sin() * factor).float().to(device))
+        rotary = Rotary(
+            (angles.cos() * factor).float().to(device), (angles.sin() * factor).float().to(device)
+        )
         if tap.traced:
-            tap.step(name, torch.stack(turns))
-        return turns
+            tap.step(name, torch.stack(rotary))
+        return rotary
 
     @staticmethod
     def steps(spec: StackSpec, run: Pass, name: str, tokens: int) -> Iterator[Step]:
@@ -149,14 +152,14 @@ class RopePositions(PositionScheme):
 def rotate(x: Tensor, rotary: Rotary, layout: str) -> Tensor:
     """Rotate the first R columns of each head: [B, H, T, E] -> [B, H, T, E]."""
     width = rotary.cos.shape[-1]
-    turned, kept = wide(x[..., :width]), x[..., width:]
+    rotated, kept = wide(x[..., :width]), x[..., width:]
     if layout == "half":
-        a, b = turned.chunk(2, dim=-1)
+        a, b = rotated.chunk(2, dim=-1)
         quarter = torch.cat([-b, a], dim=-1)  # each pair rotated by a quarter circle
     else:
-        quarter = torch.stack([-turned[..., 1::2], turned[..., ::2]], dim=-1).flatten(-2)
-    turned = (turned * rotary.cos + quarter * rotary.sin).to(x.dtype)
-    return turned if not kept.shape[-1] else torch.cat([turned, kept], dim=-1)
+        quarter = torch.stack([-rotated[..., 1::2], rotated[..., ::2]], dim=-1).flatten(-2)
+    rotated = (rotated * rotary.cos + quarter * rotary.sin).to(x.dtype)
+    return rotated if not kept.shape[-1] else torch.cat([rotated, kept], dim=-1)
 
 
 def rope_frequencies(
@@ -175,9 +178,9 @@ def rope_frequencies(
         growth = scaling.factor * length / trained - (scaling.factor - 1)
         return (base * growth.double() ** (width / (width - 2))) ** -pair, 1.0
     if scaling.kind == "llama3":  # long waves are interpolated, short ones kept, those between blended
-        turns = trained * plain / (2 * math.pi)  # over the trained length
+        rotations = trained * plain / (2 * math.pi)  # over the trained length
         low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
-        keep = ((turns - low) / (high - low)).clamp(0, 1)
+        keep = ((rotations - low) / (high - low)).clamp(0, 1)
         return keep * plain + (1 - keep) * plain / scaling.factor, 1.0
     if scaling.kind == "yarn":
         return _yarn(plain, width, base, scaling, trained)
@@ -194,9 +197,9 @@ def _yarn(plain: Tensor, width: int, base: float, scaling: RopeScaling, trained:
     The factor on cosines and sines comes second.
     """
 
-    def pair_with(turns: float) -> float:
-        """Return the index of the pair that makes this many turns over the trained length."""
-        return width * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(base))
+    def pair_with(rotations: float) -> float:
+        """Return the index of the pair that makes this many rotations over the trained length."""
+        return width * math.log(trained / (rotations * 2 * math.pi)) / (2 * math.log(base))
 
     low, high = pair_with(scaling.beta_fast), pair_with(scaling.beta_slow)
     if scaling.truncate:
@@ -239,11 +242,16 @@ def alibi_slopes(n_heads: int, device: torch.device | None = None) -> Tensor:
     return torch.exp2(torch.cat([-8 / power * count[:power], -4 / power * others]))
 
 
-# Schemes that look up a distance are in `kinds.relative`, which has the table of all.
-POSITIONS: dict[str, type[PositionScheme]] = {
-    "none": PositionScheme,
-    "learned": LearnedPositions,
-    "sinusoidal": SinusoidalPositions,
-    "rope": RopePositions,
-    "alibi": AlibiPositions,
-}
+VARIANTS = "clearhead.variants.positions"
+POSITIONS: Registry[type[PositionScheme]] = Registry(
+    {
+        "none": PositionScheme,
+        "learned": LearnedPositions,
+        "sinusoidal": SinusoidalPositions,
+        "rope": RopePositions,
+        "alibi": AlibiPositions,
+        "relative": f"{VARIANTS}:RelativePositions",
+        "learned+relative": f"{VARIANTS}:LearnedRelativePositions",
+        "disentangled": f"{VARIANTS}:DisentangledPositions",
+    }
+)

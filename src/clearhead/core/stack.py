@@ -1,7 +1,7 @@
 """The stack: an embedding, blocks, a final norm. It also makes the view of each layer: mask, bias, rotation.
 
 A block is attention, perhaps cross-attention, and a feed-forward, each added to the residual stream. The
-residual layouts differ only in the place of the norm:
+residual layouts differ only in where the norm stands:
 
     pre         x + f(norm(x))                      steady gradients; needs a norm after the last block
     post        norm(x + f(x))                      the original
@@ -15,27 +15,28 @@ Shapes: B batch, T query length, S key or source length, D model.
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as nnf
 from torch import Tensor, nn
 
 from clearhead.core import masks, norms
-from clearhead.core.attention import Attention, attention_steps
+from clearhead.core.attention import Attention, attention_class, attention_steps
 from clearhead.core.cache import Cache, CrossKeys, LayerKeys
 from clearhead.core.config import StackSpec
+from clearhead.core.config.fields import passing
 from clearhead.core.config.kinds import FULL, Kind
-from clearhead.core.feedforward import Experts, FeedForward, expert_steps, feedforward_steps
-from clearhead.core.fronts import Embedding, embedding_steps
-from clearhead.core.masks import Tokens
+from clearhead.core.config.registry import Registry
+from clearhead.core.embedding import Embedding, embedding_steps
+from clearhead.core.feedforward import feedforward_class
+from clearhead.core.masks import PLANS, Tokens
+from clearhead.core.positions import POSITIONS
 from clearhead.core.steps import Part, Pass, Step, norm_step
 from clearhead.core.taps import SILENT, Tap
-from clearhead.variants import flex
-from clearhead.variants.blocks import plan_blocks, tokens_for, with_counts
-from clearhead.variants.depth import PartView, Router, places, router_steps
-from clearhead.variants.disentangled import SCHEMES
-from clearhead.variants.layers import attention_for, kind_steps
+
+# What sends only some of the tokens through a layer, where `capacities` ask for it.
+ROUTERS: Registry[Any] = Registry({"depth": "clearhead.variants.routing:Router"})
 
 
 class Residual(nn.Module):
@@ -44,10 +45,10 @@ class Residual(nn.Module):
     def __init__(self, spec: StackSpec, reads_other: bool = False) -> None:
         """Build the norms; with `reads_other`, the sublayer reads a norm that stands elsewhere."""
         super().__init__()
-        place, norm, D = spec.norm_position, spec.norm, spec.d_model
-        self.before = norms.make_norm(norm, D) if place in ("pre", "sandwich") and not reads_other else None
-        self.inside = norms.make_norm(norm, D) if place in ("sandwich", "output") else None
-        self.after = norms.make_norm(norm, D) if place == "post" else None
+        layout, norm, D = spec.norm_position, spec.norm, spec.d_model
+        self.before = norms.make_norm(norm, D) if layout in ("pre", "sandwich") and not reads_other else None
+        self.inside = norms.make_norm(norm, D) if layout in ("sandwich", "output") else None
+        self.after = norms.make_norm(norm, D) if layout == "post" else None
         self.scale, self.dropout, self.skip = spec.residual_scale, spec.dropout, spec.layer_drop
 
     def read(self, x: Tensor, tap: Tap = SILENT) -> Tensor:
@@ -74,15 +75,14 @@ class Block(nn.Module):
     def __init__(self, spec: StackSpec, layer: int) -> None:
         super().__init__()
         name = f"{spec.prefix}blocks.{layer}"
-        self.attention = attention_for(spec, f"{name}.attention", layer)
+        self.attention = attention_class(spec, layer)(spec, f"{name}.attention", spec.kinds[layer])
         self.attention_residual = Residual(spec, reads_other=layer == 0 and not spec.first_norm)
         self.cross = Attention(spec, f"{name}.cross") if spec.cross else None
         self.cross_residual = Residual(spec) if spec.cross else None
-        whole = "feedforward" in spec.feedforwards(layer)
-        self.feedforward = FeedForward(spec) if whole else Experts(spec)
+        self.feedforward = feedforward_class(spec, layer)(spec)
         self.parallel = spec.parallel
         self.feedforward_residual = Residual(spec, reads_other=spec.parallel and spec.parallel_norms == 1)
-        self.router = Router(spec, layer) if spec.capacities[layer] < 1 else None
+        self.router = ROUTERS["depth"](spec, layer) if spec.capacities[layer] < 1 else None
 
     def forward(
         self,
@@ -95,7 +95,7 @@ class Block(nn.Module):
         tap: Tap = SILENT,
     ) -> Tensor:
         """Map [B, T, D] -> [B, T, D]; cross-attention reads `memory` [B, S, D], or filled `cross_keys`."""
-        if self.router is not None and isinstance(view, PartView):
+        if self.router is not None and view.partial:
             return cast(Tensor, self.router(x, view, keys, partial(Block.forward, self), tap))
         first, second = tap.part("attention_residual"), tap.part("feedforward_residual")
         x = tap("resid_pre", x)
@@ -119,33 +119,32 @@ class Block(nn.Module):
 
 def block_steps(spec: StackSpec, run: Pass, layer: int, tokens: int, memory: int) -> Iterator[Step]:
     """Yield the steps of one layer on rows of `tokens`; cross-attention reads `memory` tokens."""
-    name, D, place = f"{spec.prefix}blocks.{layer}", spec.d_model, spec.norm_position
+    name, D, layout = f"{spec.prefix}blocks.{layer}", spec.d_model, spec.norm_position
     if spec.capacities[layer] < 1:
-        yield from router_steps(spec, run, name, layer, tokens)
-    tokens = places(spec.capacities[layer], tokens)
-    rows = run.batch * tokens
-    whole = spec.feedforwards(layer).get("feedforward")  # None: a mixture
-    sublayers: dict[Part, Iterator[Step]] = {"attention": kind_steps(spec, run, layer, tokens)}
+        yield from ROUTERS["depth"].steps(spec, run, name, layer, tokens)
+    tokens = passing(spec.capacities[layer], tokens)
+    rows, whole = run.batch * tokens, "feedforward" in spec.feedforwards(layer)  # else a mixture
+    attend = attention_class(spec, layer).steps(spec, run, f"{name}.attention", tokens, spec.kinds[layer])
+    sublayers: dict[Part, Iterator[Step]] = {"attention": attend}
     if spec.cross:
         sublayers["cross"] = attention_steps(spec, run, f"{name}.cross", tokens, memory, FULL, "cross")
-    expand = partial(feedforward_steps, F=whole) if whole else expert_steps
-    sublayers["feedforward"] = expand(spec, run, f"{name}.feedforward", rows)
+    sublayers["feedforward"] = feedforward_class(spec, layer).steps(spec, run, f"{name}.feedforward", rows)
     for part, steps in sublayers.items():
         residual = f"{name}.{part}_residual"
         second = spec.parallel and part == "feedforward"  # it reads the same stream as attention
         shared = second and spec.parallel_norms == 1  # it reads what attention has read
         bare = part == "attention" and layer == 0 and not spec.first_norm
-        if place in ("pre", "sandwich") and not shared and not bare:
+        if layout in ("pre", "sandwich") and not shared and not bare:
             yield norm_step(f"{residual}.before", spec.norm, run, rows, D, input_kept=second)
         if run.half or not shared:
             products = 2 if part == "feedforward" and spec.gated and whole else 1
             yield Step(f"{residual}.read", part, kept=(products if run.half else 1) * rows * D * run.size)
         yield from steps
-        if place in ("sandwich", "output"):
+        if layout in ("sandwich", "output"):
             yield norm_step(f"{residual}.inside", spec.norm, run, rows, D)
         if spec.dropout:
             yield Step(f"{residual}.dropout", part, kept=rows * D)
-        if place == "post":
+        if layout == "post":
             yield norm_step(f"{residual}.after", spec.norm, run, rows, D)
 
 
@@ -167,10 +166,12 @@ class Stack(nn.Module):
         super().__init__()
         self.spec = spec
         self.embedding = Embedding(spec, front)
-        self.positions = SCHEMES[spec.positions](spec)
+        self.positions = POSITIONS[spec.positions](spec)
         first = [spec.block_of.index(block) for block in sorted(set(spec.block_of))]  # layer of each block
         self.blocks = nn.ModuleList(Block(spec, layer) for layer in first)
         self.norm = norms.make_norm(spec.norm, spec.d_model) if spec.final_norm else None
+        # For long rows of kinds that choose few keys; looked up once, as passes may be compiled.
+        self.plan = PLANS["plan"] if any(kind.block_size is not None for kind in spec.kinds) else None
 
     def layers(self) -> list[Block]:
         """Return the block of each layer; layers that share weights have the same block."""
@@ -192,10 +193,11 @@ class Stack(nn.Module):
     ) -> Tensor:
         """Map the inputs, described by `tokens`, to hidden states [B, T, D]."""
 
-        def place() -> Tensor | None:
+        def vectors() -> Tensor | None:
             return self.positions.embed(tokens.positions, self.dtype, tap.part("positions"))
 
-        x = tap("embedding", self.embedding(inputs, types, place, input_mask, tap.part("embedding")))  # B T D
+        x = self.embedding(inputs, types, vectors, input_mask, tap.part("embedding"))
+        x = tap("embedding", x)  # B T D
         if cache is not None:
             cache.begin(tokens)
         views_of = partial(
@@ -242,13 +244,13 @@ class Stack(nn.Module):
             if not kind.chooses:
                 views[kind] = masks.View(rotary=rotary, tokens=tokens)
                 continue
-            queries = tokens_for(kind, tokens, causal, ids, global_mask)
+            queries = kind.describe(tokens, causal, ids, global_mask)
             keys = queries if cache is None else cache.visible(kind)
             relative = scheme.relative(queries.positions, keys.positions, at)
 
             def biased(queries: Tokens, keys: Tokens, kind: Kind = kind, tap: Tap = SILENT) -> Tensor | None:
                 total = scheme.bias(queries.positions, keys.positions, dtype, tap.part("positions"))
-                return with_counts(total, queries, keys, kind, dtype, names[kind], tap)
+                return cast(Tensor | None, kind.with_counts(total, queries, keys, dtype, names[kind], tap))
 
             def dense(kind: Kind = kind, queries: Tokens = queries, keys: Tokens = keys) -> masks.View:
                 total = biased(queries, keys, kind, tap)
@@ -262,11 +264,8 @@ class Stack(nn.Module):
                 return masks.View(mask, plain, total)
 
             plan = None
-            if prefix is None and bias is None and relative is None and not tap.traced:
-                flexible = flex.serves(self.spec, kind, keys, dtype, self.training) and flex.asked(
-                    self.blocks
-                )
-                plan = plan_blocks(queries, keys, kind, causal, biased, flexible)
+            if self.plan is not None and prefix is None and bias is None and relative is None:
+                plan = None if tap.traced else self.plan(self, queries, keys, kind, dtype, biased)
             view = dense() if plan is None else masks.View(blocks=plan, dense=dense)
             views[kind] = replace(view, rotary=rotary, relative=relative, tokens=queries)
         return views
@@ -297,8 +296,8 @@ def stack_steps(
 ) -> Iterator[Step]:
     """Yield the steps on rows of `length` inputs; the other stack counts the weights of a `shared_front`."""
     tokens, rows = spec.n_tokens(length), run.batch * spec.n_tokens(length)
-    places = SCHEMES[spec.positions].steps(spec, run, f"{spec.prefix}positions", tokens)
-    yield from embedding_steps(spec, run, length, places, shared_front)
+    positions = POSITIONS[spec.positions].steps(spec, run, f"{spec.prefix}positions", tokens)
+    yield from embedding_steps(spec, run, length, positions, shared_front)
     for layer, block in enumerate(spec.block_of):
         for step in block_steps(spec, run, layer, tokens, memory):
             yield step.reused() if block in spec.block_of[:layer] else step

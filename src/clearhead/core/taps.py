@@ -58,17 +58,17 @@ SILENT = Tap()
 
 def unwrapped(model: object) -> Any:
     """Return the Transformer in what `load` gives, in a wrapper such as `torch.compile`'s, or itself."""
-    found, within = model, [model]
+    module, within = model, [model]
     while within:
-        found = within[0]
-        inner = (getattr(found, name, None) for name in WRAPPED)
+        module = within[0]
+        inner = (getattr(module, name, None) for name in WRAPPED)
         within = [part for part in inner if part is not None]
     refuse(
-        not isinstance(found, nn.Module) or not isinstance(getattr(found, "config", None), ModelConfig),
+        not isinstance(module, nn.Module) or not isinstance(getattr(module, "config", None), ModelConfig),
         f"{type(model).__name__} is not a model of clearhead: give what ch.load returns, its .model, "
         "or a wrapper of that",
     )
-    return found
+    return module
 
 
 class Listener(NamedTuple):
@@ -197,7 +197,7 @@ def edit(model: object, changes: Mapping[str, Callable[[Tensor], Tensor | None]]
 def listening(listener: Listener) -> Iterator[None]:
     """Show every forward pass of its model to `listener` within the `with` block."""
     refuse(
-        any(hasattr(one, "device_mesh") for one in unwrapped(listener.model).parameters()),
+        any(hasattr(weight, "device_mesh") for weight in unwrapped(listener.model).parameters()),
         "this model is split over processes, and each has some of its heads alone: load it in one process",
     )
     token = _listeners.set((*_listeners.get(), listener))
@@ -241,10 +241,10 @@ _uncompiled = _Uncompiled()
 def matching(config: ModelConfig, pattern: str) -> list[str]:
     """Return the tap names that match; where none does, raise an error with the nearest name."""
     names = tap_names(config)
-    found = fnmatch.filter(names, pattern)
-    near = "" if found else nearest(pattern, names)
-    refuse(not found, f'no activation is called "{pattern}"{near}: tap_names(model) lists them all')
-    return found
+    matches = fnmatch.filter(names, pattern)
+    near = "" if matches else nearest(pattern, names)
+    refuse(not matches, f'no activation is called "{pattern}"{near}: tap_names(model) lists them all')
+    return matches
 
 
 def tap_names(model: object) -> list[str]:

@@ -12,16 +12,14 @@ from typing import Literal, cast
 import torch
 from torch import Tensor, nn
 
-from clearhead.core import attend, checks, fronts, heads, masks
-from clearhead.core.attention import Attention
+from clearhead.core import checks, heads, masks
+from clearhead.core.attention import KERNELS, Attention
 from clearhead.core.cache import Cache
-from clearhead.core.config import CalledByName, ModelConfig, StackSpec
-from clearhead.core.feedforward import FeedForward
+from clearhead.core.config import ModelConfig, StackSpec
 from clearhead.core.stack import Memory, Stack, stack_steps
 from clearhead.core.steps import Pass, Step
 from clearhead.core.taps import Tap, tap_for, unwrapped
 from clearhead.errors import InputError, refuse
-from clearhead.variants.gated_delta import GatedDelta
 
 
 @dataclass
@@ -44,7 +42,7 @@ class Output:
 torch.utils._pytree.register_dataclass(Output)
 
 
-class Transformer(CalledByName, nn.Module):
+class Transformer(checks.CalledByName, nn.Module):
     """Any model the config can describe. See `forward` for what goes in and `Output` for what comes out."""
 
     def __init__(self, config: ModelConfig) -> None:
@@ -223,11 +221,11 @@ def attending(model: object, kernel: str) -> AbstractContextManager[None]:
     """Use one kernel in every attention of `model`, or of a part, in a `with` block.
 
     "fused" is the default, "eager" spells every step out, and "flex" has PyTorch's `flex_attention` attend in
-    long rows of kinds that choose among keys, where it serves (`kinds.flex`). All give the same numbers.
+    long rows of kinds that choose among keys, where it serves (`variants.blocks`). All give the same numbers.
     """
     refuse(
-        kernel not in attend.KERNELS,
-        f'no attention kernel is called "{kernel}": choose from {", ".join(attend.KERNELS)}',
+        kernel not in KERNELS,
+        f'no attention kernel is called "{kernel}": choose from {", ".join(KERNELS)}',
     )
     parts = (model if isinstance(model, nn.Module) else unwrapped(model)).modules()
     return _with([part for part in parts if isinstance(part, Attention)], "kernel", kernel)
@@ -253,12 +251,11 @@ def initialise(model: Transformer, config: ModelConfig) -> None:
                 nn.init.zeros_(part.bias)
         elif isinstance(part, nn.Embedding):
             nn.init.normal_(part.weight, std=config.d_model**-0.5 if xavier else std)
-        elif isinstance(part, fronts.PatchFront) and part.class_token is not None:
-            nn.init.normal_(part.class_token, std=std)
+        elif isinstance(token := getattr(part, "class_token", None), nn.Parameter):  # of image patches
+            nn.init.normal_(token, std=std)
     stacks = [stack for stack in model.children() if isinstance(stack, Stack) and config.init == "gpt2"]
     for stack in stacks:
         writes = stack.spec.n_layers * (3 if stack.spec.cross else 2)
-        for part in stack.modules():
-            if isinstance(part, Attention | FeedForward | GatedDelta):
-                writer = part.down if isinstance(part, FeedForward) else part.out
-                nn.init.normal_(writer.weight, std=std / math.sqrt(writes))
+        for name, part in stack.named_modules():
+            if isinstance(part, nn.Linear) and name.endswith((".out", ".down")):  # of attention, feed-forward
+                nn.init.normal_(part.weight, std=std / math.sqrt(writes))

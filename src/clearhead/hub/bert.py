@@ -7,7 +7,7 @@ and v3, and Longformer.
 import dataclasses
 
 from clearhead.core.config import ModelConfig
-from clearhead.core.config.kinds import Blocks, Full, GlobalKind, GlobalTokens, read_kind
+from clearhead.core.config.kinds import Full, read_kind
 from clearhead.hub.architecture import Architecture
 from clearhead.hub.fields import (
     ACTIVATIONS,
@@ -27,6 +27,7 @@ from clearhead.hub.files import refuse
 from clearhead.hub.llama import ATTENTION_BIAS, FEEDFORWARD_BIAS
 from clearhead.hub.rope import two_ropes
 from clearhead.hub.rules import Rule, joined, renamed, same, stack_rules
+from clearhead.variants.kinds import Blocks, GlobalKind, GlobalTokens
 
 BLOCK = "encoder.blocks.{i}"
 TABLE = "encoder.positions.table.weight"

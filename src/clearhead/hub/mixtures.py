@@ -6,7 +6,6 @@ Each is Llama's tables with experts in place of feed-forwards, in some layers or
 import dataclasses
 
 from clearhead.core.config import ModelConfig
-from clearhead.core.config.kinds import GatedDeltaKind
 from clearhead.hub.fields import (
     ConfigPart,
     Json,
@@ -32,6 +31,7 @@ from clearhead.hub.llama import (
 )
 from clearhead.hub.rope import rope
 from clearhead.hub.rules import EXPERTS, INTERLEAVED_EXPERTS, Rule, grouped, joined, same
+from clearhead.variants.kinds import GatedDeltaKind
 
 MLP, MOE = f"{LAYER}.mlp", f"{LAYER}.block_sparse_moe"
 FEEDFORWARD = f"{BLOCK}.feedforward"
@@ -194,7 +194,7 @@ def delta_of(config: ModelConfig) -> GatedDeltaKind | None:
     for kind in config.main.kinds:
         if isinstance(kind, GatedDeltaKind):
             names = [entry.name for entry in dataclasses.fields(kind)]
-            return GatedDeltaKind(**dict(zip(names, (*config.main.delta_sizes(kind), kind.kernel))))
+            return GatedDeltaKind(**dict(zip(names, (*kind.sizes(config.main), kind.kernel))))
     return None
 
 

@@ -26,7 +26,6 @@ from torch.export import Dim, ExportedProgram
 from clearhead.core.cache import Cache, LayerKeys
 from clearhead.core.config import ModelConfig, StackSpec
 from clearhead.core.config.kinds import FULL, Kind
-from clearhead.core.feedforward import Experts
 from clearhead.core.masks import Tokens, join
 from clearhead.core.taps import SILENT, Tap
 from clearhead.core.transformer import Output, Transformer, attending, evaluating
@@ -37,6 +36,7 @@ from clearhead.run.kernels.lora import merged
 from clearhead.run.kernels.parts import like
 from clearhead.run.quant.apply import dequantized, shared_copy
 from clearhead.run.quant.layers import quantized_parts
+from clearhead.variants.routing import Experts
 
 # The cache --------------------------------------------------------------------------------------------------
 

@@ -340,7 +340,7 @@ class Syntax(results.Result):
         return np.asarray(self.right.sum(0) / self.arcs.sum(0))
 
     def best(self, relation: str) -> Relation:
-        """Return the head that follows a relation best, beside the baseline."""
+        """Return the head that follows a relation best, and the baseline."""
         refuse(
             relation not in self.relations,
             f'no arc is called "{relation}"{nearest(relation, self.relations)}: '

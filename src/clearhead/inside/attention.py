@@ -66,7 +66,7 @@ class Axis(Result):
 
     @classmethod
     def over(cls, labels: Sequence[str], size: int) -> Self:
-        """Return cells of so many tokens each; a label has the first and last place and the first token."""
+        """Return cells of `size` tokens; a label has the first and last position and the first token."""
         if size == 1:
             return cls(tuple(labels))
         cells = [(first, min(first + size, len(labels)) - 1) for first in range(0, len(labels), size)]
@@ -168,7 +168,7 @@ class LayerMap(Result):
 
 @dataclass(frozen=True, eq=False)
 class Rollout(Result):
-    """What each place is made of after each layer, if attention alone moved anything."""
+    """The share of each token in each position after each layer, if attention alone moved anything."""
 
     kind: str
     tokens: Axis
@@ -412,7 +412,7 @@ def in_cells(pattern: Tensor, queries: int, keys: int) -> Tensor:
 
 
 def _summed(x: Tensor, axis: int, size: int) -> Tensor:
-    """Return sums over cells of so many places of an axis; the last cell may be smaller."""
+    """Return sums over cells of `size` positions of an axis; the last cell may be smaller."""
     whole = x.shape[axis] // size * size
     cells = torch.unflatten(x.narrow(axis, 0, whole), axis, (-1, size)).sum(axis + 1)
     if whole == x.shape[axis]:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from clearhead.core.attention import Attention
-from clearhead.core.feedforward import Experts, FeedForward
+from clearhead.core.feedforward import FeedForward
 from clearhead.core.heads import ClassifierHead, LanguageHead, PooledHead, TokenHead
 from clearhead.core.norms import Norm
 from clearhead.core.stack import Block, Stack
@@ -29,8 +29,9 @@ from clearhead.inside.inputs import AnyModel, as_model
 from clearhead.run.api import Model
 from clearhead.run.kernels.lora import merged
 from clearhead.run.quant.apply import refuse_quantized
-from clearhead.variants.disentangled import DisentangledAttention
 from clearhead.variants.gated_delta import GatedDelta
+from clearhead.variants.positions import DisentangledAttention
+from clearhead.variants.routing import Experts
 
 # The layers of a sublayer that read its input.
 READERS = {

@@ -24,7 +24,7 @@ import torch.nn.functional as nnf
 from torch import Tensor
 
 from clearhead.core.config import TABLES
-from clearhead.core.fronts import TokenFront
+from clearhead.core.embedding import TokenFront
 from clearhead.core.heads import LanguageHead
 from clearhead.core.stack import Stack
 from clearhead.errors import InputError, refuse
@@ -236,7 +236,7 @@ def same_word(m: AnyModel, text_a: str, text_b: str, word: str) -> SameWord:
 
 
 def _read(m: Model, text: str, word: str) -> tuple[list[Tensor], list[int], list[int], tuple[str, ...]]:
-    """Return states [T, D] by layer, places of the word's tokens and of the others', the word's labels."""
+    """Return states [T, D] by layer, positions of the word's tokens and of the others', the word's labels."""
     prepared = prepare_first(m, text)
     tokens = prepared.first_tokens
     own = list(positions([_find(word, text)], tokens.text_spans)[0])

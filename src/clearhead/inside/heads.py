@@ -44,7 +44,6 @@ from clearhead.errors import nearest, refuse
 from clearhead.inside import inputs, names, results
 from clearhead.inside.names import AttentionHead, heads_in, patterned
 from clearhead.run.api import Model
-from clearhead.variants.blocks import tokens_for
 
 NARROW = ("previous", "next", "itself", "first", "separator", "same", "rare", "position")
 WIDE = ("local", "uniform")
@@ -81,7 +80,7 @@ def samples(prepared: inputs.Prepared) -> Iterator[AttentionSample]:
                 tokens_from(1, len(keys), allowed.device),
             )
             kind = kinds[name] if kinds[name].chooses else FULL
-            tokens = tokens_for(kind, tokens, spec.causal, prepared.main, None)
+            tokens = kind.describe(tokens, spec.causal, prepared.main, None)
             mask, causal = compose(tokens, tokens, causal=spec.causal, kind=kind)
             whole = allowed.tril() if causal else allowed
             allowed = whole if mask is None else mask[0, 0]

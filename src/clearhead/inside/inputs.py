@@ -87,7 +87,7 @@ class Prepared:
 
     @property
     def given(self) -> dict[str, Any]:
-        """What the model is called with beside `main`."""
+        """The other arguments of the model, next to `main`."""
         more = {"source": self.source, "types": self.types}
         return {name: value for name, value in more.items() if value is not None}
 
@@ -467,7 +467,7 @@ class Choices:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Every class, or every place; tokens are too many, see `name`."""
+        """Every class, or every position; tokens are too many, see `name`."""
         if self.kind == "place":
             return tuple(f"{place}:{token}" for place, token in enumerate(self.prepared.tokens.labels))
         return self.prepared.m.class_names
@@ -492,7 +492,7 @@ class Choices:
         return wanted
 
     def _named(self, wanted: str) -> int:
-        """Return a class or a place by its name, or by its number written out."""
+        """Return a class or a position by its name, or by its number written out."""
         names = self.names
         if wanted in names:
             return names.index(wanted)

@@ -408,7 +408,7 @@ def _seconds(run: Callable[[], None], device: torch.device) -> float:
 
 
 def peak_bytes(model: Transformer, run: Callable[[], None]) -> int:
-    """Return the most bytes that live at once while `run` calls the model, beside what lived before."""
+    """Return the peak of bytes alive while `run` calls the model, less what was alive before."""
     device = device_of(model)
     if device.type != "cuda":
         with _Living([*model.parameters()]) as living:

@@ -2,11 +2,11 @@
 
     found = memories(m, texts)                           # one pass over the corpus, for every neuron
     found.ranked("agreement", 5)                         # neurons whose contexts go on as they say
-    found.neuron("2.117").contexts                       # the places that fired it most
+    found.neuron("2.117").contexts                       # the tokens that fired it most
     found.search("the")                                  # who promotes a token, and whom it fires
 
 A neuron fires where its activation is above zero. A gated neuron can also go below; it then promotes what is
-listed here as suppressed. What is kept of the corpus are `top` contexts per neuron, however long it is.
+listed as suppressed. What is kept of the corpus are `top` contexts per neuron, however long it is.
 Agreement is the share of a neuron's `top` contexts whose answer, the token that truly comes next, is among
 the `depth` tokens it promotes most; chance is the share of all places of the corpus whose answer is.
 
@@ -47,7 +47,7 @@ DEPTH = 10  # promoted tokens among which the answer must be; of a small vocabul
 
 @dataclass(frozen=True)
 class Context:
-    """One place of the corpus that fired a neuron."""
+    """One token of the corpus that fired a neuron."""
 
     before: str
     token: str

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from clearhead.core.config import ModelConfig, StackSpec
-from clearhead.core.config.kinds import FULL, GatedDeltaKind, Kind
+from clearhead.core.config.kinds import FULL, Kind
 from clearhead.errors import InputError, nearest, refuse
+from clearhead.variants.kinds import GatedDeltaKind
 
 PARTS = {"self": "blocks.{}.attention", "encoder": "encoder.blocks.{}.attention", "cross": "blocks.{}.cross"}
 _NAME = re.compile(r"(?:(self|encoder|cross)\.)?(\d+)\.(\d+)")

@@ -28,7 +28,6 @@ import torch.nn.functional as nnf
 from torch import Tensor, nn
 
 from clearhead.core.config import StackSpec
-from clearhead.core.feedforward import Experts
 from clearhead.core.heads import ClassifierHead, LanguageHead, TokenHead
 from clearhead.core.stack import Stack
 from clearhead.errors import InputError, refuse
@@ -39,13 +38,14 @@ from clearhead.inside.names import layer_names
 from clearhead.learn.batches.padding import real_tokens
 from clearhead.run.api import Model
 from clearhead.run.quant.layers import weight_of
+from clearhead.variants.routing import Experts
 
 Given = str | Sequence[int] | tuple[str, str] | preprocessor.Image | inputs.Prepared
 LONGEST = 512  # tokens of a passage, though the model may take more
 BATCH = 4096  # tokens of a batch, padding included
-AROUND = 12  # tokens that are kept on each side of a place
+AROUND = 12  # tokens that are kept on each side of a token
 WINDOW = 2 * AROUND + 1
-NOTE = WINDOW + 3  # a window of ids, then the answer, the number of the text, the place in it
+NOTE = WINDOW + 3  # a window of ids, then the answer, the number of the text, the position in it
 NOTHING = -1  # in a note: no token, no answer
 
 
@@ -155,7 +155,7 @@ def _stretches(m: Model, given: str | Sequence[int]) -> Iterator[tuple[int, list
 
 @dataclass(eq=False)
 class Shelf:
-    """The neurons of one feed-forward, or of one expert, with a note on each place that fired them most."""
+    """The neurons of one feed-forward, or of one expert, with a note on each token that fired them most."""
 
     own: str  # how the names of its neurons begin
     stack: str  # "", or "encoder."

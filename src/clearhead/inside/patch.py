@@ -366,7 +366,7 @@ def _from_the_end(clean: Sequence[int], corrupt: Sequence[int]) -> list[tuple[in
 
 
 def _apart(ours: Sequence[object], theirs: Sequence[object]) -> int:
-    """Return the first place where two sequences differ, or the end of the shorter one."""
+    """Return the first position where two sequences differ, or the end of the shorter one."""
     pairs = enumerate(zip(ours, theirs))
     return next((place for place, (x, y) in pairs if x != y), min(len(ours), len(theirs)))
 

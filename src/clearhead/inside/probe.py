@@ -47,7 +47,7 @@ from clearhead.run.api import Model
 WORDS = 20_000  # that a probe is trained on, and as many to test it, at most
 TEST_SHARE = 0.2
 MOST_CLASSES = 200
-PENALTY = 0.005  # on half the square of the weights, beside the mean loss of a word
+PENALTY = 0.005  # on half the square of the weights, added to the mean loss of a word
 ITERATIONS = 100
 SMALLEST = 1e-6  # spread of a dimension, below which it is left as it is
 Numbers = NDArray[np.int64]

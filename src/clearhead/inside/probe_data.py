@@ -141,7 +141,7 @@ def _of_tree(sentence: Sentence, label: Callable[[TreeWord, int], str | None]) -
 
 
 def _labeller(column: str) -> Callable[[TreeWord, int], str | None]:
-    """Return a function that reads one column of a word at a place; "_" is no label."""
+    """Return a function that reads one column of a word at a position; "_" is no label."""
     if column == "arc":
         return governor
     name = column.removeprefix("feats.")
@@ -226,7 +226,7 @@ class ProbeInput:
     """What the model reads of one item, and where the things to probe are in it."""
 
     ids: tuple[int, ...]  # of the stack that is probed; () for an image
-    places: tuple[tuple[int, ...], ...]  # tokens of each thing
+    places: tuple[tuple[int, ...], ...]  # tokens of each word, text or image
     types: tuple[int, ...] = ()
     source: tuple[int, ...] = ()  # what the encoder reads while the decoder is probed
     image: NDArray[np.uint8] | Path | None = None
@@ -358,7 +358,7 @@ def _recorded(m: Model, rows: Sequence[ProbeInput], feeds: bool, taps: Sequence[
 def _pooled(states: Tensor, places: Sequence[tuple[int, ...]], pool: str) -> Floats:
     """Pool states [L, T, D] over the tokens of N things: [L, N, D]."""
     if pool == "mean":
-        last = max(max(tokens) for tokens in places) + 1  # what lies behind is padding
+        last = max(max(tokens) for tokens in places) + 1  # the rest is padding
         _, mean_of = word_matrices([places], last)  # 1 N T
         return on_cpu(mean_of.to(states.device) @ states[:, :last].float()).numpy()
     return on_cpu(states[:, [tokens[0 if pool == "first" else -1] for tokens in places]]).numpy()

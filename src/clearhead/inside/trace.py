@@ -86,7 +86,7 @@ class TraceStep(Result):
     sample: tuple[str, ...] = ()  # labels of the tokens, where the result is tokens
     taps: tuple[str, ...] = ()  # names of this value in `record` and `edit`
     costs: tuple[str, ...] = ()  # names of the cost steps whose figures it has
-    parameters: int = 0  # used here for the first time: tied and shared weights count once
+    parameters: int = 0  # used for the first time by this step: tied and shared weights count once
     flops: int = 0
 
     @property
@@ -100,7 +100,7 @@ class Choice(Result):
     """One candidate and its probability."""
 
     label: str
-    id: int  # of a token, a class, or a place in the text
+    id: int  # of a token, a class, or a position in the text
     probability: float
 
 
@@ -315,7 +315,7 @@ def answer_steps(
 
 
 def _answer_name(m: Model, tokens: InputTokens, number: int) -> str:
-    """Return the name of an answer: a token, a class, or the token at a place."""
+    """Return the name of an answer: a token, a class, or the token at a position."""
     if m.config.head in ("lm", "mlm"):
         return label(m.tokenizer, number)
     return tokens.labels[number] if m.config.head == "span" else m.class_names[number]

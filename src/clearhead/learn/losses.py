@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from clearhead.core import dtypes, feedforward, heads, transformer
+from clearhead.core import dtypes, heads, transformer
 from clearhead.errors import refuse
 from clearhead.learn.batches.batch import IGNORE, Batch
-from clearhead.variants import depth
+from clearhead.variants import routing
 from clearhead.variants.costs import chunk_rows
 
 Answered = tuple[list[list[Any]], list[list[Any]]]  # of each row: the model's answers, and the right ones
@@ -71,7 +71,7 @@ def batch_loss(
     batch: Batch,
     smoothing: float = 0.0,
     chunk: int | None = None,
-    balance: float = feedforward.BALANCE,
+    balance: float = routing.BALANCE,
     own_loss: Callable[[transformer.Transformer, Batch], Tensor] | None = None,
     total: Callable[[Tensor], Tensor] = lambda value: value,
 ) -> tuple[Tensor, int]:
@@ -106,7 +106,7 @@ def batch_loss(
         if config.n_experts:
             loss = loss + balance * batch.n_shared * _balance(model, batch, total)
         if config.depth_capacity != 1:
-            loss = loss + balance * batch.n_shared * depth.router_loss(model, total)
+            loss = loss + balance * batch.n_shared * routing.router_loss(model, total)
     return loss, batch.n_targets
 
 
@@ -311,10 +311,10 @@ def balance_loss(
     It covers all layers of a training pass, and is least when tokens spread evenly over the experts. `mask`
     [B, T] leaves padding out. Where rows are shared out, `total` sums counts, and losses add up.
     """
-    found = feedforward.tally(model, mask)
+    found = routing.tally(model, mask)
     if found is None:
         return torch.zeros(())
-    return feedforward.imbalance(found, total(feedforward.counts_of(found)))
+    return routing.imbalance(found, total(routing.counts_of(found)))
 
 
 def _balance(model: transformer.Transformer, batch: Batch, total: Callable[[Tensor], Tensor]) -> Tensor:

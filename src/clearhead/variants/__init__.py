@@ -1,4 +1,5 @@
-"""Attention of other kinds than one softmax over all keys. Read in this order.
+"""Variants: parts that build on the core, which finds them by name (`core.config.registry`).
 
-choices, packed, blocks, strided, flex, gathered, stream_cache, linear, gated_delta, everywhere, layers.
+kinds (of attention): blocks and block_attention, global_attention, linear, gated_delta. Positions, fronts,
+routing (experts, depth), caches. Models of two towers. Presets, and the costs of any model.
 """

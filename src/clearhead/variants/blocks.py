@@ -1,8 +1,8 @@
 """Planning by blocks: each block of queries meets only the blocks of keys that a mask may allow.
 
-`plan_blocks` finds them from the same predicates as the dense mask, so that time and memory grow with the
-keys that are seen, not with all pairs. `gathered.attend_blocks` attends as the plan says.
-The few queries that see everything, global tokens, are attended on their own.
+`plan_blocks` finds them by the rule of the dense mask, so that time and memory grow with the keys that are
+seen, not with all pairs. `BlockPlan.attend` attends as the plan says. The few queries that see everything,
+global tokens, are attended on their own.
 
 Shapes: B batch, H heads, K key/value heads, T queries, S keys, E head width, b tokens of a block, N blocks of
 queries, M blocks of keys that each of them meets, G global queries of a row.
@@ -11,73 +11,97 @@ queries, M blocks of keys that each of them meets, G global queries of a row.
 import functools
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
 from clearhead.core import masks
-from clearhead.core.config.kinds import Blocks, Dilated, GlobalKind, Kind, Strided, Windowed
-from clearhead.core.taps import SILENT, Tap
-from clearhead.variants import flex, strided
-from clearhead.variants.choices import between_ends, global_tokens, log_counts, random_blocks
+from clearhead.core.config import BIASES, StackSpec
+from clearhead.core.config.kinds import Kind
+from clearhead.core.stack import Stack
+from clearhead.core.steps import Pass
+from clearhead.variants.block_attention import BlockPlan, Columns
+from clearhead.variants.kinds import Blocks, Strided
 
-SMALLEST, LARGEST = 32, 256  # tokens of a block
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
 WORTH = 3  # keys that a dense mask would have for each key that a block meets, at least
 NEVER = 1 << 60  # a position that no token has
 APART = 1 << 32  # between the positions of two documents
+FLEX_BLOCK = 128  # tokens of a block of `flex_attention`, which the kernel's own tiles divide
+FLEX_WIDTHS = range(16, 129)  # of heads, that its kernel has room for
 
 Bias = Callable[[masks.Tokens, masks.Tokens], Tensor | None]  # queries, keys -> [B, 1|H, T, S]
 
 
-def block_size(kind: Kind) -> int | None:
-    """Return how many tokens a block should have for this kind; None: blocks do not pay."""
-    match kind:
-        case Windowed() | Dilated() | GlobalKind():
-            half = (kind.nearby or 1) // 2
-            return min(LARGEST, max(SMALLEST, 1 << max(0, half - 1).bit_length()))
-        case Blocks(size):
-            return size
-        case Strided():
-            return block_size(strided.near(kind))
-        case _:
-            return None
+def plan_for(
+    stack: Stack, queries: masks.Tokens, keys: masks.Tokens, kind: Kind, dtype: torch.dtype, bias: Bias
+) -> BlockPlan | None:
+    """Return the plan of one pass through layers of a stack; None where a dense mask is as good."""
+    size = kind.block_size
+    if size is None or min(queries.length, keys.length) < 4 * min(size, FLEX_BLOCK):
+        return None  # a step of one token goes no further
+    flexible = flex_serves(stack.spec, kind, keys, dtype, stack.training) and any(
+        getattr(block.attention, "kernel", None) == "flex" for block in stack.blocks
+    )
+    return plan_blocks(queries, keys, kind, stack.spec.causal, bias, flexible)
 
 
-def tokens_for(
-    kind: Kind, tokens: masks.Tokens, causal: bool, ids: Tensor, global_mask: Tensor | None
-) -> masks.Tokens:
-    """Return the tokens with what a kind asks of them: their number, or which of them are global."""
-    if isinstance(kind, GlobalKind):
-        found = global_tokens(kind, ids, tokens.positions, tokens.real_mask(), global_mask)
-        return tokens if found is None else replace(tokens, globals=found)
-    return counted(tokens) if isinstance(kind, Blocks) and not causal else tokens
+def flex_serves(
+    spec: StackSpec, kind: Kind, tokens: masks.Tokens, dtype: torch.dtype, training: bool
+) -> bool:
+    """Return whether `flex_attention` can attend: to scores without additions, on a CPU without gradients."""
+    return (
+        (tokens.order.is_cuda or not torch.is_grad_enabled())
+        and dtype != torch.float64
+        and spec.d_head in FLEX_WIDTHS
+        and spec.d_value in FLEX_WIDTHS
+        and spec.positions not in BIASES
+        and not (isinstance(kind, Blocks) and kind.repeat)
+        and spec.attention_softcap is None
+        and not spec.attention_sink
+        and not (training and spec.attention_dropout)
+        and not torch.compiler.is_compiling()
+    )
 
 
-def counted(tokens: masks.Tokens) -> masks.Tokens:
-    """Return the tokens with `totals`: one more than the last position of each token's document."""
-    last = torch.where(tokens.real_mask(), tokens.positions, -1)
-    if tokens.documents is None:
-        return replace(tokens, totals=(last.amax(1, keepdim=True) + 1).expand_as(last))
-    starts = torch.ones_like(tokens.documents)
-    starts[:, 1:] = tokens.documents[:, 1:] != tokens.documents[:, :-1]
-    run = (starts.cumsum(1) - 1).expand_as(last)  # number of each document in its row
-    ends = torch.full_like(last, -1).scatter_reduce(1, run, last, "amax")
-    return replace(tokens, totals=ends.gather(1, run) + 1)
+def flex_mask(
+    met: Tensor, queries: masks.Tokens, keys: masks.Tokens, kind: Kind, causal: bool, lengths: tuple[int, int]
+) -> "BlockMask":
+    """Return the mask of `flex_attention`: `met` [B|1, N, M] says which blocks meet, predicates say the rest.
+
+    Tokens are those of whole blocks; `lengths` are how many queries and keys there are.
+    """
+    from torch.nn.attention.flex_attention import BlockMask
+
+    rule, each = kind.rule(causal), int(met.shape[0] > 1)  # 0: all rows are alike
+
+    def allowed(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        rules = masks.rules(queries, keys, causal, rule, lambda x: x[b * each, q], lambda x: x[b * each, k])
+        return functools.reduce(torch.logical_and, rules)
+
+    count = met.sum(2, dtype=torch.int32)[:, None]  # B|1 1 N
+    order = met.to(torch.int8).argsort(dim=2, descending=True, stable=True).to(torch.int32)[:, None]
+    return BlockMask.from_kv_blocks(
+        count, order, BLOCK_SIZE=FLEX_BLOCK, mask_mod=allowed, seq_lengths=lengths
+    )
 
 
 def plan_blocks(
     queries: masks.Tokens, keys: masks.Tokens, kind: Kind, causal: bool, bias: Bias, flexible: bool = False
-) -> masks.BlockPlan | None:
+) -> BlockPlan | None:
     """Return the plan of one pass over these tokens; None where a dense mask is as good.
 
     `flexible`: the plan is for `flex_attention`, which takes no bias.
     """
-    size = block_size(kind)
+    size = kind.block_size
     flexible = flexible and not isinstance(kind, Strided)
-    size = flex.BLOCK if flexible and size is not None else size
+    size = FLEX_BLOCK if flexible and size is not None else size
     if size is None or min(queries.length, keys.length) < 4 * size or keys.until is not None:
-        return None  # a compiled step of one token goes no further
+        return None
     # How many blocks meet is known only from the tokens. To disable the compiler is to load it: not before.
     planned = _planned
     if torch.compiler.is_compiling():
@@ -93,19 +117,19 @@ def _planned(
     causal: bool,
     bias: Bias,
     flexible: bool,
-) -> masks.BlockPlan | None:
+) -> BlockPlan | None:
     alike = (queries.order, keys.order, *(() if queries.globals is None else (queries.globals,)))
     rows = max(x.shape[0] for x in alike)
     padded_q, padded_k = (_padded(tokens, size, rows) for tokens in (queries, keys))
-    columns, by_blocks = None, strided.near(kind) if isinstance(kind, Strided) else kind
+    columns, by_blocks = None, kind.near if isinstance(kind, Strided) else kind
     met = _meeting(padded_q, padded_k, by_blocks, causal, size)  # B N blocks of keys
     N, count = met.shape[1], int(met.sum(2).amax())
     if count == 0 or (count * size + _column(kind, keys.length)) * WORTH > keys.length:
         return None
     if flexible:
         lengths = queries.length, keys.length
-        allowed = flex.flex_mask(met, padded_q, padded_k, kind, causal, lengths)
-        return _with_globals(masks.BlockPlan(size, met, allowed, None), queries, keys, kind, causal, bias)
+        allowed = flex_mask(met, padded_q, padded_k, kind, causal, lengths)
+        return _with_globals(BlockPlan(size, met, allowed, None), queries, keys, kind, causal, bias)
     order = met.to(torch.int8).argsort(dim=2, descending=True, stable=True)[:, :, :count]  # B N M
     slots = (order[..., None] * size + torch.arange(size, device=order.device)).flatten(1)  # B N·M·b
     q = padded_q.map(lambda x: x.reshape(-1, size))  # B·N b
@@ -114,14 +138,14 @@ def _planned(
     assert mask is not None  # padding is spelled out
     if isinstance(kind, Strided):
         spelled_q, spelled_k = (_padded(tokens, 1, rows) for tokens in (queries, keys))
-        columns = strided.plan_columns(spelled_q, spelled_k, kind, causal, bias)
+        columns = plan_columns(spelled_q, spelled_k, kind, causal, bias)
     there = met.gather(2, order).repeat_interleave(size, 2)[:, :, None]  # B N 1 M·b: the rest fills a table
-    found = bias(q, k)
-    plan = masks.BlockPlan(
+    met_bias = bias(q, k)
+    plan = BlockPlan(
         size,
         order,
         mask.view(rows, N, size, -1) & there,
-        None if found is None else found.view(rows, N, *found.shape[1:]),
+        None if met_bias is None else met_bias.view(rows, N, *met_bias.shape[1:]),
         columns=columns,
     )
     return _with_globals(plan, queries, keys, kind, causal, bias)
@@ -134,12 +158,12 @@ def plain_blocks(kind: Kind, length: int, causal: bool) -> tuple[int, int, int] 
     Columns, of strided attention, have as many pairs as one of their tokens for each remainder would have if
     it saw all: they count as global queries. None: a dense mask is made.
     """
-    size = block_size(kind)
+    size = kind.block_size
     if size is None or length < 4 * size:
         return None
     tokens = masks.tokens_from(1, length, torch.device("cpu"))
-    padded = _padded(tokens_for(kind, tokens, causal, tokens.order, None), size, 1)
-    by_blocks = strided.near(kind) if isinstance(kind, Strided) else kind
+    padded = _padded(kind.describe(tokens, causal, tokens.order, None), size, 1)
+    by_blocks = kind.near if isinstance(kind, Strided) else kind
     count = int(_meeting(padded, padded, by_blocks, causal, size).sum(2).amax())
     seeing_all, column = _seeing_all(tokens, kind), _column(kind, length)
     globals_ = 0 if seeing_all is None else int(seeing_all.sum())
@@ -167,9 +191,9 @@ def meeting(queries: masks.Tokens, keys: masks.Tokens, kind: Kind, causal: bool,
     rows = max(queries.order.shape[0], keys.order.shape[0])
     padded_q, padded_k = (_padded(tokens, size, rows) for tokens in (queries, keys))
     met = _meeting(padded_q, padded_k, kind, causal, size)
-    everywhere = _seeing_all(padded_q, kind)
-    if everywhere is not None:
-        met = met | everywhere.view(rows, -1, 1, size).any(-1)
+    seeing_all = _seeing_all(padded_q, kind)
+    if seeing_all is not None:
+        met = met | seeing_all.view(rows, -1, 1, size).any(-1)
     return met.any(0)
 
 
@@ -227,21 +251,21 @@ def _meeting_blocks(
     block = keys.positions // kind.size + ((keys.order - keys.positions) // kind.size).clamp(min=0)
     near = [queries.positions // kind.size + step for step in range(-half, half + 1)]
     wanted = torch.stack(
-        [*near, *random_blocks(kind, queries.positions, queries.totals, causal)], dim=-1
+        [*near, *kind.random_blocks(queries.positions, queries.totals, causal)], dim=-1
     )  # B T wanted
     wanted, count = wanted + before[..., None], int(block.amax()) + 1
     assert queries.real is not None and keys.real is not None
 
-    def held(blocks: Tensor, real: Tensor) -> Tensor:
+    def named(blocks: Tensor, real: Tensor) -> Tensor:
         """Mark the blocks that the tokens of each block name: [B, T, n] -> [B, N, count]."""
         inside = (blocks >= 0) & (blocks < count) & real[..., None]
         table = torch.zeros(B, real.shape[1] // size, count, device=real.device)
-        places = blocks.clamp(0, count - 1).view(B, -1, size * blocks.shape[-1])
-        return table.scatter_reduce(2, places, inside.view_as(places).float(), "amax")
+        numbers = blocks.clamp(0, count - 1).view(B, -1, size * blocks.shape[-1])
+        return table.scatter_reduce(2, numbers, inside.view_as(numbers).float(), "amax")
 
-    met = held(wanted, queries.real) @ held(block[..., None], keys.real).transpose(1, 2) > 0
+    met = named(wanted, queries.real) @ named(block[..., None], keys.real).transpose(1, 2) > 0
     k_low, _ = _ends(keys.positions, keys, size)
-    start, end = between_ends(kind, keys.totals)
+    start, end = kind.between_ends(keys.totals)
     met = met | (k_low < start)[:, None]
     if end is not None and queries.totals is not None:
         _, past = _ends(keys.positions - end, keys, size)
@@ -254,42 +278,97 @@ def _seeing_all(queries: masks.Tokens, kind: Kind) -> Tensor | None:
     """Return which queries are global: [B|1, T]; None: none of them."""
     if not isinstance(kind, Blocks):
         return queries.globals
-    start, end = between_ends(kind, queries.totals)
-    everywhere = queries.positions < start
+    start, end = kind.between_ends(queries.totals)
+    seeing_all = queries.positions < start
     if end is not None:
-        everywhere = everywhere | (queries.positions >= end)
-    return everywhere & queries.real_mask()
+        seeing_all = seeing_all | (queries.positions >= end)
+    return seeing_all & queries.real_mask()
 
 
 def _with_globals(
-    plan: masks.BlockPlan, queries: masks.Tokens, keys: masks.Tokens, kind: Kind, causal: bool, bias: Bias
-) -> masks.BlockPlan:
+    plan: BlockPlan, queries: masks.Tokens, keys: masks.Tokens, kind: Kind, causal: bool, bias: Bias
+) -> BlockPlan:
     """Add the queries that see everything to a plan."""
-    everywhere = _seeing_all(queries, kind)
-    if everywhere is None:
+    seeing_all = _seeing_all(queries, kind)
+    if seeing_all is None:
         return plan
-    count = int(everywhere.sum(1).amax())
+    count = int(seeing_all.sum(1).amax())
     if count == 0:
         return plan
-    slots = everywhere.to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, :count]  # B G
+    slots = seeing_all.to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, :count]  # B G
     picked = queries.map(lambda x: x.expand(slots.shape[0], -1).gather(1, slots))
     picked = replace(picked, plain=False)
     mask, _ = masks.compose(picked, keys, causal=causal, kind=kind)
-    return masks.BlockPlan(plan.size, plan.index, plan.mask, plan.bias, slots, mask, bias(picked, keys))
+    return BlockPlan(plan.size, plan.index, plan.mask, plan.bias, slots, mask, bias(picked, keys))
 
 
-def with_counts(
-    total: Tensor | None,
+def plan_columns(
     queries: masks.Tokens,
     keys: masks.Tokens,
-    kind: Kind,
-    dtype: torch.dtype,
-    name: str = "",
-    tap: Tap = SILENT,
-) -> Tensor | None:
-    """Add to a bias how often each key counts; `name` ends that of the step: [B|1, 1|H, T, S], or None."""
-    counts = log_counts(kind, queries.positions, keys.positions, queries.totals, dtype)
-    if counts is None or (queries.plain and kind.sees_all(queries.length)):
-        return total
-    counts = tap.step(f"counts{name}", counts)
-    return counts if total is None else total + counts
+    kind: Strided,
+    causal: bool,
+    bias: Callable[[masks.Tokens, masks.Tokens], Tensor | None],
+) -> Columns:
+    """Return the columns of tokens whose padding is spelled out in each row."""
+    of_queries, of_keys = (_columns(tokens, kind.step) for tokens in (queries, keys))
+    R, rows = kind.step, len(of_queries)
+    q = queries.map(lambda x: x.expand(rows, -1).gather(1, of_queries.clamp(min=0)).view(rows * R, -1))
+    k = keys.map(lambda x: x.expand(rows, -1).gather(1, of_keys.clamp(min=0)).view(rows * R, -1))
+    k = replace(k, real=k.real_mask() & (of_keys >= 0).view_as(k.order))
+    mask, _ = masks.compose(q, k, causal=causal, kind=kind)
+    both, _ = masks.compose(q, k, causal=causal, kind=kind.near)  # those have been attended by blocks
+    assert mask is not None and both is not None
+    met_bias = bias(q, k)
+    count = torch.arange(of_queries.shape[1], device=of_queries.device).expand_as(of_queries)
+    index = torch.zeros_like(queries.order).expand(rows, -1)
+    spare = nnf.pad(index, (0, 1)).scatter(1, of_queries.where(of_queries >= 0, index.shape[1]), count)
+    return Columns(
+        of_queries.clamp(min=0),
+        of_keys.clamp(min=0),
+        (mask & ~both).view(rows, R, *mask.shape[2:]),
+        None if met_bias is None else met_bias.view(rows, R, *met_bias.shape[1:]),
+        spare[:, :-1],
+    )
+
+
+def _columns(tokens: masks.Tokens, step: int) -> Tensor:
+    """Return the slots of each column, in order, -1 where it is shorter than another: [B, step · longest]."""
+    real, column = tokens.real_mask(), tokens.positions % step
+    rows, length = real.shape
+    order = torch.where(real, column, step).argsort(dim=1, stable=True)  # padding last
+    sizes = torch.zeros(rows, step, dtype=torch.long, device=real.device)
+    sizes = sizes.scatter_add(1, column.expand_as(real), real.long())
+    longest = max(1, int(sizes.max()))
+    starts = sizes.cumsum(1) - sizes
+    within = torch.arange(longest, device=real.device)
+    slots = order.gather(1, (starts[:, :, None] + within).clamp(max=length - 1).flatten(1))
+    return torch.where((within < sizes[:, :, None]).flatten(1), slots, -1)
+
+
+class BlockCost(NamedTuple):
+    """What attending by blocks costs: pairs of a query and a key, bytes kept, queries that see all."""
+
+    pairs: int
+    kept: int
+    whole: int
+
+
+def block_cost(spec: StackSpec, run: Pass, kind: Kind, T: int, H: int, K: int) -> BlockCost | None:
+    """Return the cost on rows of T tokens without padding; None where a dense mask is made."""
+    blocks = plain_blocks(kind, T, spec.causal)
+    if blocks is None:
+        return None
+    size, count, whole = blocks  # of queries, so many see all keys
+    B, E, Ev = run.batch, spec.d_head, spec.d_value
+    queries, met = (T + size - 1) // size * size, size * count
+    pairs = queries * met + whole * T
+    # Gathered keys and values, queries and answers by blocks, log-sums, masks.
+    gathered = queries // size * met * K * (E + Ev) * run.size
+    eager = spec.attention_softcap is not None or spec.attention_sink
+    mask = (B * queries * met + whole * T) * (1 if eager else run.size)
+    kept = B * (gathered + (queries + whole) * H * ((E + Ev) * run.size + 4)) + mask
+    if isinstance(kind, Strided):  # scores, their exponentials, the pattern, and both answers with sums
+        kept += B * H * (pairs * (2 * run.wide + run.size) + 2 * T * (Ev + 2) * run.wide)
+    if whole:  # they read all of q, k and v
+        kept += B * T * (H * E + K * (E + Ev)) * run.size
+    return BlockCost(pairs, kept, whole)

@@ -18,10 +18,10 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 from clearhead.core.config import ModelConfig, StackSpec
+from clearhead.core.config.fields import passing
 from clearhead.core.steps import Pass, Step
 from clearhead.core.transformer import model_steps
 from clearhead.errors import ConfigError, InputError, nearest, refuse
-from clearhead.variants.depth import places
 from clearhead.variants.presets import preset
 
 DTYPES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # bytes of one value
@@ -84,9 +84,7 @@ class MemoryUse:
     """Memory in bytes."""
 
     weights: int
-    learning: (
-        int  # weights, gradients and AdamW's two moments as `train` keeps them: float32 in any precision
-    )
+    learning: int  # weights, gradients and AdamW's two moments as `train` keeps them: always float32
     activations: Parts  # kept for the backward pass
     copies: int  # of weights, kept for the backward pass: of q, k and v joined; in half precision, of all
     loss: int  # log-probabilities that cross-entropy keeps, in float32 at least, unless computed in chunks
@@ -211,8 +209,8 @@ def _cache(spec: StackSpec, kind: str, tokens: int, batch: int, ring: bool = Fal
     total = 0
     for layer, seen in enumerate(spec.kinds):
         states = spec.state_shapes(layer) if kind == "attention" else []
-        held = places(spec.capacities[layer], tokens)
-        slots = held if seen.reach is None or not ring else seen.slots
+        passed = passing(spec.capacities[layer], tokens)
+        slots = passed if seen.reach is None or not ring else seen.slots
         heads = spec.kv_heads_of(f"{spec.prefix}blocks.{layer}.{kind}")
         each = slots * heads * (spec.d_head + spec.d_value)
         total += sum(math.prod(shape) for shape in states) if states else each

@@ -2,7 +2,8 @@
 
     S_t = exp(g_t) S_{t-1} + β_t k_t (v_t - exp(g_t) S_{t-1}ᵀ k_t)ᵀ        out_t = S_tᵀ q_t / sqrt(E)
 
-`gated_delta` computes it chunk by chunk, and `GatedDelta` is the module that owns the projections.
+`gated_delta` computes it chunk by chunk, `GatedDelta` owns the projections, and `DeltaLayer` is the same in a
+block.
 
 Shapes: B batch, T length, D model, K key heads, H value heads (a multiple of K), E key width, V value width,
 N chunks of C tokens, W width of the convolution's input, 2·K·E + H·V.
@@ -14,11 +15,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from clearhead.core.cache import LayerKeys, StateKeys
+from clearhead.core.config import StackSpec
+from clearhead.core.config.kinds import Kind
 from clearhead.core.dtypes import uncast, wide
+from clearhead.core.masks import View
 from clearhead.core.norms import RMSNorm
 from clearhead.core.steps import Pass, Step, linear_step
 from clearhead.core.taps import SILENT, Tap
 from clearhead.errors import ConfigError, refuse
+from clearhead.variants.kinds import GatedDeltaKind
 from clearhead.variants.linear import CHUNK, GROUP, product
 
 LARGEST_RATE = 16.0  # fresh decay rates are uniform up to here
@@ -262,7 +268,7 @@ class GatedDelta(nn.Module):
         weights = wide(self.per_head()[0][:, 0]).unbind(-1)
         y = F.silu(sum((wide(each) * by for each, by in zip(taps, weights)), start=wide(x).new_zeros(())))
         if state is not None:
-            last = count + torch.arange(reach, device=x.device)  # places of the last `reach` real tokens
+            last = count + torch.arange(reach, device=x.device)  # positions of the last `reach` real tokens
             state.tail = inputs.gather(1, last[..., None].expand(B, reach, W)).detach()
             if documents is not None and runs is not None:
                 ended = runs.gather(1, last) != runs.gather(1, count + reach - 1)
@@ -272,6 +278,39 @@ class GatedDelta(nn.Module):
             y = y.gather(1, order[..., None].expand(B, T, W)).masked_fill(~real[..., None], 0.0)
             starts = None if starts is None else starts.gather(1, order) & real
         return y.to(x.dtype), starts
+
+
+class DeltaLayer(GatedDelta):
+    """A layer of the gated delta rule in a block."""
+
+    def __init__(self, spec: StackSpec, name: str, kind: Kind) -> None:
+        assert isinstance(kind, GatedDeltaKind)
+        super().__init__(spec.d_model, *kind.sizes(spec), kernel=kind.kernel, eps=spec.norm.eps)
+
+    def forward(  # type: ignore[override]
+        self,
+        x: Tensor,
+        view: View,
+        memory: Tensor | None = None,
+        cache: LayerKeys | None = None,
+        tap: Tap = SILENT,
+    ) -> Tensor:
+        """Map [B, T, D] -> [B, T, D]."""
+        tokens, state = view.described(), GatedDeltaState()
+        keys = cache if isinstance(cache, StateKeys) else None
+        if keys is not None and keys.state:
+            state.memory, state.tail, *document = keys.state
+            state.document = document[0] if document else None
+        y = super().forward(x, tokens.real, tokens.documents, state if keys is not None else None, tap)
+        if keys is not None and state.memory is not None and state.tail is not None:
+            keys.keep(state.memory, state.tail, *(() if state.document is None else (state.document,)))
+        return y
+
+    @staticmethod
+    def steps(spec: StackSpec, run: Pass, name: str, T: int, kind: Kind) -> Iterator[Step]:
+        """Yield the steps on rows of T tokens."""
+        assert isinstance(kind, GatedDeltaKind)
+        yield from gated_delta_steps(run, name, T, spec.d_model, *kind.sizes(spec), kind.kernel)
 
 
 def _unit(x: Tensor) -> Tensor:

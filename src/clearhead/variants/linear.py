@@ -2,24 +2,34 @@
 
     out_i = Σ_j (φ(q_i) · φ(k_j)) v_j  /  Σ_j (φ(q_i) · φ(k_j))
 
-`FEATURES` has the maps φ, and `attend_linear` the formula. Both sums are over φ(k_j) [v_j, 1]ᵀ, a matrix of
-constant size. A causal pass adds up such matrices chunk by chunk, and the last of them is the state that
-decoding carries on.
+`FEATURES` has the maps φ, `attend_linear` the formula, and `LinearAttention` is the module. Both sums are
+over φ(k_j) [v_j, 1]ᵀ, a matrix of constant size. A causal pass adds up such matrices chunk by chunk, and the
+last of them is the state that decoding carries on.
 
 Shapes: B batch, H heads, K key/value heads (H a multiple of K, G = H / K), T query length, S key length,
-E head width, F features, V value width and one, N chunks of C tokens.
+E head width, F features, V value width and one, N chunks of C tokens, R mixtures of low-rank attention.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, NamedTuple, Self, cast
 
 import torch
 import torch.nn.functional as nnf
-from torch import Tensor
+from torch import Tensor, nn
 
+from clearhead.core.attention import Attention, attention_steps
+from clearhead.core.cache import LayerKeys, StateKeys
+from clearhead.core.config import StackSpec
+from clearhead.core.config.kinds import Kind
 from clearhead.core.dtypes import uncast, wide
-from clearhead.errors import refuse
+from clearhead.core.masks import View
+from clearhead.core.steps import Pass, Step
+from clearhead.core.taps import Tap
+from clearhead.errors import InputError, refuse
+from clearhead.variants.kinds import LinearKind, LowRank
 
 CHUNK = 64  # tokens that a causal pass takes at once
 GROUP = 32  # chunks whose states are computed at once
@@ -91,8 +101,8 @@ def orthogonal_features(n_features: int, d_head: int, seed: int, independent: bo
         return rows.float()
     blocks = []
     for _ in range(0, n_features, d_head):
-        turned, upper = torch.linalg.qr(torch.randn(d_head, d_head, generator=generator, dtype=torch.float64))
-        blocks.append(turned * upper.diagonal().sign())  # so that every rotation is equally likely
+        basis, upper = torch.linalg.qr(torch.randn(d_head, d_head, generator=generator, dtype=torch.float64))
+        blocks.append(basis * upper.diagonal().sign())  # so that every rotation is equally likely
     # Their norms are those of independent rows, so each row alone is Gaussian.
     lengths: Tensor = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
     return (torch.cat(blocks)[:n_features] * lengths).float()
@@ -140,16 +150,16 @@ def attend_linear(
             real = real.expand(B, S)
             values = values.masked_fill(~real[:, None, :, None], 0.0)
             scale = None if scale is None else scale.masked_fill(~real[:, None], ABSENT)
-        q, k, asked, known = wide(fq), wide(fk), None, None
+        q, k, of_queries, of_keys = wide(fq), wide(fk), None, None
         if documents is not None:
-            asked, known = documents[0].expand(B, T), documents[1].expand(B, S)
+            of_queries, of_keys = documents[0].expand(B, T), documents[1].expand(B, S)
             scale = values.new_zeros(B, K, S) if scale is None else scale
         if causal:
-            sums, after = _scan(q, k, values, scale, real, asked, known, state, min(chunk, max(T, 1)))
-        elif asked is None or known is None or scale is None:
+            sums, after = _scan(q, k, values, scale, real, of_queries, of_keys, state, min(chunk, max(T, 1)))
+        elif of_queries is None or of_keys is None or scale is None:
             sums, after = _whole(q, k, values, scale, state)
         else:
-            sums, after = _by_document(q, k, values, scale, asked, known), None
+            sums, after = _by_document(q, k, values, scale, of_queries, of_keys), None
         weight = sums[..., -1:]
         weight = weight.masked_fill(weight.abs() < SMALLEST, SMALLEST)  # may be negative for signed features
         return (sums[..., :-1] / weight).to(v.dtype), after
@@ -173,12 +183,14 @@ def _whole(
     return grouped.reshape(B, q.shape[1], -1, sums.shape[-1]), LinearState(sums, peak, None)
 
 
-def _by_document(q: Tensor, k: Tensor, values: Tensor, scale: Tensor, asked: Tensor, known: Tensor) -> Tensor:
+def _by_document(
+    q: Tensor, k: Tensor, values: Tensor, scale: Tensor, of_queries: Tensor, of_keys: Tensor
+) -> Tensor:
     """Let every query see the keys of its document, one row and one document at a time."""
     sums = values.new_zeros(*q.shape[:3], values.shape[-1])
     for row in range(q.shape[0]):
-        for document in set(asked[row].tolist()):
-            queries, keys = asked[row] == document, known[row] == document
+        for document in set(of_queries[row].tolist()):
+            queries, keys = of_queries[row] == document, of_keys[row] == document
             its_k, its_values, its_scale = (x[row, None][:, :, keys] for x in (k, values, scale))
             its_q = q[row, None][:, :, queries]
             sums[row, :, queries] = _whole(its_q, its_k, its_values, its_scale, None)[0][0]
@@ -191,8 +203,8 @@ def _scan(
     values: Tensor,
     scale: Tensor | None,
     real: Tensor | None,
-    asked: Tensor | None,
-    known: Tensor | None,
+    of_queries: Tensor | None,
+    of_keys: Tensor | None,
     state: LinearState | None,
     C: int,
 ) -> tuple[Tensor, LinearState]:
@@ -201,7 +213,7 @@ def _scan(
     N, G = (T + more) // C, H // K
     if state is None:
         absent = values.new_full((B, K), 0.0 if scale is None else ABSENT)
-        state = LinearState(values.new_zeros(B, K, F, V), absent, None if known is None else known[:, 0])
+        state = LinearState(values.new_zeros(B, K, F, V), absent, None if of_keys is None else of_keys[:, 0])
     q = nnf.pad(q, (0, 0, 0, more)).reshape(B, K, G, N, C, F).transpose(2, 3).reshape(B, K, N, G * C, F)
     k = nnf.pad(k, (0, 0, 0, more)).reshape(B, K, N, C, F)
     values = nnf.pad(values, (0, 0, 0, more)).reshape(B, K, N, C, V)
@@ -214,13 +226,13 @@ def _scan(
         scores = scores.tril()
     else:
         real = torch.ones(B, T, dtype=torch.bool, device=q.device) if real is None else real
-        visible = _Visible.of(real, asked, known, state.document, C, more)
+        visible = _Visible.of(real, of_queries, of_keys, state.document, C, more)
         scale = nnf.pad(scale, (0, more), value=ABSENT).reshape(B, K, N, C)
         added = torch.where(visible.adds, scale, ABSENT)  # B K N C
         peaks = added.detach().amax(-1).clamp(min=ABSENT / 2)  # B K N
         sums = product(k.mT, values * (added - peaks[..., None]).exp()[..., None])  # B K N F V
         states, highest = _carried(sums, peaks, visible.keeps, state)  # B K N+1 F V, B K N+1
-        after = LinearState(states[:, :, N], highest[:, :, N], None if known is None else visible.last)
+        after = LinearState(states[:, :, N], highest[:, :, N], None if of_keys is None else visible.last)
 
         seen = torch.where(visible.pairs, scale[..., None, :], ABSENT)  # B K N C C
         read = torch.where(visible.reads, highest[:, :, :N, None], ABSENT)  # B K N C
@@ -269,8 +281,8 @@ class _Visible(NamedTuple):
     def of(
         cls,
         real: Tensor,
-        asked: Tensor | None,
-        known: Tensor | None,
+        of_queries: Tensor | None,
+        of_keys: Tensor | None,
         document: Tensor | None,
         C: int,
         more: int,
@@ -278,19 +290,25 @@ class _Visible(NamedTuple):
         """Compare the documents of queries and keys [B, T] by chunks of C, after `more` slots of padding."""
         B, T = real.shape
         one = torch.zeros(B, T, dtype=torch.long, device=real.device)
-        asked, known = one if asked is None else asked, one if known is None else known
-        before = known[:, 0] if document is None else document
+        of_queries, of_keys = one if of_queries is None else of_queries, one if of_keys is None else of_keys
+        before = of_keys[:, 0] if document is None else document
         # Padding belongs to the document of the last real token: its own id says nothing.
         slots = torch.arange(T, device=real.device)
         token = torch.where(real, slots, -1).cummax(1).values
-        known = torch.where(token < 0, before[:, None], known.gather(1, token.clamp(min=0)))
-        known = torch.cat([known, known[:, -1:].expand(B, more)], dim=1).reshape(B, 1, -1, C)
-        asked = nnf.pad(asked, (0, more)).reshape(B, 1, -1, C)
-        last = known[..., -1]  # B 1 N
-        held = torch.cat([before[:, None, None], last[..., :-1]], dim=2)  # the document of each state
+        of_keys = torch.where(token < 0, before[:, None], of_keys.gather(1, token.clamp(min=0)))
+        of_keys = torch.cat([of_keys, of_keys[:, -1:].expand(B, more)], dim=1).reshape(B, 1, -1, C)
+        of_queries = nnf.pad(of_queries, (0, more)).reshape(B, 1, -1, C)
+        last = of_keys[..., -1]  # B 1 N
+        entering = torch.cat([before[:, None, None], last[..., :-1]], dim=2)  # the document of each state
         earlier = torch.ones(C, C, dtype=torch.bool, device=real.device).tril()
-        pairs = (asked[..., None] == known[..., None, :]) & earlier
-        return cls(pairs, asked == held[..., None], known == last[..., None], held == last, last[:, 0, -1])
+        pairs = (of_queries[..., None] == of_keys[..., None, :]) & earlier
+        return cls(
+            pairs,
+            of_queries == entering[..., None],
+            of_keys == last[..., None],
+            entering == last,
+            last[:, 0, -1],
+        )
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
@@ -315,3 +333,146 @@ class _Product(torch.autograd.Function):
         """Return the gradients of both factors, None for one that has none."""
         (a, b), (for_a, for_b) = ctx.saved_tensors, ctx.needs_input_grad
         return product(upstream, b.mT) if for_a else None, product(a.mT, upstream) if for_b else None
+
+
+class LinearAttention(Attention):
+    """Attention whose softmax is a product of features: the keys add up to a state of constant size."""
+
+    def __init__(self, spec: StackSpec, name: str, kind: Kind) -> None:
+        assert isinstance(kind, LinearKind)
+        super().__init__(spec, name)
+        self.features, self.seed, self.causal = kind.features, kind.seed, spec.causal
+        self.count = kind.n_features(spec)
+        self._rows: Tensor | None = None  # F E: random features of the seed, drawn when first used
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, view: View, cache: LayerKeys | None, tap: Tap, x: Tensor
+    ) -> Tensor:
+        """Attend with queries [B, H, T, E] to keys and values [B, K, T, E], and to the state."""
+        tokens = view.described()
+        fq, fk = self.mapped(q), self.mapped(k)
+        keys = cache if isinstance(cache, StateKeys) else None
+        state = LinearState(*keys.state) if keys is not None and keys.state else None
+        documents = None if tokens.documents is None else (tokens.documents, tokens.documents)
+        if state is not None and state.document is None and documents is not None:
+            raise InputError("this cache was filled without documents: name them from its first call on")
+        attend = partial(
+            attend_linear, fq.values, fk.values,
+            causal=self.causal, log_scale=fk.log_scale, real=tokens.real, documents=documents,
+        )  # fmt: skip
+        z, after = attend(v, state=state)
+        if keys is not None and after is not None:
+            keys.keep(*(part for part in after if part is not None))
+        if not tap.wants("pattern"):
+            return z
+        # Values that tell the keys apart give the share of each; earlier tokens are in the state, unnamed.
+        B, K, S, _ = v.shape
+        if state is not None:
+            state = state._replace(sums=nnf.pad(state.sums[..., -1:], (S, 0)))
+        apart = torch.eye(S, dtype=v.dtype, device=v.device).expand(B, K, S, S)
+        pattern = attend(apart, state=state, chunk=S)[0]  # B H T S
+        shown = tap("pattern", pattern)
+        if shown is pattern:
+            return z
+        return z + ((shown - pattern).reshape(B, K, -1, S) @ v).reshape(z.shape)
+
+    def mapped(self, x: Tensor) -> Features:
+        """Return the features of queries or keys: [B, H, T, E] -> [B, H, T, F]."""
+        if self.features != "favor":
+            return FEATURES[self.features](x)
+        if self._rows is None or self._rows.device != x.device:
+            with torch.inference_mode(False):
+                self._rows = orthogonal_features(self.count, self.d_head, self.seed).to(x.device)
+        return FEATURES[self.features](x, self._rows, self.scale)
+
+    @staticmethod
+    def steps(spec: StackSpec, run: Pass, name: str, T: int, kind: Kind) -> Iterator[Step]:
+        """Yield the steps on rows of T tokens."""
+        assert isinstance(kind, LinearKind)
+        yield from _in_place_of_scores(spec, run, name, T, kind, linear_products(spec, run, name, T, kind))
+
+
+class LowRankAttention(Attention):
+    """Attention to R mixtures of the keys, with learned weights for each position (Linformer)."""
+
+    def __init__(self, spec: StackSpec, name: str, kind: Kind) -> None:
+        assert isinstance(kind, LowRank)
+        super().__init__(spec, name)
+        shape = (spec.max_positions, kind.rank)
+        self.k_mix = nn.Parameter(torch.randn(shape) / math.sqrt(kind.rank))
+        self.v_mix = nn.Parameter(torch.randn(shape) / math.sqrt(kind.rank))
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, view: View, cache: LayerKeys | None, tap: Tap, x: Tensor
+    ) -> Tensor:
+        """Attend with queries [B, H, T, E] to mixtures of keys and values [B, K, T, E]."""
+        tokens = view.described()
+        refuse(
+            tokens.documents is not None,
+            "low-rank attention mixes all tokens of a row, and packed documents must not meet: pad them",
+        )
+
+        def mixed(x: Tensor, weights: Tensor) -> Tensor:
+            """[B, K, T, E] -> [B, K, R, E]."""
+            shares = weights[tokens.positions]  # B|1 T R
+            if tokens.real is not None:
+                shares = shares.masked_fill(~tokens.real[..., None], 0.0)
+            return shares.transpose(1, 2)[:, None] @ x
+
+        k, v = tap.step("k_mix", mixed(k, self.k_mix)), tap.step("v_mix", mixed(v, self.v_mix))
+        return super().attend(q, k, v, View(), None, tap, x)
+
+    @staticmethod
+    def steps(spec: StackSpec, run: Pass, name: str, T: int, kind: Kind) -> Iterator[Step]:
+        """Yield the steps on rows of T tokens."""
+        assert isinstance(kind, LowRank)
+        yield from _in_place_of_scores(spec, run, name, T, kind, low_rank_products(spec, run, name, T, kind))
+
+
+def _in_place_of_scores(
+    spec: StackSpec, run: Pass, name: str, T: int, kind: Kind, products: Iterator[Step]
+) -> Iterator[Step]:
+    """Yield the steps of an attention of T tokens, with other products for scores and pattern."""
+    for step in attention_steps(spec, run, name, T, T, kind, "attention"):
+        if step.name == f"{name}.scores":
+            yield from products
+        elif step.name == f"{name}.z":
+            yield replace(step, m=0, n=0, k=0)
+        else:
+            yield step
+
+
+def linear_products(spec: StackSpec, run: Pass, name: str, T: int, kind: LinearKind) -> Iterator[Step]:
+    """Yield the products of linear attention: chunk by chunk in a decoder, two for all in an encoder."""
+    H, K, F, V = len(spec.heads_of(name)), spec.kv_heads_of(name), kind.n_features(spec), spec.d_value + 1
+    if kind.features == "favor":
+        each = run.batch * (H + K)  # their rows have no gradient
+        yield Step(f"{name}.features", "attention", m=T, n=F, k=spec.d_head, count=each, gradients=1)
+    C = min(CHUNK, T) if spec.causal else T
+    N = (T + C - 1) // C
+    features, values = run.batch * N * C * (H + K) * F, run.batch * N * C * (H + K) * V
+    states = run.batch * K * (N + spec.causal) * F * V
+    square = run.batch * N * H * C * C if spec.causal else 0
+    # Favor scales features and pairs, and keeps both factors.
+    maps, pairs = {"elu": (3, 1), "relu": (1, 1), "favor": (2, 3)}[kind.features]
+    kept = (maps * features + values + states + pairs * square) * run.wide
+    yield Step(f"{name}.state", "attention", m=F, n=V, k=C, count=run.batch * K * N, kept=kept)
+    yield Step(f"{name}.read", "attention", m=H // K * C, n=V, k=F, count=run.batch * K * N)
+    for group in (min(GROUP, N - first) for first in range(0, N if spec.causal and pairs > 1 else 0, GROUP)):
+        yield Step(
+            f"{name}.carried", "attention", m=group, n=F * V, k=group + 1, count=run.batch * K, gradients=1
+        )
+    if spec.causal:
+        yield Step(f"{name}.scores", "attention", m=H // K * C, n=C, k=F, count=run.batch * K * N)
+        yield Step(f"{name}.within", "attention", m=H // K * C, n=V, k=C, count=run.batch * K * N)
+
+
+def low_rank_products(spec: StackSpec, run: Pass, name: str, T: int, kind: LowRank) -> Iterator[Step]:
+    """Yield the mixing of keys and values, and the attention to the mixtures."""
+    B, H, K, E, Ev = run.batch, len(spec.heads_of(name)), spec.kv_heads_of(name), spec.d_head, spec.d_value
+    R, weights = kind.rank, spec.max_positions * kind.rank
+    for part, width in (("k_mix", E), ("v_mix", Ev)):
+        kept = (T * R + B * K * R * width) * run.size
+        yield Step(f"{name}.{part}", "attention", weights, m=R, n=width, k=T, count=B * K, kept=kept)
+    yield Step(f"{name}.scores", "attention", m=H // K * T, n=R, k=E, count=B * K, kept=B * H * T * 4)
+    yield Step(f"{name}.mixed", "attention", m=H // K * T, n=Ev, k=R, count=B * K)

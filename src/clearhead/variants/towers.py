@@ -105,8 +105,8 @@ class Towers(nn.Module):
 
         Where an end token marks the state to take, it is the first of a text. Positions are slots.
         """
-        places = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-        hidden = self.text(ids, mask, positions=places, logits="none").hidden  # N T D
+        slots = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        hidden = self.text(ids, mask, positions=slots, logits="none").hidden  # N T D
         end_id = self.config.end_id
         if end_id is None:
             pooled = hidden[:, -1]
@@ -162,11 +162,11 @@ class AttentionPool(nn.Module):
 def _projection(kind: str, wide: int, width: int) -> nn.Linear | None:
     if kind == "none":
         return None
-    made = nn.Linear(wide, width, bias=kind == "bias")
-    nn.init.normal_(made.weight, std=wide**-0.5)
-    if made.bias is not None:
-        nn.init.zeros_(made.bias)
-    return made
+    layer = nn.Linear(wide, width, bias=kind == "bias")
+    nn.init.normal_(layer.weight, std=wide**-0.5)
+    if layer.bias is not None:
+        nn.init.zeros_(layer.bias)
+    return layer
 
 
 def pair_loss(logits: Tensor, kind: str) -> Tensor:

@@ -98,7 +98,7 @@ def serve(
 
         from clearhead.app.explorer.app import is_loopback
         from clearhead.run.serve.app import ServedPassages, make_server
-        from clearhead.run.serve.server import Connection, ServerBehind, connections_allowed
+        from clearhead.run.serve.server import Connection, FrontedServer, connections_allowed
     except ImportError:
         raise MissingExtraError("serving needs FastAPI and uvicorn: pip install 'clearhead[serve]'") from None
     from clearhead.app.commands.models import bind
@@ -138,7 +138,7 @@ def serve(
         http=Connection,
     )
     sys.setswitchinterval(0.0005)  # seconds for which the engine's thread may keep the loop's from running
-    ServerBehind(config, host, listening, list(engines.values()), keys).run()
+    FrontedServer(config, host, listening, list(engines.values()), keys).run()
 
 
 def batch(

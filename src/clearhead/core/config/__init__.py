@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from clearhead.core.config.checks import MOST_LAYERS, MOST_WIDE, check_given, check_specs
-from clearhead.core.config.depth import check_depth
-from clearhead.core.config.elsewhere import CalledByName
 from clearhead.core.config.fields import (
     BIASES,
     LEARNED_BIASES,
@@ -27,10 +25,10 @@ from clearhead.core.config.fields import (
     Initialisation,
     Input,
     NormSpec,
+    RopeScaling,
     StackSpec,
 )
 from clearhead.core.config.resolve import derive, head_spec, stack_specs
-from clearhead.core.config.scaling import RopeScaling
 from clearhead.core.config.typed import check_names, check_types, from_plain, plain
 from clearhead.errors import ConfigError, refuse
 
@@ -40,7 +38,6 @@ __all__ = [
     "MOST_LAYERS",
     "MOST_WIDE",
     "TABLES",
-    "CalledByName",
     "Family",
     "HeadSpec",
     "Initialisation",
@@ -59,7 +56,6 @@ class ModelConfig(Fields):
     def __post_init__(self) -> None:
         check_types(self)
         check_given(self)
-        check_depth(self)
         free = {name: value for name, value in derive(self).items() if getattr(self, name) is None}
         for name, value in free.items():
             object.__setattr__(self, name, value)

@@ -2,12 +2,12 @@
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from clearhead import errors
-from clearhead.core.config.ends import Rules, embedding_rules, head_rules
-from clearhead.core.config.fields import BIASES, Fields, StackSpec
-from clearhead.core.config.kinds import Blocks, Full, GatedDeltaKind, GlobalKind, Kind, Windowed
+from clearhead.core.config.fields import BIASES, TABLES, Fields, StackSpec
+from clearhead.core.config.kinds import Full, Kind, Rules, Windowed
+from clearhead.core.config.registry import Registry
 from clearhead.core.config.typed import check_least, check_values
 from clearhead.errors import ConfigError, nearest
 
@@ -38,6 +38,16 @@ TWO_STACKS = (
     *("n_encoder_layers", "n_encoder_heads", "d_encoder_head", "d_encoder_ff"),
     *("max_encoder_positions", "source_vocab_size"),
 )
+# What may be wrong with the fields of a variant, asked of a config that uses it.
+VARIANTS: Registry[Callable[[Fields, Sequence[StackSpec]], Rules]] = Registry(
+    {
+        "experts": "clearhead.variants.routing:expert_mistakes",
+        "depth": "clearhead.variants.routing:depth_mistakes",
+        "relative": "clearhead.variants.positions:relative_mistakes",
+        "learned+relative": "clearhead.variants.positions:relative_mistakes",
+        "disentangled": "clearhead.variants.positions:disentangled_mistakes",
+    }
+)
 
 
 def check_given(config: Fields) -> None:
@@ -55,7 +65,9 @@ def check_given(config: Fields) -> None:
         allowed=lambda p: 0 <= p < 1,
         rule="is not a probability: choose 0 (off) up to, but not including, 1",
     )
-    family, groups, place = config.family, config.layer_groups, config.norm_position
+    if config.depth_capacity != 1:
+        _check(VARIANTS["depth"](config, ()))
+    family, groups, layout = config.family, config.layer_groups, config.norm_position
     both = family == "encoder-decoder"
     _check(
         [
@@ -92,7 +104,7 @@ def check_given(config: Fields) -> None:
                 for name in TWO_STACKS
             ),
             (
-                not config.first_norm and (place not in ("pre", "sandwich") or groups is not None),
+                not config.first_norm and (layout not in ("pre", "sandwich") or groups is not None),
                 "first_norm false leaves out the norm before the first attention: "
                 "it needs norm_position pre or sandwich, and no layer_groups",
             ),
@@ -102,8 +114,8 @@ def check_given(config: Fields) -> None:
                 "choose family decoder or encoder, or parallel false",
             ),
             (
-                config.parallel and place not in ("pre", "sandwich"),
-                f"parallel needs norm_position pre or sandwich, not {place}",
+                config.parallel and layout not in ("pre", "sandwich"),
+                f"parallel needs norm_position pre or sandwich, not {layout}",
             ),
         ]
     )
@@ -111,148 +123,67 @@ def check_given(config: Fields) -> None:
 
 def check_specs(config: Fields, stacks: Sequence[StackSpec]) -> None:
     """Check the fields against each other, once all of them have values."""
-    _check(_attention(config))
+    H, K, last = config.n_heads, config.n_kv_heads or config.n_heads, config.n_layers - 1
+    fitting = ", ".join(str(n) for n in range(1, H + 1) if H % n == 0)
+    _check([(H % K, f"n_heads {H} is not divisible by n_kv_heads {K}: choose n_kv_heads from {fitting}")])
     for stack in stacks:
-        _check(_heads(stack))
-        _check(_mixture(stack))
+        heads, K = "n_encoder_heads" if stack.prefix else "n_heads", stack.n_kv_heads
+        _check([(stack.n_heads % K, f"{heads} {stack.n_heads} is not divisible by n_kv_heads {K}")])
         first = dict(zip(stack.block_of[::-1], stack.kinds[::-1], strict=True))
         for layer, kind in enumerate(stack.kinds):
             _check(_kind(config, stack, layer, kind, first[stack.block_of[layer]]))
-    _check(_positions(config))
+    apart = config.positions == "disentangled"
+    _check(
+        [
+            (
+                not apart and (config.relative_norm or config.relative_terms != "both"),
+                "relative_norm and relative_terms belong to positions disentangled: leave them out",
+            ),
+            *(
+                (not 0 <= layer <= last, f"rope_skips names layer {layer}, and there are layers 0 to {last}")
+                for layer in config.rope_skips
+            ),
+        ]
+    )
+    for name in (*(["experts"] if config.n_experts else []), config.positions):
+        if name in VARIANTS:
+            _check(VARIANTS[name](config, stacks))
     for stack in stacks if config.positions == "rope" else ():
         _check(_rope(config, stack))
     _check_pruned(config, stacks)
-    _check(embedding_rules(config))
-    _check(head_rules(config))
+    _check(_embedding(config))
+    _check(_head(config))
 
 
-def _check(rules: Rules) -> None:
+def _check(rules: Iterable[tuple[object, str]]) -> None:
     for mistake, line in rules:
         refuse(mistake, line)
 
 
-def _attention(config: Fields) -> Rules:
-    H, K = config.n_heads, config.n_kv_heads or config.n_heads
-    active, experts = config.n_active_experts, config.n_experts
-    fitting = ", ".join(str(n) for n in range(1, H + 1) if H % n == 0)
-    return [
-        (H % K, f"n_heads {H} is not divisible by n_kv_heads {K}: choose n_kv_heads from {fitting}"),
-        (
-            experts and not 1 <= active <= experts,
-            f"n_active_experts {active} must lie between 1 and n_experts {experts}",
-        ),
-    ]
-
-
-def _heads(stack: StackSpec) -> Rules:
-    heads = "n_encoder_heads" if stack.prefix else "n_heads"
-    return [
-        (
-            stack.n_heads % stack.n_kv_heads,
-            f"{heads} {stack.n_heads} is not divisible by n_kv_heads {stack.n_kv_heads}",
-        ),
-    ]
-
-
-def _mixture(stack: StackSpec) -> Rules:
-    dense, last = {*stack.dense_layers}, stack.n_layers - 1
-    wrong = next((layer for layer in dense if not 0 <= layer <= last), None)
-    mixed = [layer for layer in range(stack.n_layers) if layer not in dense]
-    whole = {stack.block_of[layer] for layer in dense if 0 <= layer <= last}
-    torn = next((layer for layer in mixed if stack.block_of[layer] in whole), None)
-    return [
-        (wrong is not None, f"dense_layers names layer {wrong}, and there are layers 0 to {last}"),
-        (not mixed, "dense_layers leaves no layer to the experts: set n_experts 0, or name fewer layers"),
-        (
-            torn is not None,
-            f"layer {torn} shares its weights by layer_groups with one of the dense_layers: name both",
-        ),
-    ]
-
-
 def _kind(config: Fields, stack: StackSpec, layer: int, kind: Kind, first: Kind) -> Rules:
     """Check a kind of attention against what else the config asks of its layer; `first` owns its weights."""
-    said = f'attention "{kind}" of layer {layer}'
-    rules: Rules = [
+    said, scoreless = kind.of_layer(layer), not kind.chooses
+    return [
         (
             not (kind.shares and first.shares) and kind != first,
             f'{said} shares its weights with a layer of "{first}" by layer_groups: give both the same kind',
         ),
         (kind.both_sides and stack.causal, f"{said} reads later tokens too: it is for encoders"),
         (
-            isinstance(kind, GlobalKind)
-            and kind.tokens == "question"
-            and (config.input != "tokens" or kind.separator >= config.vocab_size),
-            f"{said} needs ids with a separator below vocab_size {config.vocab_size}: set separator",
-        ),
-    ]
-    rules.append(
-        (
             config.positions == "disentangled" and not isinstance(kind, Full | Windowed),
             f"{said} does not meet distances: with positions disentangled, choose full or window",
-        )
-    )
-    if isinstance(kind, Blocks):
-        unknown = ", and a decoder does not know where its text ends: leave it out"
-        rules += [
-            (kind.window % 2 == 0, f"{said} has window {kind.window}: choose an odd number of blocks"),
-            (kind.last and stack.causal, f"{said} has last {kind.last}{unknown}"),
-            (kind.full and stack.causal, f"{said} has full {kind.full}{unknown}"),
-            (kind.repeat and not kind.first, f"{said} has repeat {kind.repeat}: set first, whom it repeats"),
-        ]
-    if kind.chooses:
-        return rules
-    own = f"{stack.prefix}blocks.{layer}.attention"
-    return [
-        *rules,
+        ),
         (
-            config.positions in BIASES,
+            scoreless and config.positions in BIASES,
             f"{said} has no scores to which positions {config.positions} could add a bias: "
             "choose rope, learned, sinusoidal or none",
         ),
-        (config.attention_softcap is not None, f"{said} has no scores for attention_softcap: leave one out"),
-        (config.attention_sink, f"{said} has no softmax for attention_sink: leave one out"),
         (
-            isinstance(kind, GatedDeltaKind) and not stack.causal,
-            f"{said} reads from left to right: it is for decoders",
+            scoreless and config.attention_softcap is not None,
+            f"{said} has no scores for attention_softcap: leave one out",
         ),
-        (
-            isinstance(kind, GatedDeltaKind) and config.pruned_heads.get(own),
-            f"pruned_heads names {own}, whose heads share a convolution and a gate: prune other layers",
-        ),
-        (
-            isinstance(kind, GatedDeltaKind)
-            and (kind.value_heads or stack.n_heads) % (kind.key_heads or stack.n_kv_heads),
-            f"{said} has value heads that are no multiple of its key heads: set key_heads or value_heads",
-        ),
-    ]
-
-
-def _positions(config: Fields) -> Rules:
-    buckets, most, last = config.relative_buckets, 2 * config.relative_max_distance - 1, config.n_layers - 1
-    apart, span, furthest = config.positions == "disentangled", buckets // 2, config.relative_max_distance
-    return [
-        (
-            apart and config.family != "encoder",
-            f"positions disentangled is for encoders, and family is {config.family}: choose rope or relative",
-        ),
-        (
-            apart and (buckets % 2 or span < 2 or not (furthest == span or furthest > span // 2 + 1)),
-            f"relative_buckets {buckets} must be even, 4 at least, and half of it be relative_max_distance "
-            f"{furthest}, or a quarter of it lie below that by 2 at least",
-        ),
-        (
-            not apart and (config.relative_norm or config.relative_terms != "both"),
-            "relative_norm and relative_terms belong to positions disentangled: leave them out",
-        ),
-        (
-            config.positions.endswith("relative") and not 4 <= buckets <= most,
-            f"relative_buckets {buckets} must lie between 4 and {most}, or relative_max_distance rise",
-        ),
-        *(
-            (not 0 <= layer <= last, f"rope_skips names layer {layer}, and there are layers 0 to {last}")
-            for layer in config.rope_skips
-        ),
+        (scoreless and config.attention_sink, f"{said} has no softmax for attention_sink: leave one out"),
+        *kind.mistakes(config, stack, layer),
     ]
 
 
@@ -332,3 +263,93 @@ def _check_pruned(config: Fields, stacks: Sequence[StackSpec]) -> None:
                 f"pruned_heads differ in layers {first} and {layer}, and layer_groups shares weights between "
                 "them: name the same heads for both",
             )
+
+
+def _embedding(config: Fields) -> Rules:
+    """Return what may be wrong with what goes in: tables, patches, vectors, frames."""
+    both, kind, head = config.family == "encoder-decoder", config.input, config.head
+    predicts = head in ("lm", "mlm")
+    reads = kind == "tokens" or both or predicts
+    shared = both and kind == "tokens" and config.share_embeddings
+    return [
+        (
+            config.d_embedding != config.d_model and not config.embedding_projection,
+            f"d_embedding {config.d_embedding} must be projected to d_model {config.d_model}: "
+            "leave embedding_projection out",
+        ),
+        (
+            config.project_tokens and config.d_embedding == config.d_model,
+            f"project_tokens widens a narrower token table, and d_embedding is d_model {config.d_model}: "
+            "leave project_tokens out",
+        ),
+        (
+            kind != "tokens" and not both and predicts,
+            f"head {head} predicts ids and input is {kind}: "
+            "choose head classifier, tagger, embedding or none",
+        ),
+        (
+            reads and config.vocab_size < 1,
+            "vocab_size is not set: give the number of tokens of the tokenizer, 1 at least",
+        ),
+        (
+            shared and config.source_vocab_size != config.vocab_size,
+            f"share_embeddings needs one vocabulary, and source_vocab_size {config.source_vocab_size} "
+            f"differs from vocab_size {config.vocab_size}: set share_embeddings false",
+        ),
+        *(_image(config) if kind == "patches" else ()),
+        (
+            kind in ("vectors", "frames") and config.d_input < 1,
+            f"d_input {config.d_input} must be 1 or more",
+        ),
+        (
+            config.conv_kernel % 2 == 0,
+            f"conv_kernel {config.conv_kernel} is even, and would shift the frames: choose an odd width",
+        ),
+        (
+            config.class_token and kind != "patches",
+            f"class_token belongs to input patches, and input is {kind}: put a CLS id in the text instead",
+        ),
+        (
+            not config.patch_bias and kind != "patches",
+            f"patch_bias belongs to input patches, and input is {kind}: leave it out",
+        ),
+    ]
+
+
+def _image(config: Fields) -> Rules:
+    if config.image_size is None:
+        return [(True, "input patches needs image_size, as (height, width)")]
+    size, patch = config.image_size, config.patch_size
+    needed = (size[0] // patch) * (size[1] // patch) + config.class_token
+    table = config.positions in TABLES and config.family != "encoder-decoder"
+    return [
+        (
+            any(side % patch for side in size) or min(size) < patch,
+            f"image_size {size} is not a whole number of patches of {patch}: change one of the two",
+        ),
+        (
+            table and config.max_positions < needed,
+            f"max_positions {config.max_positions} is below the {needed} positions of one image: raise it",
+        ),
+    ]
+
+
+def _head(config: Fields) -> Rules:
+    """Return what may be wrong with the head."""
+    layered = config.head_layer and config.head not in ("tagger", "span")
+    return [
+        (
+            config.head in ("classifier", "tagger") and config.n_classes < 1,
+            f"head {config.head} needs n_classes, 1 at least",
+        ),
+        (
+            config.pooler_norm and config.pooler == "none",
+            "pooler_norm follows a pooler, and there is none: choose pooler tanh or an activation",
+        ),
+        (layered, f"head_layer is for head tagger or span, and head is {config.head}: leave it out"),
+        (
+            config.head == "mlm" and config.family != "encoder",
+            f"head mlm reads both sides of a mask and family is {config.family}: "
+            "choose family encoder, or head lm",
+        ),
+    ]

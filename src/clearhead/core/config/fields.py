@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Self
 
-from clearhead.core.config.kinds import GatedDeltaKind, Kind, LinearKind, LowRank, Windowed
-from clearhead.core.config.scaling import RopeScaling
-from clearhead.core.config.typed import check_names
+from clearhead.core.config.kinds import Kind, Windowed
+from clearhead.core.config.typed import check_names, check_types
+from clearhead.errors import ConfigError, refuse
 
 Family = Literal["decoder", "encoder", "encoder-decoder"]
 Input = Literal["tokens", "patches", "vectors", "frames"]
@@ -30,6 +30,36 @@ PoolerName = Literal["none", "tanh", ActivationName]
 HeadName = Literal["lm", "mlm", "classifier", "tagger", "span", "embedding", "none"]
 Pooling = Literal["cls", "mean", "last"]
 Initialisation = Literal["xavier", "gpt2", "bert"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """How rotary angles are stretched beyond the length a model was trained on."""
+
+    kind: Literal["linear", "dynamic", "llama3", "yarn", "longrope"]
+    factor: float = 1.0  # longrope: 1 stands for max_positions / original_positions
+    original_positions: int | None = None  # trained length; None: the model's max_positions
+    low_frequency_factor: float = 1.0  # llama3: wavelengths longer than original / low are divided by factor
+    high_frequency_factor: float = 4.0  # llama3: wavelengths shorter than original / high are kept
+    beta_fast: float = 32.0  # yarn: rotations over the trained length above which a pair is kept
+    beta_slow: float = 1.0  # yarn: rotations below which a pair is interpolated
+    truncate: bool = True  # yarn: round the ends of the ramp to whole pairs
+    attention_factor: float | None = None  # yarn, longrope: scale of cos and sin; None: from the factor
+    mscale: float | None = None  # yarn: the two weights from which some models derive attention_factor
+    mscale_all_dim: float | None = None
+    short_factor: tuple[float, ...] | None = None  # longrope: one divisor per pair within the trained length
+    long_factor: tuple[float, ...] | None = None  # longrope: and beyond it
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        for name in ("factor", "beta_fast", "beta_slow"):
+            value = getattr(self, name)
+            refuse(value <= 0, f"rope scaling {name} {value} must be positive", ConfigError)
+        refuse(
+            self.kind == "longrope" and (self.short_factor is None or self.long_factor is None),
+            "rope scaling longrope needs short_factor and long_factor, one number per rotated pair",
+            ConfigError,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,6 +230,11 @@ class Fields(StackFields):
         return super().__new__(cls)
 
 
+def passing(share: float, tokens: int) -> int:
+    """Return how many of `tokens` go through a layer that takes a share of them: one at least, rounded up."""
+    return math.ceil(share * tokens - 1e-9)
+
+
 @dataclass(frozen=True)
 class NormSpec:
     """A norm of any width."""
@@ -261,7 +296,7 @@ class StackSpec(StackFields):
     @property
     def bounded(self) -> bool:
         """Whether weights belong to positions, so that none past `max_positions` can be read."""
-        return self.positions in TABLES or any(isinstance(kind, LowRank) for kind in self.kinds)
+        return self.positions in TABLES or any(kind.bounded for kind in self.kinds)
 
     @property
     def n_patches(self) -> int:
@@ -276,31 +311,11 @@ class StackSpec(StackFields):
         stride = self.conv_stride if self.input == "frames" else 1
         return (length + stride - 1) // stride  # rounded up
 
-    def delta_sizes(self, kind: GatedDeltaKind) -> tuple[int, int, int, int]:
-        """Return key heads, value heads and the widths of both; the stack's own where the kind says 0."""
-        return (
-            kind.key_heads or self.n_kv_heads,
-            kind.value_heads or self.n_heads,
-            kind.d_key or self.d_head,
-            kind.d_value or self.d_value,
-        )
-
-    def n_features(self, kind: LinearKind) -> int:
-        """Return the number of features of a query or key."""
-        if kind.features != "favor":
-            return self.d_head
-        return kind.count or math.ceil(self.d_head * math.log(self.d_head))
-
     def state_shapes(self, layer: int) -> list[tuple[int, ...]]:
         """Return the shapes of what a layer keeps of one row in place of keys; none if it keeps keys."""
-        kind = self.kinds[layer]
-        if isinstance(kind, LinearKind):
-            heads = self.kv_heads_of(f"{self.prefix}blocks.{layer}.attention")
-            return [(heads, self.n_features(kind), self.d_value + 1), (heads,)]
-        if isinstance(kind, GatedDeltaKind):
-            keys, values, d_key, d_value = self.delta_sizes(kind)
-            return [(values, d_key, d_value), (kind.kernel - 1, 2 * keys * d_key + values * d_value)]
-        return []
+        return self.kinds[layer].state_shapes(
+            self, self.kv_heads_of(f"{self.prefix}blocks.{layer}.attention")
+        )
 
     def feedforwards(self, layer: int) -> dict[str, int]:
         """Return the width of each feed-forward of a layer, by its name in the block; experts are several."""

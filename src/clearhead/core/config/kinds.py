@@ -15,13 +15,17 @@ The kinds that choose among keys take `sinks=4`: the first 4 tokens are always s
 
 import dataclasses
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Self, get_args, get_type_hints
+from typing import Any, ClassVar, Self, get_args, get_type_hints
 
+from clearhead.core.config.registry import Registry
 from clearhead.errors import ConfigError, nearest, refuse
 
-FeatureMap = Literal["elu", "relu", "favor"]
-GlobalTokens = Literal["first", "question", "given"]
+SMALLEST, LARGEST = 32, 256  # tokens of a block, where a window is attended by blocks
+# (query's position, key's position, tokens of the query's document) -> may attend; tensors that broadcast
+Rule = Callable[[Any, Any, Any], Any]
+Rules = list[tuple[object, str]]  # a mistake that may have been made, and the line of its error
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,7 @@ class Kind:
     both_sides: ClassVar[bool] = False  # it needs later tokens too: it is for encoders
     patterned: ClassVar[bool] = True  # each query has shares of the tokens, which a picture can show
     untapped: ClassVar[tuple[str, ...]] = ()  # activations of attention that it does not have
+    bounded: ClassVar[bool] = False  # it has weights for each position: none past max_positions can be read
 
     @property
     def reach(self) -> int | None:
@@ -44,6 +49,11 @@ class Kind:
     def nearby(self) -> int | None:
         """The same but for global tokens too."""
         return self.reach
+
+    @property
+    def global_tokens(self) -> str | None:
+        """Which tokens see all and are seen by all, where a call names none; None: no tokens do."""
+        return None
 
     @property
     def kept_first(self) -> int:
@@ -59,11 +69,45 @@ class Kind:
         """Return whether every query sees every key in rows of up to `length` tokens."""
         return False
 
+    @property
+    def block_size(self) -> int | None:
+        """Number of tokens of a block, where long rows are attended by blocks; None: blocks do not pay."""
+        if self.nearby is None:
+            return None
+        half = self.nearby // 2
+        return min(LARGEST, max(SMALLEST, 1 << max(0, half - 1).bit_length()))
+
+    def rule(self, causal: bool) -> Rule:
+        """Return which keys a query sees, for kinds that choose; causality and padding come on top."""
+        raise TypeError(f"{self} does not choose among keys")
+
+    def describe(self, tokens: Any, causal: bool, ids: Any, global_mask: Any) -> Any:
+        """Return the `Tokens` with what else the rule reads: their number, or which of them are global."""
+        return tokens
+
+    def with_counts(
+        self, bias: Any, queries: Any, keys: Any, dtype: Any, name: str = "", tap: Any = None
+    ) -> Any:
+        """Add to a bias on the scores how often each key counts: here, once."""
+        return bias
+
+    def state_shapes(self, spec: Any, heads: int) -> list[tuple[int, ...]]:
+        """Return the shapes of what a row keeps in place of the keys of `heads`; none where it keeps keys."""
+        return []
+
+    def of_layer(self, layer: int) -> str:
+        """Return how errors call this kind in a layer."""
+        return f'attention "{self}" of layer {layer}'
+
+    def mistakes(self, config: Any, stack: Any, layer: int) -> Rules:
+        """Return what may be wrong with this kind in a layer."""
+        return []
+
     def shortened(self, most: int) -> Self:
         """Return the same kind with sizes of at most `most` tokens, for tests on short inputs."""
         sizes = ("size", "step", "first", "last", "sinks", "full")
-        held = {name: min(most, getattr(self, name)) for name in sizes if hasattr(self, name)}
-        return dataclasses.replace(self, **held)
+        limited = {name: min(most, getattr(self, name)) for name in sizes if hasattr(self, name)}
+        return dataclasses.replace(self, **limited)
 
     def __str__(self) -> str:
         given = [
@@ -102,125 +146,35 @@ class Windowed(Kind):
         """Return whether the window is as wide as the row."""
         return length <= self.size
 
-
-@dataclass(frozen=True)
-class Dilated(Kind):
-    """Every `step`-th key on each side, `size` of them with the query's own, and the first `sinks` tokens."""
-
-    name = "dilated"
-    size: int = 128
-    step: int = 2
-    sinks: int = 0
-
-    @property
-    def reach(self) -> int | None:
-        """The window that all of them lie in."""
-        return (self.size - 1) * self.step + 1
+    def rule(self, causal: bool) -> Rule:
+        """Return the window."""
+        return near(self.size, self.sinks)
 
 
-@dataclass(frozen=True)
-class Strided(Kind):
-    """Keys nearer than `step`, and every key at a multiple of `step` from the query (Sparse Transformer)."""
-
-    name = "strided"
-    step: int = 128
-    sinks: int = 0
+def near(size: int, sinks: int) -> Rule:
+    """Return the rule of a window: keys nearer than `size`, and the first `sinks` tokens."""
+    return with_sinks(lambda q, k, totals: (q - k).abs() < size, sinks)
 
 
-@dataclass(frozen=True)
-class Blocks(Kind):
-    """Blocks of keys around the query's own, global tokens, and blocks at random (BigBird, Longformer)."""
-
-    name = "blocks"
-    size: int = 64  # tokens of a block
-    window: int = 3  # blocks around the query's own, which is one of them: an odd number
-    first: int = 0  # tokens at the beginning that see all and are seen by all
-    last: int = 0  # the same at the end
-    random: int = 0  # blocks at random for each block of queries
-    seed: int = 0
-    sinks: int = 0
-    counted: Literal["tokens", "blocks"] = "tokens"  # what first and last count
-    repeat: int = 0  # how many times more the first ones stand in the softmax of the queries between the ends
-    full: int = 0  # in rows of up to so many tokens, every query sees every key once
-
-    def sees_all(self, length: int) -> bool:
-        """Return whether the rows are short enough to be read in full."""
-        return length <= self.full
-
-    def shortened(self, most: int) -> Self:
-        """Return the same with short blocks: several windows of them are to fit into a row."""
-        return dataclasses.replace(super().shortened(most), size=min(self.size, max(1, most // 2)))
+def with_sinks(rule: Rule, sinks: int) -> Rule:
+    """Return the rule that sees the first `sinks` tokens too."""
+    return (lambda q, k, totals: rule(q, k, totals) | (k < sinks)) if sinks else rule
 
 
-@dataclass(frozen=True)
-class GlobalKind(Kind):
-    """Keys nearer than `size`, and global tokens, which see all and are seen by all (Longformer).
-
-    Global tokens attend through projections of their own. Which tokens are global is said by each call, as
-    `global_mask`; `tokens` says it where a call does not.
-    """
-
-    name = "global"
-    shares = False
-    both_sides = True
-    size: int = 257
-    tokens: GlobalTokens = "first"  # the first; those before the first separator; none
-    separator: int = 2  # question: the id that ends it; a row without one has no global tokens
-    sinks: int = 0
-
-    def sees_all(self, length: int) -> bool:
-        """Return whether the window is as wide as the row."""
-        return length <= self.size
-
-    @property
-    def nearby(self) -> int | None:
-        """The window."""
-        return self.size
-
-
-@dataclass(frozen=True)
-class LinearKind(Kind):
-    """A feature map in place of the softmax, so that keys add up to a state."""
-
-    name = "linear"
-    chooses = False
-    shares = False
-    untapped = ("scores",)
-    features: FeatureMap = "elu"
-    count: int = 0  # favor: random features; 0: d_head · log(d_head), rounded up
-    seed: int = 0  # favor: of these features
-
-
-@dataclass(frozen=True)
-class LowRank(Kind):
-    """Keys and values mixed into `rank` of each by learned weights over positions (Linformer)."""
-
-    name = "low-rank"
-    shares = False
-    both_sides = True
-    chooses = patterned = False  # its shares are of mixtures
-    rank: int = 64
-
-
-@dataclass(frozen=True)
-class GatedDeltaKind(Kind):
-    """The gated delta rule, with a short convolution and an output gate (Gated DeltaNet)."""
-
-    name = "gated-delta"
-    shares = False
-    chooses = patterned = False
-    untapped = ("scores", "pattern")
-    key_heads: int = 0  # 0: n_kv_heads
-    value_heads: int = 0  # 0: n_heads
-    d_key: int = 0  # of a head; 0: d_head
-    d_value: int = 0  # 0: d_value
-    kernel: int = 4  # tokens that the convolution sees
-
-
-KINDS: dict[str, type[Kind]] = {
-    kind.name: kind
-    for kind in (Full, Windowed, Dilated, Strided, Blocks, GlobalKind, LinearKind, LowRank, GatedDeltaKind)
-}
+VARIANTS = "clearhead.variants.kinds"
+KINDS: Registry[type[Kind]] = Registry(
+    {
+        "full": Full,
+        "window": Windowed,
+        "dilated": f"{VARIANTS}:Dilated",
+        "strided": f"{VARIANTS}:Strided",
+        "blocks": f"{VARIANTS}:Blocks",
+        "global": f"{VARIANTS}:GlobalKind",
+        "linear": f"{VARIANTS}:LinearKind",
+        "low-rank": f"{VARIANTS}:LowRank",
+        "gated-delta": f"{VARIANTS}:GatedDeltaKind",
+    }
+)
 FULL = Full()
 AT_LEAST = {"size": 1, "step": 1, "window": 1, "rank": 1, "kernel": 2}  # of a number; the others may be 0
 
@@ -239,15 +193,15 @@ def read_kind(text: str) -> Kind:
     names = [entry.name for entry in dataclasses.fields(kind)]
     given: dict[str, int | str] = {}
     positional: list[str] = []
-    for place, item in enumerate(part.strip() for part in (inner or "").split(",") if part.strip()):
+    for index, item in enumerate(part.strip() for part in (inner or "").split(",") if part.strip()):
         key, equals, value = (side.strip() for side in item.partition("="))
         refuse(
-            not equals and place != len(positional),
+            not equals and index != len(positional),
             f'attention "{text}" has "{item}" after a number with a name: give it a name too',
             ConfigError,
         )
         positional += [] if equals else [item]
-        key, value = (key, value) if equals else (names[place] if place < len(names) else "", key)
+        key, value = (key, value) if equals else (names[index] if index < len(names) else "", key)
         takes = f"{name} takes {', '.join(names)}" if names else f"{name} takes nothing in brackets"
         refuse(key not in names, f'attention "{text}" has "{item}": {takes}', ConfigError)
         refuse(key in given, f'attention "{text}" gives {key} twice: {takes}', ConfigError)

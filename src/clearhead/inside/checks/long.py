@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from clearhead.core.cache import Cache
 from clearhead.core.config import LEARNED_BIASES, ModelConfig
-from clearhead.core.config.kinds import Blocks
 from clearhead.core.transformer import Transformer
 from clearhead.errors import InputError
 from clearhead.inside.checks.reference_float64 import Reference
@@ -27,12 +26,13 @@ from clearhead.run.generate import decode
 from clearhead.run.generate.decode import Prompts, turns_by_length
 from clearhead.run.generate.request import Request
 from clearhead.run.kernels.prepare import prepared
-from clearhead.variants.stream_cache import StreamCache, check_stream, sees_past
+from clearhead.variants.caches import StreamCache, check_stream, sees_past
+from clearhead.variants.kinds import Blocks
 
 MOST = 2048  # tokens of a row; a length beyond is reached by position alone
 USUAL = 128  # tokens of a row where no length matters
 PAST = 8  # tokens past a length at which something changes
-SHORT, NEW = 6, 3  # tokens of the row beside a long one; how many tokens of each row follow its prompt
+SHORT, NEW = 6, 3  # tokens of the short row next to a long one; how many tokens of each row follow its prompt
 # Of a copy whose layers are all dense.
 UNMIXED = {"n_experts": 0, "dense_layers": (), "d_expert": None, "d_shared_expert": 0, "router_bias": False}
 STREAM, WINDOW, SINKS = 24, 9, 3  # tokens of a stream, and how many and which of them it keeps
@@ -69,7 +69,7 @@ def long_rows(inputs: Inputs, lively: Callable[[], Inputs]) -> list[Comparison]:
     return [
         row(
             "model = formula (long)",
-            f"the same in a few layers: {length} tokens, alone and beside a short row",
+            f"the same in a few layers: {length} tokens, alone and next to a short row",
             lambda _: _long(long()),
             fits=fits,
         ),

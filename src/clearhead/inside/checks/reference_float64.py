@@ -18,19 +18,7 @@ import torch
 from torch import Tensor
 
 from clearhead.core.config import BIASES, ModelConfig
-from clearhead.core.config.kinds import (
-    FULL,
-    Blocks,
-    Dilated,
-    Full,
-    GatedDeltaKind,
-    GlobalKind,
-    Kind,
-    LinearKind,
-    LowRank,
-    Strided,
-    Windowed,
-)
+from clearhead.core.config.kinds import FULL, Full, Kind, Windowed
 from clearhead.inside.checks.reference_inputs import (
     ACTIVATIONS,
     ReferenceInputs,
@@ -39,6 +27,7 @@ from clearhead.inside.checks.reference_inputs import (
     pairs,
     slope,
 )
+from clearhead.variants.kinds import Blocks, Dilated, GatedDeltaKind, GlobalKind, LinearKind, LowRank, Strided
 from clearhead.variants.linear import orthogonal_features
 
 MASK = 0x7FFFFFFF
@@ -139,7 +128,7 @@ def delta_rule(
     inputs: ReferenceInputs, name: str, row: ReferenceRow, kind: GatedDeltaKind, x: Tensor
 ) -> Tensor:
     """Read a row from left to right into a memory that decays and corrects itself: [T, D] -> [T, D]."""
-    K, H, E, V = row.plan.delta_sizes(kind)
+    K, H, E, V = kind.sizes(row.plan)
     real = [t for t, is_real in enumerate(row.real) if is_real]
     mixed = torch.cat([inputs.linear(f"{name}.{part}", x[real]) for part in "qkv"], dim=1)
     kernel, before = inputs.weight(f"{name}.conv")[:, 0], torch.zeros(kind.kernel - 1, mixed.shape[1])
@@ -350,7 +339,7 @@ class Reference(ReferenceInputs):
                 one_q, one_k = self.rotated(one_q, row, window), self.rotated(one_k, keys, window)
             one_v = _cut(v, shared, plan.d_value)
             if isinstance(kind, LinearKind):
-                phi = partial(features, kind, scale=plan.attention_scale, count=plan.n_features(kind))
+                phi = partial(features, kind, scale=plan.attention_scale, count=kind.n_features(plan))
                 z.append(weighed(phi(one_q), phi(one_k), one_v, seen))
                 continue
             if isinstance(kind, LowRank):

@@ -198,7 +198,7 @@ class ReferenceInputs:
 
 
 def _sinusoid(place: int, plan: StackSpec) -> list[float]:
-    """Return the sinusoid of a place; a patch has its row in the first half, its column in the second."""
+    """Return the sinusoid of a position; a patch has its row in the first half, its column in the second."""
     width = plan.d_summed
     if plan.input != "patches":
         return _wave(place, width, plan)

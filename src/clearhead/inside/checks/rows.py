@@ -19,9 +19,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from clearhead.core.cache import Cache, WindowCache
+from clearhead.core.cache import Cache
 from clearhead.core.config import ModelConfig
-from clearhead.core.config.kinds import GlobalKind
 from clearhead.core.dtypes import precise
 from clearhead.core.taps import record
 from clearhead.core.transformer import Output, Transformer, attending
@@ -46,6 +45,8 @@ from clearhead.run.api import Model, load
 from clearhead.run.kernels.fixed_cache import FixedCache
 from clearhead.run.kernels.prepare import prepared
 from clearhead.run.quant.layers import quantized_parts
+from clearhead.variants.caches import WindowCache
+from clearhead.variants.kinds import GlobalKind
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 LARGE = 500_000_000  # parameters above which rows that copy the whole model are left out, unless asked for
@@ -180,7 +181,7 @@ class Inputs:
         return output.required_logits
 
     def padded(self, side: str) -> tuple[dict[str, Tensor], Tensor]:
-        """Return what the model is called with when there is padding, and the places [T] of the real tokens.
+        """Return what the model is called with when padded, and the positions [T] of the real tokens.
 
         Padding of random content stands left, right or in between ("gaps"), in the source too.
         """
@@ -194,7 +195,7 @@ class Inputs:
 
 
 def _with_padding(x: Tensor, other: Tensor, side: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Return `x` [B, T, ...] among values of `other` [B, T + P, ...], its mask [B, T + P], its places [T]."""
+    """Return `x` [B, T, ...] among values of `other` [B, T + P, ...], its mask [B, T + P], its slots [T]."""
     length, count = x.shape[1], torch.arange(x.shape[1], device=x.device)
     gaps = (count * PADDING + length - 1) // length
     slots = {"left": count + PADDING, "right": count, "gaps": count + gaps}[side]
@@ -234,7 +235,7 @@ def forward_rows(inputs: Inputs) -> list[Comparison]:
         *(cached for name, form in forms.items() for cached in _cache_rows(inputs, name, form)),
         row(
             "cached = recomputed (cropped)",
-            "a cache that went back half of the way, and on, with one pass over all",
+            "a cache cropped to half, and continued, with one pass over all",
             _cropped,
             fits=inputs.caches and several and all(kind.chooses for kind in inputs.model.main.spec.kinds),
         ),
@@ -274,7 +275,7 @@ def _cache_rows(inputs: Inputs, name: str, form: CacheForm) -> list[Comparison]:
         row(f"cached = recomputed ({name}, 3)", f"3 tokens {whole}", _cached, form, [3]),
         row(
             f"cached = recomputed ({name}, reordered)",
-            "rows that changed places in the cache, and went on, with the same rows from the beginning",
+            "rows reordered in the cache, and continued, with the same rows from the beginning",
             _reordered,
             form,
             fits=inputs.length > 1,

@@ -26,7 +26,6 @@ from clearhead.core.attention import Attention
 from clearhead.core.cache import Cache, LayerKeys
 from clearhead.core.config.kinds import Kind
 from clearhead.core.dtypes import uncast, wide
-from clearhead.core.fronts import PatchFront
 from clearhead.core.heads import Head, LanguageHead
 from clearhead.core.masks import Tokens, View
 from clearhead.core.positions import Rotary
@@ -45,8 +44,8 @@ from clearhead.learn.parallel.ring_schedule import (
     ring_view,
 )
 from clearhead.run.kernels.parts import like
-from clearhead.variants.blocks import tokens_for, with_counts
-from clearhead.variants.relative import RelativePositions
+from clearhead.variants.fronts import PatchFront
+from clearhead.variants.positions import RelativePositions
 
 
 class RingAttention(Attention):
@@ -377,11 +376,11 @@ class RingStack(Stack):
         reached, views = torch.cat([tokens.positions, last], 1), {}
         for kind in dict.fromkeys(of):
             turns = scheme.rotary(reached, kind.reach)
-            whole = tokens_for(kind, tokens.whole, causal, ids, None)
+            whole = kind.describe(tokens.whole, causal, ids, None)
 
             def biased(queries: Tokens, keys: Tokens, kind: Kind = kind) -> Tensor | None:
                 total = scheme.bias(queries.positions, keys.positions, dtype)
-                return with_counts(total, queries, keys, kind, dtype)
+                return cast(Tensor | None, kind.with_counts(total, queries, keys, dtype))
 
             views[kind] = ring_view(
                 self.ring,

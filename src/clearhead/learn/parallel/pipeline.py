@@ -22,9 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from clearhead.core.config import BIASES, ModelConfig
-from clearhead.core.config.depth import BY_LENGTH
-from clearhead.core.feedforward import BALANCE, counts_of, imbalance, tally
-from clearhead.core.fronts import Embedding
+from clearhead.core.embedding import Embedding
 from clearhead.core.heads import Head, LanguageHead
 from clearhead.core.stack import Stack
 from clearhead.core.transformer import Output, Transformer
@@ -33,6 +31,7 @@ from clearhead.learn.batches.batch import Batch
 from clearhead.learn.parallel import shards
 from clearhead.learn.parallel.world import World
 from clearhead.run.kernels.parts import like
+from clearhead.variants.routing import BALANCE, BY_LENGTH, counts_of, imbalance, tally
 
 Shape = tuple[torch.Size, torch.dtype]
 CPU = torch.device("cpu")

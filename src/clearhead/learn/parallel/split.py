@@ -36,10 +36,9 @@ from torch.distributed.tensor.parallel import (
 
 from clearhead.core.attention import Attention
 from clearhead.core.cache import LayerKeys
-from clearhead.core.config.depth import BY_LENGTH
 from clearhead.core.dtypes import wide
-from clearhead.core.feedforward import Experts, FeedForward
-from clearhead.core.fronts import TokenFront
+from clearhead.core.embedding import TokenFront
+from clearhead.core.feedforward import FeedForward
 from clearhead.core.heads import LanguageHead
 from clearhead.core.masks import View
 from clearhead.core.positions import RopePositions, Rotary
@@ -54,8 +53,10 @@ from clearhead.learn.parallel.shards import parted, whole
 from clearhead.learn.parallel.world import World
 from clearhead.run.kernels.lora import LoraLinear
 from clearhead.run.kernels.parts import like
-from clearhead.variants.layers import DeltaLayer, LinearAttention, LowRankAttention
-from clearhead.variants.relative import RelativePositions
+from clearhead.variants.gated_delta import DeltaLayer
+from clearhead.variants.linear import LinearAttention, LowRankAttention
+from clearhead.variants.positions import RelativePositions
+from clearhead.variants.routing import BY_LENGTH, Experts
 
 
 def shared(x: Tensor, group: dist.ProcessGroup) -> Tensor:

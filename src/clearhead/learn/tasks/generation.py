@@ -83,8 +83,8 @@ def generate(
             found = _search(m, runner, request, read, ends)
         else:
             smaller = None if draft is None else draft.engine.runner()
-            guessers = speculate.guessers_for(runner, request, read, texts, smaller)
-            rows = _continue(m, runner, request, read, ends, guessers, hooks.on_text)
+            drafters = speculate.drafters_for(runner, request, read, texts, smaller)
+            rows = _continue(m, runner, request, read, ends, drafters, hooks.on_text)
             found = [[made] for made in rows]
     _warn_of_length(m, texts, request, found)
     return found
@@ -157,7 +157,7 @@ def _continue(
     request: Request,
     prompts: Prompts,
     ends: Ends,
-    guessers: list[speculate.Guesser],
+    drafters: list[speculate.Drafter],
     on_text: OnText | None,
 ) -> list[Generation]:
     """Continue each prompt token by token, and tell `on_text` of text as soon as it is final."""
@@ -177,7 +177,7 @@ def _continue(
     if watched:
         ends = dataclasses.replace(ends, on_token=on_token)
     made = []
-    for number, row in enumerate(_decode(m, runner, request, prompts, ends, guessers)):
+    for number, row in enumerate(_decode(m, runner, request, prompts, ends, drafters)):
         stream = streams[number]
         if stream is not None:
             stream.add(() if watched else row.ids)
@@ -205,14 +205,14 @@ def _decode(
     request: Request,
     prompts: Prompts,
     ends: Ends,
-    guessers: list[speculate.Guesser],
+    drafters: list[speculate.Drafter],
 ) -> list[Continuation]:
     prefix = m.engine.take_prefix(runner) if request.reuse else None
     slots = prompts.longest + request.max_new_tokens
     cache = None if prefix is None else prefix.begin(prompts.ids[0], slots)
     steps = m.engine.steps_for(runner, request.compile)
-    if guessers:
-        rows = speculate.speculate(runner, request, prompts, ends, cache, guessers=guessers)
+    if drafters:
+        rows = speculate.speculate(runner, request, prompts, ends, cache, drafters=drafters)
     elif steps is not None:
         rows = engine.decode_compiled(runner, request, prompts, ends, cache, steps=steps)
     else:

@@ -4,14 +4,13 @@ A window is as long as the encoder has positions, mostly 30 seconds. A longer so
 begin where the last segment of the one before ended, so its transcript has times whether they are asked for
 or not. A window of several sounds is read together; each comes out as it would alone.
 
-Shapes: B windows read together, N samples, T frames of a window, M mel bands.
+Shapes: B windows read together, N samples, T frames of a window, M mel bands, V vocabulary.
 """
 
 import io
 import math
-import zlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
@@ -20,31 +19,24 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
-from clearhead.core.transformer import Transformer, evaluating
+from clearhead.core.dtypes import wide
+from clearhead.core.transformer import evaluating
 from clearhead.errors import InputError, nearest, refuse
 from clearhead.hub.openai_whisper import CODES, LANGUAGES
 from clearhead.hub.preprocessor import Spectrogram, spectrogram_of
 from clearhead.hub.tokens.text import decoded
 from clearhead.learn.data.sounds import Samples, read_sound, resampled
+from clearhead.learn.tasks.fallback import WindowBatch, make_fallback, read_windows
 from clearhead.learn.tasks.reading import fitting
 from clearhead.learn.tasks.results import Segment, Transcription, WindowReading
 from clearhead.run.bundle import Bundle
-from clearhead.run.generate.decode import Continuation, Ends, Prompts, Rule, decode
-from clearhead.run.generate.engine import decode_compiled
-from clearhead.run.generate.request import Request, make_request, with_own
-from clearhead.run.generate.steps import Steps
-from clearhead.run.generate.timestamps import Timestamps, language_of, segments_of
+from clearhead.run.generate.decode import Ends, Prompts, decode
+from clearhead.run.generate.request import REMOVED, Request, make_request, with_own
 
 Sound = str | Path | io.BytesIO | np.ndarray | Tensor  # a file, or samples [N], of several channels [N, C]
 Task = Literal["transcribe", "translate"]
 TASKS = ("transcribe", "translate")
 NO_TIMES = "<|notimestamps|>"
-USUAL = {"compression_ratio_threshold": 1.35, "logprob_threshold": -1.0, "no_speech_threshold": 0.6}
-OFF = {
-    "compression_ratio_threshold": math.inf,
-    "logprob_threshold": -math.inf,
-    "no_speech_threshold": math.inf,
-}
 
 
 class TranscribeOptions(TypedDict, total=False):
@@ -370,150 +362,74 @@ def _written(m: Bundle, voice: Voice, heard: Hearing) -> Transcription:
     return Transcription(text(heard.ids), parts, language, heard.ids, seconds, windows)
 
 
-# Temperature fallback ---------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
-class Fallback:
-    """The temperatures to try in order, and what makes the next one be tried."""
+class Timestamps:
+    """The rules that a transcript with times keeps to, as a function of logits.
 
-    temperatures: tuple[float, ...] = (0.0,)
-    compression_ratio_threshold: float = math.inf
-    logprob_threshold: float = -math.inf
-    no_speech_threshold: float = math.inf
-
-    @property
-    def judges(self) -> bool:
-        """Whether any transcript can fail."""
-        return self.compression_ratio_threshold < math.inf or self.logprob_threshold > -math.inf
-
-
-def make_fallback(
-    temperature: float | Sequence[float], asked: Mapping[str, float | None], stated: Mapping[str, Any]
-) -> Fallback:
-    """Return the temperatures and thresholds of a call.
-
-    Args:
-        temperature: one, or several to try in order.
-        asked: thresholds by name. None: what generation_config.json states, else the usual one.
-        stated: generation_config.json.
-    """
-    single = isinstance(temperature, int | float)
-    given = (temperature,) if isinstance(temperature, int | float) else tuple(temperature)
-    refuse(not given, "temperature names none: give one number, or several to try in order")
-    for one in given:
-        refuse(
-            isinstance(one, bool) or not isinstance(one, int | float) or not 0 <= one < math.inf,
-            f"temperature {one!r} must be a number, 0 (the best token each time) or more",
-        )
-    named = {name: stated.get(name) if asked.get(name) is None else asked[name] for name in USUAL}
-    for name, value in named.items():
-        refuse(
-            value is not None and (not isinstance(value, int | float) or math.isnan(value)),
-            f"{name} {value!r} must be a number; {OFF[name]} switches it off",
-        )
-    used = {name: USUAL[name] if value is None else float(value) for name, value in named.items()}
-    made = Fallback(tuple(map(float, given)), **used)
-    refuse(
-        not single and len(given) > 1 and not made.judges,
-        f"{len(given)} temperatures with no threshold: the second would never be tried, so leave the others "
-        "out, or give compression_ratio_threshold or logprob_threshold",
-    )
-    return made
-
-
-@dataclass
-class Likelihood:
-    """A rule of decoding that adds up how probable the chosen tokens were, after all rules that came before.
-
-    Temperature comes later and does not count. A row is known by its list of new tokens, which grows.
+    Tokens from `first` on are times, in order. A transcript begins with one. They come in pairs, the end of
+    one segment and the beginning of the next, and never go back. Where all times together are more probable
+    than any single word, a time is generated.
     """
 
-    rule: Rule | None
-    sums: dict[int, float] = field(default_factory=dict)
-    last: dict[int, Tensor] = field(default_factory=dict)  # log-probabilities at the row's last step: V
+    first: int  # id of the first time; the one before it says that no times are written
+    end: int  # id of the token that ends a transcript; those before it are words
+    latest: int | None = None  # how many times after the first a transcript may begin with
 
     def __call__(self, logits: Tensor, rows: Sequence[Sequence[int]]) -> Tensor:
-        """Apply the rule, and note the distribution: [B, V] -> [B, V]."""
-        logits = logits if self.rule is None else self.rule(logits, rows)
-        for values, ids in zip(logits.float().log_softmax(-1), rows):
-            if ids:
-                self.sums[id(ids)] = self.sums.get(id(ids), 0.0) + float(self.last[id(ids)][ids[-1]])
-            self.last[id(ids)] = values
+        """Remove what must not come next, given the new tokens of each row: [B, V] -> [B, V]."""
+        logits, first = wide(logits).clone(), self.first
+        logits[:, first - 1] = REMOVED
+        for row, written in zip(logits, rows):
+            times = [token for token in written if token >= first]
+            after_time = len(written) > 0 and written[-1] >= first
+            closed = len(written) < 2 or written[-2] >= first  # the time before it ended a segment
+            if after_time and closed:
+                row[first:] = REMOVED  # words come next
+            elif after_time:
+                row[: self.end] = REMOVED  # a second time, or the end
+            if times:
+                opens = after_time and not closed  # the next segment may begin where this one ended
+                row[first : times[-1] + (0 if opens else 1)] = REMOVED
+            if not written:
+                row[:first] = REMOVED
+                if self.latest is not None:
+                    row[first + self.latest + 1 :] = REMOVED
+        probable = logits.log_softmax(-1)
+        timed = probable[:, first:].logsumexp(-1) > probable[:, :first].amax(-1)  # B
+        logits[:, :first] = logits[:, :first].masked_fill(timed[:, None], REMOVED)
         return logits
 
-    def mean(self, row: Continuation, tokens: Sequence[int]) -> float:
-        """Return the mean log-probability of a row's tokens, the one that ended it among them."""
-        return (self.sums.get(id(row.ids), 0.0) + float(self.last[id(row.ids)][tokens[-1]])) / len(tokens)
+
+def segments_of(
+    tokens: Sequence[int], first: int, window: int
+) -> tuple[list[tuple[int, int, list[int]]], int | None]:
+    """Cut the tokens of one window into segments; return (start, end, tokens) of each, and how far it goes.
+
+    Times are counted in steps of the encoder, `window` of them. A window that ends with a pair of times, or
+    in the middle of a segment after one, goes as far as the last pair: the rest is left for the next window.
+    None: it goes to its end.
+    """
+    timed = [token >= first for token in tokens]
+    ends = [place + 1 for place in range(len(tokens) - 1) if timed[place] and timed[place + 1]]
+    alone = timed[-2:] == [False, True]  # nothing is said after the last time
+    if not ends:
+        times = [token for token in tokens if token >= first]
+        end = times[-1] - first if times and times[-1] != first else window
+        return [(0, end, list(tokens))], None
+    if alone:
+        ends.append(len(tokens))
+    else:
+        ends[-1] += 1  # the second time of the last pair shows that no segment was left open
+    made, start = [], 0
+    for end in ends:
+        part = list(tokens[start:end])
+        last = part[-1] if end != ends[-1] or alone else part[-2]
+        made.append((part[0] - first, last - first, part))
+        start = end
+    return made, None if alone else max(1, tokens[start - 2] - first)
 
 
-def compression_ratio(tokens: Sequence[int], vocab_size: int) -> float:
-    """Return how much shorter zlib makes the ids, as bytes: text that repeats itself shrinks most."""
-    width = int(math.log2(vocab_size) / 8) + 1
-    raw = b"".join(token.to_bytes(width, "little") for token in tokens)
-    return len(raw) / len(zlib.compress(raw))
-
-
-@dataclass(frozen=True)
-class WindowBatch:
-    """Windows that are read together, B of them, and how."""
-
-    model: Transformer  # the one that says how probable silence is
-    runner: Transformer  # the same, as it decodes
-    steps: Steps | None
-    request: Request
-    ends: Ends
-    prompts: Prompts  # what each transcript begins with, and the windows B T M
-    starts: Sequence[float]  # seconds from the beginning of each sound
-    silence: int | None  # id of the token that says that nothing is said, after the first of a prompt
-
-    def read(
-        self, numbers: Sequence[int], temperature: float, likely: Likelihood | None = None
-    ) -> list[Continuation]:
-        """Transcribe some of the windows, by their numbers."""
-        ids, source = [self.prompts.ids[number] for number in numbers], self.prompts.source
-        prompts = Prompts(ids, None if source is None else source[list(numbers)])
-        request = replace(self.request, temperature=temperature)
-        ends = self.ends if likely is None else replace(self.ends, rule=likely)
-        if self.steps is None:
-            return decode(self.runner, request, prompts, ends)
-        return decode_compiled(self.runner, request, prompts, ends, steps=self.steps)
-
-    def no_speech(self, number: int) -> float | None:
-        """Return the probability that nothing is said in a window; None: the model has no token for it."""
-        if self.silence is None or self.prompts.source is None:
-            return None
-        source = self.prompts.source[number : number + 1]
-        first = torch.tensor([self.prompts.ids[number][:1]], device=source.device)
-        logits = self.model(first, source=source).logits[0, -1]
-        return float(logits.float().softmax(-1)[self.silence])
-
-
-def read_windows(windows: WindowBatch, fallback: Fallback) -> list[tuple[list[int], WindowReading | None]]:
-    """Return of each window its new tokens, none of a skipped one, and how they were judged, if they were."""
-    left = list(range(len(windows.starts)))
-    if not fallback.judges:
-        return [(row.ids, None) for row in windows.read(left, fallback.temperatures[0])]
-    size, end = windows.model.config.vocab_size, min(windows.ends.stop_ids, default=0)
-    found: dict[int, tuple[list[int], WindowReading]] = {}
-    quiet: dict[int, float | None] = {}
-    for temperature in fallback.temperatures:
-        likely, again = Likelihood(windows.ends.rule), []
-        for number, row in zip(left, windows.read(left, temperature, likely)):
-            tokens = [*row.ids, end] if row.stop_reason == "eos" else row.ids
-            ratio, logprob = compression_ratio(tokens, size), likely.mean(row, tokens)
-            improbable = logprob < fallback.logprob_threshold
-            if improbable and number not in quiet:
-                quiet[number] = windows.no_speech(number)
-            unheard = quiet.get(number)
-            skipped = improbable and unheard is not None and unheard > fallback.no_speech_threshold
-            if not skipped and (improbable or ratio > fallback.compression_ratio_threshold):
-                again.append(number)
-            judged = WindowReading(
-                round(windows.starts[number], 3), temperature, logprob, ratio, unheard, skipped
-            )
-            found[number] = [] if skipped else row.ids, judged
-        left = again
-        if not left:
-            break
-    return [found[number] for number in range(len(windows.starts))]
+def language_of(logits: Tensor, known: Sequence[int]) -> list[int]:
+    """Return the most probable of the known language tokens in each row: [B, V] -> B."""
+    index = torch.tensor(list(known), device=logits.device)
+    return [int(known[place]) for place in logits[:, index].argmax(-1).tolist()]

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 from clearhead.core.config import ModelConfig
 from clearhead.core.config.fields import HeadName
-from clearhead.core.feedforward import BALANCE
 from clearhead.core.heads import LanguageHead
 from clearhead.core.transformer import Transformer
 from clearhead.errors import ConfigError, InputError, refuse
@@ -38,6 +37,7 @@ from clearhead.learn.evaluation.metrics import Judged, Metric
 from clearhead.learn.recipe import GeneratePlan, Recipe, TrainPlan
 from clearhead.run.bundle import Bundle
 from clearhead.variants.presets import preset
+from clearhead.variants.routing import BALANCE
 
 VERSION = 2  # of encoded examples: raise it when the encoding changes, and old caches are written again
 LONGEST = 80  # letters of an input in a sample, whose prediction is never cut

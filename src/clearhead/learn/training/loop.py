@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from clearhead.core.feedforward import BALANCE
 from clearhead.core.transformer import Output, Transformer
 from clearhead.errors import TrainingError
 from clearhead.learn.batches.batch import Batch, Batches
@@ -44,6 +43,7 @@ from clearhead.learn.training.state import (
 )
 from clearhead.run.api import Model
 from clearhead.run.kernels.lora import merged
+from clearhead.variants.routing import BALANCE
 
 # A step whose loss or gradient is not finite is skipped. So many in a row, or more than so many that are also
 # more than such a share of all steps, end the run.

@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from clearhead.core.cache import Cache, WindowCache
+from clearhead.core.cache import Cache
 from clearhead.core.config import TABLES
 from clearhead.core.transformer import Transformer
 from clearhead.errors import refuse
@@ -41,7 +41,7 @@ from clearhead.run.generate.sampling import (
 from clearhead.run.kernels.fixed_cache import FixedCache
 from clearhead.run.kernels.kernels import without_plans
 from clearhead.run.quant.cache import int8_cache
-from clearhead.variants.stream_cache import StreamCache, check_stream
+from clearhead.variants.caches import StreamCache, WindowCache, check_stream
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
-"""What generation keeps from call to call: a fast copy of the model, recorded steps, the prompt read last.
+"""What generation keeps from call to call: its inference model, captured steps, the last prompt's cache.
 
-Prompts are read by the model as it is, whatever their length. Their keys then move into buffers of one size,
-and from there on a step of `steps` takes every row one token further.
+Prompts are prefilled by the model as it is, whatever their length. Their keys then move into buffers of one
+size, and from there on a step of `steps` takes every row one token further.
 
 Shapes: B rows, V vocabulary.
 """
@@ -46,7 +46,7 @@ from clearhead.run.kernels.parts import JoinedLinear, PackedLinear, fingerprint,
 from clearhead.run.kernels.prepare import prepared
 from clearhead.run.quant.layers import quantized_parts
 
-AHEAD = 16  # greedy tokens made between two looks at them
+STEPS_PER_SYNC = 16  # greedy tokens made between two looks at them
 
 
 @torch.inference_mode()
@@ -88,8 +88,8 @@ def decode_compiled(
     step.ids[: len(rows), 0] = first
     while unread and running:
         if launched < most:
-            count = min(AHEAD, most - launched)
-            unread.append(OnHost(step.ahead(count)[: len(rows)]))
+            count = min(STEPS_PER_SYNC, most - launched)
+            unread.append(OnHost(step.run(count)[: len(rows)]))
             launched += count
         for tokens in zip(*unread.pop(0).tolist()):
             refuse(any(tokens[i] == NOTHING for i in running), NOT_NUMBERS)
@@ -139,7 +139,7 @@ class Prefix:
 
 
 class Engine:
-    """The fast copy of one model and what belongs to it, made when needed and kept up to date."""
+    """The inference model and what belongs to it, made when needed and kept up to date."""
 
     def __init__(self, model: Transformer) -> None:
         self.model = model
@@ -151,7 +151,7 @@ class Engine:
         self.grammars: Grammars | None = None  # of the tokenizer that was used last
 
     def runner(self) -> Transformer:
-        """Return the fast copy; the model itself where it is split, has hooks or taps, or a chosen kernel."""
+        """Return the inference model; the model itself where it is split, hooked, tapped or has a kernel."""
         parts = list(self.model.modules())
         hooked = any(part._forward_hooks or part._forward_pre_hooks for part in parts)
         hooked |= any("forward" in vars(part) for part in parts)
@@ -170,16 +170,16 @@ class Engine:
         return self.copy
 
     def reader(self) -> Transformer:
-        """Return what reads whole texts: on a CPU the fast copy, where products are compiled for it.
+        """Return what runs whole texts: on a CPU the inference model, where its matmuls are compiled.
 
-        Not with weights of few bits: there the copy rounds its inputs too.
+        Not with quantized weights: there the inference model rounds its inputs too.
         """
         on_cpu = next(self.model.parameters()).device.type == "cpu"
         exact = on_cpu and library() is not None and not quantized_parts(self.model)
         return self.runner() if exact else self.model
 
     def steps_for(self, runner: Transformer, asked: bool | None) -> Steps | None:
-        """Return the compiled steps of the fast copy, where they are asked for or may pay."""
+        """Return the compiled steps of the inference model, where they are asked for or may pay."""
         on_gpu = next(runner.parameters()).is_cuda
         if runner is self.model or not (on_gpu if asked is None else asked):
             return None

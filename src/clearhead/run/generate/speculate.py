@@ -1,14 +1,14 @@
-"""Speculation: guess tokens cheaply, let the model read all guesses in one run, and keep those that stand.
+"""Speculative decoding: propose draft tokens cheaply, verify all of them in one run of the model.
 
-The result is what plain decoding gives. Guesses from the row's own text (`Lookup`) are not drawn, so the
-model draws as it always would, by the same seed, and goes on for as long as it draws what was guessed: the
-tokens themselves are the same. Guesses of a second model (`Draft`) are drawn from its distribution q; each is
-kept with probability min(1, p/q), and the first that is not is replaced by a draw from max(p - q, 0): the
-distribution is the same.
+The result is what plain decoding gives. Draft tokens from the row's own text (`PromptLookup`) are not drawn,
+so the model draws as it always would, by the same seed, and goes on for as long as it draws the draft tokens:
+the tokens themselves are the same. Those of a second model (`DraftModel`) are drawn from its distribution q;
+each is accepted with probability min(1, p/q), and the first that is not is replaced by a draw from
+max(p - q, 0): the distribution is the same.
 
-Rows take turns, each with a cache of its own, which forgets what was guessed wrong.
+Rows run one after another, each with a cache of its own, which drops the keys of rejected draft tokens.
 
-Shapes: B rows, S source length, V vocabulary, N guesses.
+Shapes: B rows, S source length, V vocabulary, N draft tokens.
 """
 
 import itertools
@@ -45,22 +45,22 @@ MATCHED = (3, 2)  # how many of the last tokens must have stood together before;
 Roll = Callable[[], Tensor]  # the next uniform number of the row: [1]
 
 
-class Guess(NamedTuple):
-    """Tokens that may come next."""
+class Proposal(NamedTuple):
+    """Draft tokens."""
 
     tokens: list[int]
     drawn_from: list[Tensor] | None = None  # of each, its distribution q [1, V]; None: they were not drawn
 
 
-class Guesser(Protocol):
-    """Where guesses for one row come from."""
+class Drafter(Protocol):
+    """Where the draft tokens of one row come from."""
 
-    def guess(self, tokens: list[int], most: int, roll: Roll) -> Guess:
+    def propose(self, tokens: list[int], most: int, roll: Roll) -> Proposal:
         """Return up to `most` tokens that may follow `tokens`, which only grow from call to call."""
 
 
-class Lookup:
-    """Guesses that the row goes on as it did after the same tokens; `before` is other text to look in."""
+class PromptLookup:
+    """Proposes that the row goes on as it did after the same tokens; `before` is other text to look in."""
 
     def __init__(self, count: int, before: Sequence[int] = ()) -> None:
         self.count, self.start = count, len(before)
@@ -75,19 +75,19 @@ class Lookup:
                     self.next[tuple(self.text[-n:])] = len(self.text)
             self.text.append(token)
 
-    def guess(self, tokens: list[int], most: int, roll: Roll) -> Guess:
-        """See `Guesser`."""
+    def propose(self, tokens: list[int], most: int, roll: Roll) -> Proposal:
+        """See `Drafter`."""
         self._read(tokens[len(self.text) - self.start :])
         at = next((self.next[last] for n in MATCHED if (last := tuple(self.text[-n:])) in self.next), None)
         if at is None:
-            return Guess([])
+            return Proposal([])
         count = min(self.count, most)
-        # Past its end the text goes on with what is guessed.
-        return Guess(list(itertools.islice(itertools.cycle(self.text[at : at + count]), count)))
+        # Past its end the text goes on with the draft tokens.
+        return Proposal(list(itertools.islice(itertools.cycle(self.text[at : at + count]), count)))
 
 
-class Draft:
-    """Guesses of a second, smaller model."""
+class DraftModel:
+    """Draft tokens of a second, smaller model."""
 
     def __init__(self, model: Transformer, count: int, sampling: Request, prompts: Prompts) -> None:
         self.model, self.count, self.sources = model, count, prompts.sources
@@ -96,99 +96,105 @@ class Draft:
         self.sampling = Request(**{name: getattr(sampling, name) for name in shared})
         self.cache = Cache()
         self.length = 0  # tokens given at the last call
-        self.guessed: list[int] = []  # and what it guessed
+        self.drafted: list[int] = []  # and what it drafted
 
-    def guess(self, tokens: list[int], most: int, roll: Roll) -> Guess:
-        """See `Guesser`."""
+    def propose(self, tokens: list[int], most: int, roll: Roll) -> Proposal:
+        """See `Drafter`."""
         config, count = self.model.config, min(self.count, most)
         if config.positions in TABLES:
             count = min(count, config.max_positions - len(tokens) + 1)
-        kept = self.length + agreed(self.guessed, tokens[self.length :])  # the last guesses that came true
+        kept = self.length + agreed(
+            self.drafted, tokens[self.length :]
+        )  # the draft tokens that were accepted
         self.cache.crop(min(self.cache.length, kept))
-        self.length, self.guessed, drawn_from = len(tokens), [], []
-        while len(self.guessed) < count:
-            unread = tokens[self.cache.length :] if not self.guessed else self.guessed[-1:]
+        self.length, self.drafted, drawn_from = len(tokens), [], []
+        while len(self.drafted) < count:
+            unread = tokens[self.cache.length :] if not self.drafted else self.drafted[-1:]
             logits = prefill(self.model, [unread], self.cache, *self.sources)
             q = distribution(adjust_by(logits, self.sampling), self.sampling)
             drawn_from.append(q)
-            self.guessed.append(int(draw(q, roll())))
-        return Guess(self.guessed, drawn_from if self.sampling.temperature > 0 else None)
+            self.drafted.append(int(draw(q, roll())))
+        return Proposal(self.drafted, drawn_from if self.sampling.temperature > 0 else None)
 
 
-def accept(p: Tensor, q: Tensor, guessed: Tensor, uniform: Tensor, spare: Tensor) -> tuple[Tensor, Tensor]:
-    """Return tokens drawn from p, made of guesses drawn from q, and which guesses were kept.
+def accept(p: Tensor, q: Tensor, drafted: Tensor, uniform: Tensor, spare: Tensor) -> tuple[Tensor, Tensor]:
+    """Return tokens drawn from p, made of draft tokens drawn from q, and which of these were accepted.
 
     Args:
         p: [B, V] the wanted distribution.
-        q: [B, V] the one that `guessed` [B] was drawn from.
-        guessed: [B].
-        uniform: [B] in [0, 1): decides whether a guess is kept.
+        q: [B, V] the one that `drafted` [B] was drawn from.
+        drafted: [B].
+        uniform: [B] in [0, 1): decides whether a proposal is kept.
         spare: [B] in [0, 1), independent of it: draws in place of one that is not.
     """
-    at = guessed[:, None]
+    at = drafted[:, None]
     kept = uniform.to(p) * q.gather(-1, at)[:, 0] < p.gather(-1, at)[:, 0]
     rest = (p - q).clamp(min=0)
     rest = torch.where(rest.sum(-1, keepdim=True) > 0, rest, p)  # p equals q but for rounding: p itself
-    return torch.where(kept, guessed, draw(rest, spare)), kept
+    return torch.where(kept, drafted, draw(rest, spare)), kept
 
 
-class _Speaker:
-    """One row, its cache and its guesser."""
+class _SpeculativeRow:
+    """One row, its cache and its drafter."""
 
     def __init__(
-        self, number: int, row: Continuation, prompts: Prompts, cache: Cache, guesser: Guesser
+        self, number: int, row: Continuation, prompts: Prompts, cache: Cache, drafter: Drafter
     ) -> None:
-        self.number, self.row, self.cache, self.guesser = number, row, cache, guesser
+        self.number, self.row, self.cache, self.drafter = number, row, cache, drafter
         self.sources, self.tokens = prompts.sources, list(row.prompt)
 
-    def turn(self, model: Transformer, most: int, chooser: Chooser, ends: Ends) -> bool:
+    def step(self, model: Transformer, most: int, chooser: Chooser, ends: Ends) -> bool:
         """Add a token or more in one run of the model; return False when the row has ended or has `most`."""
-        guess = self.guesser.guess(
+        proposal = self.drafter.propose(
             self.tokens, most - len(self.row.ids) - 1, lambda: chooser.roll([self.number])
         )
         fed = torch.tensor(
-            [self.tokens[self.cache.length :] + guess.tokens], device=next(model.parameters()).device
+            [self.tokens[self.cache.length :] + proposal.tokens], device=next(model.parameters()).device
         )
         logits = model(fed, None, *self.sources, cache=self.cache).logits[0]  # N+1 V
         reason, goes_on, steps = ends.reason(), True, self.row.steps + 1
-        for place in range(len(guess.tokens) + 1):
+        for place in range(len(proposal.tokens) + 1):
             here = logits[place, None]
-            chosen, as_guessed = self._choose(here, guess, place, chooser)
+            chosen, as_drafted = self._choose(here, proposal, place, chooser)
             if chooser.request.reports:
                 report(here, chosen, [self.row], chooser.request.alternatives)
             goes_on = ends.go_on(self.number, self.row, int(chosen), steps, reason)
             self.tokens += self.row.ids[len(self.tokens) - len(self.row.prompt) :]  # nothing, if it is a stop
-            if not (goes_on and as_guessed):
+            if not (goes_on and as_drafted):
                 break
         self.cache.crop(min(self.cache.length, len(self.tokens) - 1))
         return goes_on and len(self.row.ids) < most
 
-    def _choose(self, logits: Tensor, guess: Guess, place: int, chooser: Chooser) -> tuple[Tensor, bool]:
-        """Choose the token after logits [1, V]; return it [1], and whether it is the one guessed."""
-        guessed = guess.tokens[place] if place < len(guess.tokens) else None
-        if guessed is None or guess.drawn_from is None:
+    def _choose(
+        self, logits: Tensor, proposal: Proposal, place: int, chooser: Chooser
+    ) -> tuple[Tensor, bool]:
+        """Choose the token after logits [1, V]; return it [1], and whether it is the draft token."""
+        drafted = proposal.tokens[place] if place < len(proposal.tokens) else None
+        if drafted is None or proposal.drawn_from is None:
             chosen = chooser.choose(logits, [self.number])
-            return chosen, int(chosen) == guessed
+            return chosen, int(chosen) == drafted
         p = distribution(chooser.adjusted(logits, [self.number]), chooser.request)
         uniform, spare = chooser.roll([self.number]), chooser.roll([self.number])
         chosen, kept = accept(
-            p, guess.drawn_from[place].to(p), torch.tensor([guessed], device=p.device), uniform, spare
+            p, proposal.drawn_from[place].to(p), torch.tensor([drafted], device=p.device), uniform, spare
         )
         return chosen.to(logits.device), bool(kept)
 
 
-def guessers_for(
+def drafters_for(
     model: Transformer,
     request: Request,
     prompts: Prompts,
     texts: Sequence[Sequence[int]],
     draft: Transformer | None,
-) -> list[Guesser]:
-    """Make a guesser for each row, or none. `texts` are the ids given: with an encoder, the sources."""
+) -> list[Drafter]:
+    """Make a drafter for each row, or none. `texts` are the ids given: with an encoder, the sources."""
     config, rows = model.config, range(len(prompts.ids))
     if draft is None:
         looked_into = prompts.source is not None and config.source_vocab_size == config.vocab_size
-        return [Lookup(request.lookup, texts[row] if looked_into else ()) for row in rows if request.lookup]
+        return [
+            PromptLookup(request.lookup, texts[row] if looked_into else ()) for row in rows if request.lookup
+        ]
     for name in ("family", "head", "vocab_size", "source_vocab_size"):
         mine, theirs = getattr(config, name), getattr(draft.config, name)
         refuse(
@@ -196,7 +202,7 @@ def guessers_for(
             f"the draft's {name} is {theirs} and the model's {mine}: "
             "choose a draft with the same vocabulary and family",
         )
-    return [Draft(draft, request.draft_tokens, request, prompts.rows([row])) for row in rows]
+    return [DraftModel(draft, request.draft_tokens, request, prompts.rows([row])) for row in rows]
 
 
 @torch.inference_mode()
@@ -207,14 +213,14 @@ def speculate(
     ends: Ends = LENGTH_ALONE,
     cache: Cache | None = None,
     *,
-    guessers: Sequence[Guesser],
+    drafters: Sequence[Drafter],
 ) -> list[Continuation]:
-    """Decode with one guesser for each row; the result is that of `decode`."""
+    """Decode with one drafter for each row; the result is that of `decode`."""
     check_request(model, request, prompts, ends)
-    models = [model, *(guesser.model for guesser in guessers if isinstance(guesser, Draft))]
+    models = [model, *(drafter.model for drafter in drafters if isinstance(drafter, DraftModel))]
     refuse(
         not all(map(steps_back, models)),
-        "a layer of the model, or of its draft, keeps a state that cannot take a wrong guess back: "
+        "a layer of the model, or of its draft, keeps a state that cannot take a rejected token back: "
         "leave lookup and draft out",
     )
     refuse(
@@ -226,10 +232,10 @@ def speculate(
     most, running = request.max_new_tokens, []
     for number, row in enumerate(rows):
         own = cache or Cache(min(len(row.prompt) + most, RESERVE))
-        running.append(_Speaker(number, row, prompts.rows([number]), own, guessers[number]))
-        unread = row.prompt[own.length : -1]  # the last token is read with the first guesses
+        running.append(_SpeculativeRow(number, row, prompts.rows([number]), own, drafters[number]))
+        unread = row.prompt[own.length : -1]  # the last token runs with the first draft tokens
         if unread:
             prefill(model, [unread], own, *running[-1].sources)
     while running:
-        running = [speaker for speaker in running if speaker.turn(model, most, chooser, ends)]
+        running = [row for row in running if row.step(model, most, chooser, ends)]
     return rows

@@ -1,6 +1,6 @@
 """The step of a token, made once for a size of batch and cache and then replayed.
 
-On a GPU it is recorded as one CUDA graph. Where asked, and then on a CPU too, it is compiled first. Sizes go
+On a GPU it is captured as one CUDA graph. Where asked, and then on a CPU too, it is compiled first. Sizes go
 by a few coarse buckets, so that prompts of all lengths share a handful of steps. A row that has ended runs on
 unseen.
 
@@ -25,7 +25,7 @@ from clearhead.run.kernels.fixed_cache import FixedCache
 from clearhead.run.kernels.graphs import never_waiting
 
 SMALLEST = 512  # slots of the smallest cache; larger ones double
-SHARE = 0.25  # of a GPU's memory, for the keys of recorded steps that no call uses
+SHARE = 0.25  # of a GPU's memory, for the keys of captured CUDA graphs that no call uses
 # Products with one row become fused reductions, which read weights faster than the library's matrix product.
 OPTIONS: dict[str, Any] = {"coordinate_descent_tuning": True, "triton.cudagraphs": False}
 
@@ -43,7 +43,7 @@ def slots_bucket(slots: int, smallest: int = SMALLEST) -> int:
 class CompiledStep:
     """One more token for each of `rows` rows, with room for `slots` tokens each.
 
-    With `backend` None the step is not compiled, but recorded as it is; this takes a GPU.
+    With `backend` None the step is not compiled, but captured as it is; this takes a GPU.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class CompiledStep:
             run()
         self.replay = run if backend is None else self._or_uncompiled(run)
         if device.type == "cuda":
-            self.replay = recorded(run)
+            self.replay = captured(run)
 
     def _forward(self) -> None:
         logits = self.model(self.ids, cache=self.cache, logits="last").logits[:, -1]
@@ -91,11 +91,11 @@ class CompiledStep:
     def __call__(self, chosen: Tensor, cache: Cache) -> Tensor:
         """Run as a `Step` of `decode`, with the rows that are `Running`: chosen [B] -> logits [B, V]."""
         assert isinstance(cache, Running)
-        self.ids[cache.places, 0] = chosen
-        self.ahead(1)
-        return self.logits[cache.places]
+        self.ids[cache.row_index, 0] = chosen
+        self.run(1)
+        return self.logits[cache.row_index]
 
-    def ahead(self, count: int) -> Tensor:
+    def run(self, count: int) -> Tensor:
         """Run `count` times, each time on the most probable token; return those tokens [B, count]."""
         start = self.cache.length
         for _ in range(count):
@@ -105,8 +105,8 @@ class CompiledStep:
         return self.made[:, start : start + count]
 
 
-def recorded(run: Callable[[], object]) -> Callable[[], object]:
-    """Record the kernels that `run` launches as one CUDA graph."""
+def captured(run: Callable[[], object]) -> Callable[[], object]:
+    """Capture the kernels that `run` launches as one CUDA graph."""
     graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with never_waiting():
         side.wait_stream(torch.cuda.current_stream())
@@ -123,24 +123,24 @@ class Running(Cache):
 
     def __init__(self, rows: int, device: torch.device) -> None:
         super().__init__()
-        self.places = torch.arange(rows, device=device)
+        self.row_index = torch.arange(rows, device=device)
 
     def reorder(self, rows: Tensor, cross: bool = True) -> None:
         """Keep these rows, as in `Cache`; in the fixed cache nothing moves."""
-        self.places = self.places[rows]
+        self.row_index = self.row_index[rows]
 
 
 class Steps:
     """The steps of one model by size, each made when first needed and kept.
 
-    On a GPU a step is recorded, which takes a second; one that was compiled, which takes a minute, is quicker
-    and is used once it is there.
+    On a GPU a step is captured as a CUDA graph, which takes a second; one that was compiled, which takes a
+    minute, is quicker and is used once it is there.
     """
 
     def __init__(self, model: Transformer, backend: str = "inductor") -> None:
         self.model, self.backend = model, backend
         self.made: dict[tuple[int, int, int], CompiledStep] = {}
-        self.recorded: dict[tuple[int, int, int], CompiledStep] = {}  # the one used last comes last
+        self.captured: dict[tuple[int, int, int], CompiledStep] = {}  # the one used last comes last
         reasons = {
             "its experts are chosen on the host": model.config.n_experts > 0,
             "its layers take some tokens alone": min(model.config.main.capacities) < 1,
@@ -149,35 +149,35 @@ class Steps:
         self.unfit = next(
             (reason for reason, holds in reasons.items() if holds), None
         )  # why none can be made
-        self.records = next(model.parameters()).is_cuda and self.unfit is None
+        self.captures = next(model.parameters()).is_cuda and self.unfit is None
 
     def find(self, rows: int, slots: int, source: int, compiles: bool) -> CompiledStep | None:
         """Return the step for these sizes, compiled if asked; None where none can be made."""
         size = (rows_bucket(rows), slots_bucket(slots), slots_bucket(source, 64) if source else 0)
         if size not in self.made and compiles and self.unfit is None:
-            self.recorded.pop(size, None)
+            self.captured.pop(size, None)
             try:
                 self.made[size] = CompiledStep(self.model, *size, backend=self.backend)
             except Exception as error:  # compilers fail in many ways, and none is a reason not to generate
                 self.unfit = first_line(error)
                 warn_uncompiled(self.unfit)
-        return self.made.get(size) or self._record(size)
+        return self.made.get(size) or self._capture(size)
 
-    def _record(self, size: tuple[int, int, int]) -> CompiledStep | None:
-        """Return the recorded step of this size; None where it cannot be recorded, or has no room."""
-        step = self.recorded.pop(size, None)
-        if step is None and self.records:
+    def _capture(self, size: tuple[int, int, int]) -> CompiledStep | None:
+        """Return the captured step of this size; None where it cannot be captured, or has no room."""
+        step = self.captured.pop(size, None)
+        if step is None and self.captures:
             try:
                 step = CompiledStep(self.model, *size, backend=None)
             except torch.OutOfMemoryError:  # a growing cache needs less
-                self.recorded.clear()
-            except Exception:  # something that a recording cannot hold, such as a copy to the host
-                self.records = False
+                self.captured.clear()
+            except Exception:  # something that a CUDA graph cannot hold, such as a copy to the host
+                self.captures = False
         if step is not None:
-            self.recorded[size] = step
+            self.captured[size] = step
             most = torch.cuda.get_device_properties(step.ids.device).total_memory * SHARE
-            while len(self.recorded) > 1 and sum(map(_bytes, self.recorded.values())) > most:
-                self.recorded.pop(next(iter(self.recorded)))
+            while len(self.captured) > 1 and sum(map(_bytes, self.captured.values())) > most:
+                self.captured.pop(next(iter(self.captured)))
         return step
 
 

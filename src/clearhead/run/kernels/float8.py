@@ -18,7 +18,7 @@ import torch.nn.functional as nnf
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from clearhead.core.fronts import Embedding
+from clearhead.core.embedding import Embedding
 from clearhead.core.transformer import Transformer
 from clearhead.run.kernels.parts import like
 from clearhead.run.kernels.training import block_linears

@@ -19,10 +19,10 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
-from clearhead.core import attend, feedforward, norms, positions
+from clearhead.core import attention, feedforward, norms, positions
+from clearhead.core.attention import without_cudnn
 from clearhead.run.kernels.codes import Codes
 from clearhead.run.kernels.forms import HeadForm
-from clearhead.variants.torch_kernel import without_cudnn
 
 MOST_ROWS = 2  # rows for which our product, with norm and gate in the same kernel, beats all others
 MOST_TOGETHER = 32  # rows for which our product on matrix units, in bfloat16, beats the library's
@@ -305,7 +305,7 @@ def _attend(
     keys.index_copy_(2, slot, k)
     values.index_copy_(2, slot, v)
     return (
-        attend.eager(q, keys, values, mask[:, None, None], None, scale, softcap=softcap)
+        attention.eager(q, keys, values, mask[:, None, None], None, scale, softcap=softcap)
         .reshape(B, 1, -1)
         .clone()
     )

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from clearhead.core import masks, norms
 from clearhead.core.attention import Attention
-from clearhead.core.cache import CrossKeys, GrowingKeys, LayerKeys, RingKeys
+from clearhead.core.cache import CrossKeys, GrowingKeys, LayerKeys
 from clearhead.core.feedforward import ACTIVATIONS, FeedForward
 from clearhead.core.stack import Block, Residual
 from clearhead.core.taps import SILENT, Tap
@@ -33,6 +33,7 @@ from clearhead.run.kernels.library import (
 from clearhead.run.kernels.parts import Direct
 from clearhead.run.kernels.training import OF_TRAINING, all_known
 from clearhead.run.quant.layers import QuantizedLinear, rounded_inputs
+from clearhead.variants.caches import RingKeys
 
 MOST_ROWS = 64  # up to so many rows our product is quicker than the plain one, on any processor
 WIDE = 64  # where it is for any number of rows, it is so with layers of so many outputs

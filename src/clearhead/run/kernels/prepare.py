@@ -17,7 +17,7 @@ from clearhead.core import masks, norms, positions
 from clearhead.core.attention import Attention
 from clearhead.core.cache import Cache, CrossKeys, LayerKeys
 from clearhead.core.config.kinds import Kind
-from clearhead.core.feedforward import ACTIVATIONS, Experts, FeedForward
+from clearhead.core.feedforward import ACTIVATIONS, FeedForward
 from clearhead.core.stack import Block, Residual, Stack
 from clearhead.core.taps import SILENT, Tap
 from clearhead.core.transformer import Transformer
@@ -51,7 +51,7 @@ from clearhead.run.kernels.stepping import StepModel
 from clearhead.run.kernels.training import OF_TRAINING, all_known, original
 from clearhead.run.kernels.transpose import lay_out_rows
 from clearhead.run.quant.layers import QuantizedLinear, QuantizedTable
-from clearhead.variants.depth import Router
+from clearhead.variants.routing import Experts, Router
 
 
 def prepared(

@@ -19,7 +19,7 @@ from clearhead.core import dtypes, feedforward, stack
 from clearhead.core.attention import Attention
 from clearhead.core.transformer import Transformer
 from clearhead.run.kernels.parts import bias_of, like
-from clearhead.variants.depth import Router
+from clearhead.variants.routing import Experts, Router
 
 Activation = Callable[[Tensor], Tensor]
 
@@ -87,7 +87,7 @@ def original(part: nn.Module) -> type[nn.Module]:
 
 def block_linears(model: Transformer) -> dict[str, nn.Linear]:
     """Return the linear layers of blocks by their names, without routers, which are small and decide much."""
-    mixtures = [part for part in model.modules() if isinstance(part, feedforward.Experts)]
+    mixtures = [part for part in model.modules() if isinstance(part, Experts)]
     routers: set[nn.Module | None] = {one for part in mixtures for one in (part.router, part.shared_gate)}
     routers |= {part.score for part in model.modules() if isinstance(part, Router)}
     return {

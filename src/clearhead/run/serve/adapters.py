@@ -90,7 +90,7 @@ class AdaptedLinear(Direct):
 
 
 def adapt(runner: nn.Module, model: Transformer, adapters: Mapping[str, Updates], rows: AdaptedRows) -> None:
-    """Let a fast copy of `model` add the updates to its layers, for the rows that `rows` names."""
+    """Let the inference model of `model` add the updates to its layers, for the rows that `rows` names."""
     names = {id(part.weight): name for name, part in model.named_modules() if isinstance(part, nn.Linear)}
     left = {(adapter, layer) for adapter, updates in adapters.items() for layer in updates}
     for part in list(runner.modules()):
@@ -110,7 +110,7 @@ def adapt(runner: nn.Module, model: Transformer, adapters: Mapping[str, Updates]
 
 
 def _originals(part: nn.Module) -> list[nn.Linear]:
-    """Return the model's own layers that a part of a fast copy stands for."""
+    """Return the model's own layers that a part of the inference model stands for."""
     if isinstance(part, PackedLinear):
         return _originals(part.made_of[0])
     if isinstance(part, JoinedLinear):

@@ -1,4 +1,4 @@
-"""From requests to JSON and server-sent events: the jobs of a body, followed from the event loop."""
+"""From requests to JSON and server-sent events: the seqs of a body, followed from the event loop."""
 
 import asyncio
 import base64
@@ -6,7 +6,8 @@ import contextlib
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections import abc
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any
@@ -25,28 +26,30 @@ from clearhead.run.generate.request import CONSTRAINTS
 from clearhead.run.generate.stream import TextStream
 from clearhead.run.serve.engine import ServeEngine
 from clearhead.run.serve.protocol import MOST_INPUTS, ChatBody, CompletionBody, finish_reason
-from clearhead.run.serve.sequence import Asked, Job
+from clearhead.run.serve.sequence import Sequence, ServeOptions
 from clearhead.run.serve.status import Metrics
 
 DEFAULT_TOKENS = 16  # of a completion, as OpenAI's
 LOOK = 0.2  # seconds between two looks at whether the client is still there
 
 
-def completion(engine: ServeEngine, name: str, body: CompletionBody, owner: str = "") -> "ServedTexts":
+def completion(engine: ServeEngine, name: str, body: CompletionBody, owner: str = "") -> "Choices":
     """Return what a body of `/v1/completions` asks for; one `owner` shares its cached prefixes."""
     most = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
-    refuse(most == 0 and not body.echo, "max_tokens 0 writes nothing: ask for 1 or more, or for echo")
+    refuse(most == 0 and not body.echo, "max_tokens 0 generates nothing: ask for 1 or more, or for echo")
     refuse(engine.m.tokenizer is None, "this model has no tokenizer: it cannot be served as text")
     salt = f"{owner}:{body.cache_salt or ''}"
     adapter = name if name in engine.adapters else ""
-    asked = Asked(salt, body.logprobs if body.echo else None, most == 0, adapter, tuple(body.inside or ()))
+    serving = ServeOptions(
+        salt, body.logprobs if body.echo else None, most == 0, adapter, tuple(body.inside or ())
+    )
     options, seeds = body.options() | {"max_new_tokens": max(1, most)}, body.seeds(body.n or 1)
-    return ServedTexts(
-        engine, name, False, body.prompts(), options, seeds, asked, body.logprobs, bool(body.echo)
+    return Choices(
+        engine, name, False, body.prompts(), options, seeds, serving, body.logprobs, bool(body.echo)
     )
 
 
-def conversation(engine: ServeEngine, name: str, body: ChatBody, owner: str = "") -> "ServedTexts":
+def conversation(engine: ServeEngine, name: str, body: ChatBody, owner: str = "") -> "Choices":
     """Return what a body of `/v1/chat/completions` asks for; one `owner` shares its cached prefixes."""
     refuse(
         body.max_tokens is not None and body.max_completion_tokens is not None,
@@ -57,12 +60,12 @@ def conversation(engine: ServeEngine, name: str, body: ChatBody, owner: str = ""
     options["max_new_tokens"] = most or max(1, engine.longest - len(ids))
     adapter = name if name in engine.adapters else ""
     salt = f"{owner}:{body.cache_salt or ''}"
-    asked = Asked(salt, None, False, adapter, tuple(body.inside or ()))
-    return ServedTexts(engine, name, True, [ids], options, body.seeds(body.n or 1), asked, body.best)
+    serving = ServeOptions(salt, None, False, adapter, tuple(body.inside or ()))
+    return Choices(engine, name, True, [ids], options, body.seeds(body.n or 1), serving, body.best)
 
 
-class NewsBox:
-    """What each choice has written since it was last read: who reads slowly gets fewer and longer pieces."""
+class EventQueue:
+    """What is new of each choice since it was last read: a slow reader gets fewer and longer events."""
 
     def __init__(self) -> None:
         self._new: dict[int, tuple[str, int, bool]] = {}
@@ -74,7 +77,7 @@ class NewsBox:
         self._any.set()
 
     async def get(self) -> tuple[int, str, int, bool]:
-        """Wait for news; return a choice's number and what is new of it."""
+        """Wait for an event; return a choice's number and what is new of it."""
         await self._any.wait()
         number = next(iter(self._new))
         news = self._new.pop(number)
@@ -84,26 +87,26 @@ class NewsBox:
 
 
 @dataclass
-class ServedTexts:
-    """The texts that one body asks for: what to submit, the jobs, and their answer."""
+class Choices:
+    """The texts that one body asks for: what to submit, the seqs, and their answer."""
 
     engine: ServeEngine
     model: str
     chat: bool
-    prompts: Sequence[str | list[int]]
+    prompts: abc.Sequence[str | list[int]]
     options: dict[str, Any]
     seeds: list[int]  # of the choices of each prompt
-    asked: Asked
+    serving: ServeOptions
     best: int | None = None  # tokens reported at each step; None: nothing is reported
     echo: bool = False
     cited: dict[str, Any] = field(default_factory=dict)  # said once, in the answer or in the first event
-    jobs: list[Job] = field(default_factory=list)
+    seqs: list[Sequence] = field(default_factory=list)
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
         self.id = f"{'chatcmpl' if self.chat else 'cmpl'}-{uuid.uuid4().hex}"
-        self.news = NewsBox()
-        self.places: dict[int, Places] = {}  # by choice
+        self.events = EventQueue()
+        self.offsets: dict[int, TextOffsets] = {}  # by choice
         if self.best is not None:
             self.options |= {"logprobs": True, "alternatives": self.best}
         choices = len(self.prompts) * len(self.seeds)
@@ -113,51 +116,51 @@ class ServedTexts:
             f"at most {MOST_INPUTS} texts in one request",
         )
         refuse(
-            choices > 1 and self.asked.inside, f"inside is given for one text, and {choices} are asked for"
+            choices > 1 and self.serving.inside, f"inside is given for one text, and {choices} are asked for"
         )
 
-    def submit(self, told: Callable[[int, Job, str], None] | None = None) -> None:
-        """Put every choice of every prompt into the line, or none; `told` is called from the engine."""
+    def submit(self, on_update: Callable[[int, Sequence, str], None] | None = None) -> None:
+        """Submit every choice of every prompt, or none; `on_update` is called from the engine."""
         for name in self.options.keys() & CONSTRAINTS:
             check_constraint((name, self.options[name]))
         try:
             for prompt in self.prompts:
-                first: Job | None = None
+                first: Sequence | None = None
                 for seed in self.seeds:
-                    tell = None if told is None else partial(told, len(self.jobs))
+                    tell = None if on_update is None else partial(on_update, len(self.seqs))
                     given = self.options | {"seed": seed}
-                    job = self.engine.submit(prompt, given, self.asked, tell, first, bool(self.jobs))
-                    first = first or job
-                    self.jobs.append(job)
+                    seq = self.engine.submit(prompt, given, self.serving, tell, first, bool(self.seqs))
+                    first = first or seq
+                    self.seqs.append(seq)
         except BaseException:
             self.cancel()
             raise
 
     async def begin(self, metrics: Metrics, stream: bool) -> None:
-        """Submit from a thread, and follow the jobs in a queue of this event loop: their tokens, or ends."""
+        """Submit from a thread, and follow the seqs in a queue of this event loop: their tokens, or ends."""
         loop = asyncio.get_running_loop()
 
-        def told(number: int, job: Job, new: str) -> None:
-            if job.done:
-                metrics.keep(job)
-            if not stream and not job.done:
+        def on_update(number: int, seq: Sequence, new: str) -> None:
+            if seq.done:
+                metrics.keep(seq)
+            if not stream and not seq.done:
                 return  # waking the loop for each token takes time from the engine
-            loop.call_soon_threadsafe(self.news.put, number, new, len(job.row.ids), job.done)
+            loop.call_soon_threadsafe(self.events.put, number, new, len(seq.row.ids), seq.done)
 
-        await run_in_threadpool(self.submit, told)
+        await run_in_threadpool(self.submit, on_update)
 
     def cancel(self) -> None:
         """End what has not ended: nobody reads it."""
-        for job in self.jobs:
-            job.cancel()
+        for seq in self.seqs:
+            seq.cancel()
 
     async def whole(self, request: Request) -> dict[str, Any]:
         """Wait for every choice, as long as the client does; return the answer."""
-        left, looked = len(self.jobs), time.monotonic()
+        left, looked = len(self.seqs), time.monotonic()
         try:
             while left:
                 with contextlib.suppress(TimeoutError):
-                    left -= (await asyncio.wait_for(self.news.get(), LOOK))[3]
+                    left -= (await asyncio.wait_for(self.events.get(), LOOK))[3]
                 if time.monotonic() - looked > LOOK:
                     refuse(await request.is_disconnected(), "the client has gone")
                     looked = time.monotonic()
@@ -166,25 +169,25 @@ class ServedTexts:
         return self.answer()
 
     def answer(self) -> dict[str, Any]:
-        """Return the answer, once every job has ended."""
-        choices = [self._choice(number, job) for number, job in enumerate(self.jobs)]
+        """Return the answer, once every seq has ended."""
+        choices = [self._choice(number, seq) for number, seq in enumerate(self.seqs)]
         kind = "chat.completion" if self.chat else "text_completion"
         return {**self._head(kind), "choices": choices, "usage": self.usage()}
 
-    def _choice(self, number: int, job: Job) -> dict[str, Any]:
-        found = job.wait(0)
+    def _choice(self, number: int, seq: Sequence) -> dict[str, Any]:
+        found = seq.wait(0)
         made: dict[str, Any] = {"index": number, "finish_reason": finish_reason(found.stop_reason)}
         if self.chat:
             made["message"] = {"role": "assistant", "content": found.text, "refusal": None}
         else:
-            made["text"] = self._echoed(job) + (found.text or "")
-        made["logprobs"] = self._logprobs(number, job, 0, len(found.ids), self.echo)
-        if job.inside is not None:
-            made["inside"], job.inside = job.inside, None  # it is large, and told once
+            made["text"] = self._echoed(seq) + (found.text or "")
+        made["logprobs"] = self._logprobs(number, seq, 0, len(found.ids), self.echo)
+        if seq.inside is not None:
+            made["inside"], seq.inside = seq.inside, None  # it is large, and told once
         return made
 
-    def _echoed(self, job: Job) -> str:
-        return decoded(self.engine.m.text_tokenizer, job.row.prompt) if self.echo else ""
+    def _echoed(self, seq: Sequence) -> str:
+        return decoded(self.engine.m.text_tokenizer, seq.row.prompt) if self.echo else ""
 
     async def stream(self, usage: bool) -> AsyncIterator[str]:
         """Yield server-sent events, as they come; a client that goes away cancels what is left."""
@@ -195,27 +198,27 @@ class ServedTexts:
             return f"data: {json.dumps({**self._head(kind), 'choices': choices, **more, **named})}\n\n"
 
         try:
-            for number in range(len(self.jobs) if self.chat else 0):
+            for number in range(len(self.seqs) if self.chat else 0):
                 yield event([self._chunk(number, {"role": "assistant", "content": ""})])
-            shown, left, echoes = [0] * len(self.jobs), len(self.jobs), {*range(len(self.jobs) * self.echo)}
+            shown, left, echoes = [0] * len(self.seqs), len(self.seqs), {*range(len(self.seqs) * self.echo)}
             while left:
-                number, new, count, ended = await self.news.get()
-                job = self.jobs[number]
-                if ended and job.error is not None:
-                    raise job.error
+                number, new, count, ended = await self.events.get()
+                seq = self.seqs[number]
+                if ended and seq.error is not None:
+                    raise seq.error
                 if number in echoes:  # its log-probabilities are known by now
                     echoes.remove(number)
-                    yield event([self._chunk(number, self._echoed(job), job, prompt=True)])
+                    yield event([self._chunk(number, self._echoed(seq), seq, prompt=True)])
                 if new or (self.best is not None and count > shown[number]):
                     content = {"content": new} if self.chat else new
-                    yield event([self._chunk(number, content, job, shown[number], count)])
+                    yield event([self._chunk(number, content, seq, shown[number], count)])
                     shown[number] = count
                 if ended:
                     left -= 1
                     last = self._chunk(number, {} if self.chat else "")
-                    last["finish_reason"] = finish_reason(job.row.stop_reason)
-                    if job.inside is not None:
-                        last["inside"], job.inside = job.inside, None
+                    last["finish_reason"] = finish_reason(seq.row.stop_reason)
+                    if seq.inside is not None:
+                        last["inside"], seq.inside = seq.inside, None
                     yield event([last])
             if usage:
                 yield event([], usage=self.usage())
@@ -229,12 +232,12 @@ class ServedTexts:
         self,
         number: int,
         content: Any,
-        job: Job | None = None,
+        seq: Sequence | None = None,
         start: int = 0,
         stop: int = 0,
         prompt: bool = False,
     ) -> dict[str, Any]:
-        logprobs = None if job is None else self._logprobs(number, job, start, stop, prompt)
+        logprobs = None if seq is None else self._logprobs(number, seq, start, stop, prompt)
         return {
             "index": number,
             "delta" if self.chat else "text": content,
@@ -247,18 +250,20 @@ class ServedTexts:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model, **cited}
 
     def usage(self) -> dict[str, Any]:
-        """Return how many tokens were read and written."""
-        asked = {id(job.after or job): job for job in self.jobs}.values()  # choices share a prompt
-        read, cached = sum(job.prompt_tokens for job in asked), sum(job.cached for job in asked)
-        made = sum(len(job.row.ids) for job in self.jobs)
+        """Return the numbers of prompt and new tokens."""
+        asked = {id(seq.after or seq): seq for seq in self.seqs}.values()  # choices share a prompt
+        read, cached = sum(seq.prompt_tokens for seq in asked), sum(seq.cached for seq in asked)
+        made = sum(len(seq.row.ids) for seq in self.seqs)
         details = {"prompt_tokens_details": {"cached_tokens": cached}}
         return {"prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made, **details}
 
-    def _logprobs(self, number: int, job: Job, start: int, stop: int, prompt: bool) -> dict[str, Any] | None:
+    def _logprobs(
+        self, number: int, seq: Sequence, start: int, stop: int, prompt: bool
+    ) -> dict[str, Any] | None:
         """Return the log-probabilities of new tokens `start` to `stop`; of the prompt first, if asked for."""
         if self.best is None:
             return None
-        m, row = self.engine.m, job.row
+        m, row = self.engine.m, seq.row
         ids, values = row.ids[start:stop], list[float | None](row.logprobs[start:stop])
         best = [dict(one) for one in row.alternatives[start:stop]] or [{} for _ in ids]
         if self.chat:
@@ -267,12 +272,12 @@ class ServedTexts:
                 for token, value, tops in zip(ids, values, best)
             ]
             return {"content": content, "refusal": None}
-        places = self.places.setdefault(number, Places(m, 0 if self.echo else len(row.prompt)))
-        begin = places.of(row.prompt + row.ids[:stop], 0 if prompt else len(row.prompt) + start)
+        offsets = self.offsets.setdefault(number, TextOffsets(m, 0 if self.echo else len(row.prompt)))
+        begin = offsets.of(row.prompt + row.ids[:stop], 0 if prompt else len(row.prompt) + start)
         if prompt:
             ids = row.prompt + ids
-            values = [None, *job.prompt_logprobs, *values]
-            best = [{}, *map(dict, job.prompt_alternatives), *best]
+            values = [None, *seq.prompt_logprobs, *values]
+            best = [{}, *map(dict, seq.prompt_alternatives), *best]
         return {
             "tokens": [token_text(m, token) for token in ids],
             "token_logprobs": values,
@@ -294,7 +299,7 @@ def _entry(m: Bundle, token: int, value: float | None) -> dict[str, Any]:
     return {"token": text, "logprob": value, "bytes": list(text.encode("utf-8", "replace"))}
 
 
-class Places:
+class TextOffsets:
     """Where the text of each token begins, followed as it grows; the first `skipped` do not count."""
 
     def __init__(self, m: Bundle, skipped: int) -> None:
@@ -332,7 +337,7 @@ def embedding(prompt: str | None) -> Any:
     return partial(_embed, prompt)
 
 
-def _embed(prompt: str | None, m: Bundle, texts: Sequence[str]) -> list[Embedded]:
+def _embed(prompt: str | None, m: Bundle, texts: abc.Sequence[str]) -> list[Embedded]:
     vectors, counts = reading.embed_counted(m, texts, prompt=prompt)
     refuse(
         not vectors.isfinite().all(),
@@ -341,8 +346,8 @@ def _embed(prompt: str | None, m: Bundle, texts: Sequence[str]) -> list[Embedded
     return list(zip(vectors, counts))
 
 
-def written(model: str, found: Sequence[Embedded], as_base64: bool) -> Iterator[str]:
-    """Yield the answer piece by piece, so that no copy of all vectors is ever held."""
+def written(model: str, found: abc.Sequence[Embedded], as_base64: bool) -> Iterator[str]:
+    """Yield the answer chunk by chunk, so that no copy of all vectors is ever held."""
     yield '{"object": "list", "data": ['
     for at in range(0, len(found), TOGETHER):
         rows = [

@@ -25,7 +25,7 @@ from clearhead.run.serve import answers, protocol
 from clearhead.run.serve.answers import (
     DEFAULT_TOKENS,
     LOOK,
-    ServedTexts,
+    Choices,
     completion,
     conversation,
     error_body,
@@ -164,7 +164,7 @@ def make_server(
         return {} if passages is None else {"passages": await run_in_threadpool(passages.put, engine, body)}
 
     async def answered(
-        choices: ServedTexts, body: protocol.GenerationBody, request: Request, cited: dict[str, Any]
+        choices: Choices, body: protocol.GenerationBody, request: Request, cited: dict[str, Any]
     ) -> Response:
         choices.cited = cited
         note(choices.engine, choices.prompts)
@@ -208,8 +208,8 @@ def make_server(
             "(config_sentence_transformers.json)",
         )
         found = await read(engine, body.texts(), answers.embedding(body.prompt_name), request)
-        pieces = answers.written(name, found, body.encoding_format == "base64")
-        return StreamingResponse(pieces, media_type="application/json")
+        chunks = answers.written(name, found, body.encoding_format == "base64")
+        return StreamingResponse(chunks, media_type="application/json")
 
     @app.post("/v1/classify")
     async def classify(body: protocol.TextsBody, request: Request) -> Response:

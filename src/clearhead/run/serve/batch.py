@@ -21,7 +21,7 @@ from pydantic import ValidationError
 
 from clearhead.errors import ClearheadError, InputError, MissingExtraError, refuse
 from clearhead.run.api import load
-from clearhead.run.serve.answers import ServedTexts, completion, conversation, error_body
+from clearhead.run.serve.answers import Choices, completion, conversation, error_body
 from clearhead.run.serve.engine import ServeEngine
 from clearhead.run.serve.limits import Limits
 from clearhead.run.serve.protocol import ChatBody, CompletionBody
@@ -103,7 +103,7 @@ def answers_to(
         line = {"id": f"batch-{row}", "custom_id": row, "request_sha256": fingerprint(model, rows[row])}
         return row, json.dumps({**line, "response": answer, "error": None}, ensure_ascii=False)
 
-    flying: dict[str, ServedTexts] = {}
+    flying: dict[str, Choices] = {}
     for row, line in _while_any(iter(rows.items()), flying):
         if row is not None:
             try:
@@ -114,7 +114,7 @@ def answers_to(
                 yield written(row, 500, error_body(error))
         if row is None or len(flying) >= engine.limits.running:
             engine.step()
-        for done in [row for row, one in flying.items() if all(job.done for job in one.jobs)]:
+        for done in [row for row, one in flying.items() if all(seq.done for seq in one.seqs)]:
             yield written(done, *_answered(flying.pop(done)))
 
 
@@ -129,14 +129,14 @@ def _lock(file: TextIO, out: Path) -> None:
 
 
 def _while_any(
-    waiting: Iterator[tuple[str, Any]], flying: dict[str, ServedTexts]
+    waiting: Iterator[tuple[str, Any]], flying: dict[str, Choices]
 ) -> Iterator[tuple[str | None, Any]]:
     yield from waiting
     while flying:
         yield None, None
 
 
-def _submitted(engine: ServeEngine, name: str, line: Any) -> ServedTexts:
+def _submitted(engine: ServeEngine, name: str, line: Any) -> Choices:
     body = line.get("body", {key: value for key, value in line.items() if key != "custom_id"})
     refuse(not isinstance(body, dict), f"body is {json.dumps(body)[:60]}: give an object")
     url = line.get("url", URLS["messages" in body])
@@ -155,7 +155,7 @@ def _submitted(engine: ServeEngine, name: str, line: Any) -> ServedTexts:
     return choices
 
 
-def _answered(choices: ServedTexts) -> tuple[int, dict[str, Any]]:
+def _answered(choices: Choices) -> tuple[int, dict[str, Any]]:
     try:
         return 200, choices.answer()
     except Exception as error:

@@ -1,8 +1,8 @@
-"""Steps in which each row is one token of a text, as a rule the one written last: one call of C a block.
+"""Decode steps on a CPU: each row is one token of a sequence, as a rule its last; one call of C a block.
 
 The keys of all rows lie in the pool, and a table says which blocks of it each row reads. `step.c` reads them
-where they are. A row is added up in the same order whatever the number of rows if it is asked to, so that its
-bits do not depend on who else is in the step.
+where they are. Where `alike`, a row is summed in the same order whatever the number of rows, so that its bits
+do not depend on who else is in the step.
 
 Shapes: B rows, S slots that the longest row reads, D model.
 """
@@ -22,47 +22,47 @@ from clearhead.run.kernels.library import VIEW, library
 from clearhead.run.kernels.native import MOST_ROWS, NativeBlock, NativeLinear
 from clearhead.run.kernels.parts import like
 from clearhead.run.kernels.prepare import prepared
-from clearhead.run.serve.kv_cache import Group, Pool, TextPiece, group_of
+from clearhead.run.serve.kv_cache import Chunk, Group, Pool, group_of
 
 HEAD_ROWS = 2  # beyond them packed weights are quicker for the head
 
 
-class RowsCache(Cache):
+class DecodeCache(Cache):
     """The cache of one step: of each row its one new token, and the blocks of the pool that it reads."""
 
-    def __init__(self, pool: Pool, pieces: Sequence[TextPiece], sources: Sequence[int] = ()) -> None:
-        """Prepare a step of pieces of one token each; `sources` are the lengths of their sources."""
+    def __init__(self, pool: Pool, chunks: Sequence[Chunk], sources: Sequence[int] = ()) -> None:
+        """Prepare a step of chunks of one token each; `sources` are the lengths of their sources."""
         super().__init__()
-        self.pool, self.pieces = pool, pieces
-        self.places = torch.tensor([[piece.start] for piece in pieces])  # B 1
-        before = self.places - 1
+        self.pool, self.chunks = pool, chunks
+        self.positions = torch.tensor([[chunk.start] for chunk in chunks])  # B 1
+        before = self.positions - 1
         self.tokens = masks.Tokens(before, before, torch.ones_like(before, dtype=torch.bool), None, False)
         self._read: dict[Group, tuple[masks.Tokens, Tensor, Tensor]] = {}
         if sources:
             self.source = self.read(None, [length - 1 for length in sources])[0]
 
     def read(self, group: Group, last: Sequence[int]) -> tuple[masks.Tokens, Tensor, Tensor]:
-        """Return the tokens [B, S] in a group's blocks up to place `last` of each row, table and new slots.
+        """Return the tokens [B, S] in a group's blocks up to position `last` of each row, table, new slots.
 
         The table [B, S / size] has the numbers of blocks, and the slots [B] are those of the new tokens.
         """
         if group not in self._read:
             size, rows, new = self.pool.size, [], []
-            for piece, place in zip(self.pieces, last):
-                ids = piece.tables[group].ids[: place // size + 1]
+            for chunk, position in zip(self.chunks, last):
+                ids = chunk.tables[group].ids[: position // size + 1]
                 rows.append([(number, block) for number, block in enumerate(ids) if block is not None])
-                new.append(rows[-1][-1][1] * size + place % size)
+                new.append(rows[-1][-1][1] * size + position % size)
             longest, beyond = max(map(len, rows)), max(last) // size + 1
             padded = torch.tensor([row + [(beyond, 0)] * (longest - len(row)) for row in rows])  # B S/size 2
-            places = (padded[:, :, :1] * size + torch.arange(size)).flatten(1)  # B S
-            real = places <= torch.tensor(last)[:, None]
-            tokens = masks.Tokens(places, places, real, None, False)
+            positions = (padded[:, :, :1] * size + torch.arange(size)).flatten(1)  # B S
+            real = positions <= torch.tensor(last)[:, None]
+            tokens = masks.Tokens(positions, positions, real, None, False)
             self._read[group] = tokens, padded[:, :, 1].contiguous(), torch.tensor(new)
         return self._read[group]
 
     def visible(self, kind: Kind) -> masks.Tokens:
         """Return the tokens in the blocks that layers of this kind read."""
-        return self.read(group_of(kind), [piece.start for piece in self.pieces])[0]
+        return self.read(group_of(kind), [chunk.start for chunk in self.chunks])[0]
 
     def layer(self, index: int, kind: Kind) -> LayerKeys:
         """Return the keys of one layer."""
@@ -75,7 +75,7 @@ class RowsCache(Cache):
         return RowSources(self.pool.cross[index], table, new)
 
     def begin(self, tokens: masks.Tokens) -> None:
-        """Prepare nothing: the pieces describe the tokens."""
+        """Prepare nothing: the chunks describe the tokens."""
 
     def advance(self) -> None:
         """Count nothing: the engine counts for each request."""
@@ -93,7 +93,7 @@ class RowSources(RowKeys, CrossKeys):
     """The same of the sources' keys."""
 
 
-class RowsBlock(NativeBlock):
+class DecodeBlock(NativeBlock):
     """A block that takes the rows of a step through `step.c`."""
 
     most_rows = sys.maxsize
@@ -121,10 +121,10 @@ def _paged(view: masks.View | None, keys: Any) -> Any:
     return VIEW(k.data_ptr(), v.data_ptr(), *strides, 1, mask.shape[3], *seen, *added, *rows)
 
 
-class RowsWriter:
-    """A copy of a model that takes one token of each of several texts further."""
+class DecodeRunner:
+    """An inference model that takes one token of each of several sequences further."""
 
-    in_order = True  # keys of all rows are written before one is read: a text may have several rows
+    in_order = True  # keys of all rows are written before one is read: a sequence may have several rows
 
     def __init__(self, model: Transformer, alike: bool) -> None:
         """Prepare the copy; `alike`: the bits of a row do not depend on the number of rows."""
@@ -133,7 +133,7 @@ class RowsWriter:
 
         def part_of(part: nn.Module) -> nn.Module:
             if isinstance(part, NativeBlock):
-                part = like(part, RowsBlock)
+                part = like(part, DecodeBlock)
             if alike and isinstance(part, NativeBlock | NativeLinear):
                 part.alike = True
             return part
@@ -141,23 +141,23 @@ class RowsWriter:
         self.model = prepared(model, then=part_of)
 
     @staticmethod
-    def make(model: Transformer, alike: bool) -> "RowsWriter | None":
-        """Return a writer; None where `step.c` does not compute all that the model's blocks do."""
+    def make(model: Transformer, alike: bool) -> "DecodeRunner | None":
+        """Return a runner; None where `step.c` does not compute all that the model's blocks do."""
         weight, spec = next(model.parameters()), model.main.spec
         if weight.device.type != "cpu" or weight.dtype != torch.float32 or library() is None:
             return None
         if not all(isinstance(kind, Full | Windowed) for kind in spec.kinds):
             return None
-        made = RowsWriter(model, alike)
+        made = DecodeRunner(model, alike)
         blocks = cast(Sequence[Any], made.model.main.blocks)
-        plain = all(isinstance(block, RowsBlock) and not block.attention.pruned for block in blocks)
+        plain = all(isinstance(block, DecodeBlock) and not block.attention.pruned for block in blocks)
         return made if plain and isinstance(made.model.head.out, NativeLinear) else None
 
     def __call__(
-        self, pool: Pool, pieces: Sequence[TextPiece], tokens: Sequence[int], sources: Sequence[int]
+        self, pool: Pool, chunks: Sequence[Chunk], tokens: Sequence[int], sources: Sequence[int]
     ) -> Tensor:
-        """Read one token of each piece; return its hidden state [B, D]."""
-        cache = RowsCache(pool, pieces, sources)
+        """Run one token of each chunk; return its hidden state [B, D]."""
+        cache = DecodeCache(pool, chunks, sources)
         given = torch.tensor(tokens)[:, None]
-        hidden: Tensor = self.model(given, positions=cache.places, cache=cache, logits="none").hidden
+        hidden: Tensor = self.model(given, positions=cache.positions, cache=cache, logits="none").hidden
         return hidden[:, 0]

@@ -1,6 +1,6 @@
-"""Steps on a GPU in which each row is one token of a text, recorded once for a few sizes and replayed.
+"""Decode steps on a GPU: each row is one token of a sequence; a CUDA graph is captured for a few sizes.
 
-A step reads its rows from one table on the GPU: of each row its token, where that stands, and the blocks of
+A step reads its rows from one table on the GPU: of each row its token, its position, and the blocks of
 the pool that hold its text. So one copy from the host says all that a step must know. Rows that fill a size
 up write to a block of the pool that nobody reads. Sizes double, for rows and for blocks.
 
@@ -19,29 +19,29 @@ from clearhead.core.cache import Cache, LayerKeys
 from clearhead.core.config.fields import BIASES
 from clearhead.core.config.kinds import Full, Kind, Windowed
 from clearhead.core.transformer import Transformer
-from clearhead.run.generate.steps import recorded
+from clearhead.run.generate.steps import captured
 from clearhead.run.kernels.kernels import available, paged_attend
 from clearhead.run.kernels.parts import like
 from clearhead.run.kernels.prepare import StepBlock, prepared
-from clearhead.run.serve.kv_cache import Pool, TextPiece, group_of
+from clearhead.run.serve.kv_cache import Chunk, Pool, group_of
 
 FEWEST_BLOCKS = 8
 SMALLEST_BLOCK = 16  # slots of a block that a kernel takes at least
 
 
 class GraphCache(Cache):
-    """The cache of a recorded step: `given` [B, 2 + M] has of each row token, place and blocks."""
+    """The cache of a captured step: `given` [B, 2 + M] has of each row token, position and blocks."""
 
     def __init__(self, pool: Pool, given: Tensor) -> None:
         super().__init__()
         self.pool, self.given = pool, given
 
     def begin(self, tokens: masks.Tokens) -> None:
-        """Keep the new tokens: a kernel that knows their places sees what is before them by itself."""
+        """Keep the new tokens: a kernel that knows their positions sees what is before them by itself."""
         self.new = tokens
 
     def follow(self) -> None:
-        """Let the next call count its tokens from the places."""
+        """Let the next call count its tokens from the positions."""
         before = self.given[:, 1:2] - 1
         self.tokens = masks.Tokens(before, before, torch.ones_like(before, dtype=torch.bool), None, False)
 
@@ -77,8 +77,8 @@ class GraphBlock(StepBlock):
         return paged_attend(self.projected(x), k, v, *where, self.formula(view))
 
 
-class GraphWriter:
-    """A copy of a model that takes one token of each of several texts further, by recorded steps."""
+class CudaGraphRunner:
+    """An inference model that takes one token of each of several sequences further, by CUDA graphs."""
 
     alike = False
     in_order = False  # a row reads while others write their keys
@@ -94,8 +94,8 @@ class GraphWriter:
         self.steps: dict[tuple[int, int], tuple[Tensor, Callable[[], object], list[Tensor]]] = {}
 
     @staticmethod
-    def make(model: Transformer, most: int, size: int) -> "GraphWriter | None":
-        """Return a writer; None where the kernels do not compute all that the model's blocks do.
+    def make(model: Transformer, most: int, size: int) -> "CudaGraphRunner | None":
+        """Return a runner; None where the kernels do not compute all that the model's blocks do.
 
         Nor do they read blocks of every `size`: it must be a power of two.
         """
@@ -105,34 +105,34 @@ class GraphWriter:
         fits = size >= SMALLEST_BLOCK and size.bit_count() == 1
         if not (available(weight) and reads and alike and fits) or spec.cross or spec.positions in BIASES:
             return None
-        made = GraphWriter(model, most)
+        made = CudaGraphRunner(model, most)
         blocks = cast(Sequence[Any], made.model.main.blocks)
         plain = all(isinstance(block, GraphBlock) and not block.attention.pruned for block in blocks)
         return made if plain else None
 
     def __call__(
-        self, pool: Pool, pieces: Sequence[TextPiece], tokens: Sequence[int], sources: Sequence[int] = ()
+        self, pool: Pool, chunks: Sequence[Chunk], tokens: Sequence[int], sources: Sequence[int] = ()
     ) -> Tensor:
-        """Read one token of each piece; return its hidden state [B, D], which the next call overwrites."""
+        """Run one token of each chunk; return its hidden state [B, D], which the next call overwrites."""
         (group,) = {group_of(kind) for kind in self.model.main.spec.kinds}
-        rows = [piece.tables[group].ids for piece in pieces]
-        longest = max(FEWEST_BLOCKS, *(piece.start // pool.size + 1 for piece in pieces))
-        size = (1 << (len(pieces) - 1).bit_length(), 1 << (longest - 1).bit_length())
+        rows = [chunk.tables[group].ids for chunk in chunks]
+        longest = max(FEWEST_BLOCKS, *(chunk.start // pool.size + 1 for chunk in chunks))
+        size = (1 << (len(chunks) - 1).bit_length(), 1 << (longest - 1).bit_length())
         table = np.full((size[0], 2 + size[1]), pool.spare, np.int64)
         table[:, :2] = 0
-        for line, piece, token, ids in zip(table, pieces, tokens, rows):
-            count = piece.start // pool.size + 1
-            line[0], line[1] = token, piece.start
+        for line, chunk, token, ids in zip(table, chunks, tokens, rows):
+            count = chunk.start // pool.size + 1
+            line[0], line[1] = token, chunk.start
             line[2 : 2 + count] = [pool.spare if block is None else block for block in ids[:count]]
         if size not in self.steps:
             self.steps[size] = self._step(pool, *size)
         given, replay, hidden = self.steps[size]
         given.copy_(torch.from_numpy(table), non_blocking=True)
         replay()
-        return hidden[0][: len(pieces)]
+        return hidden[0][: len(chunks)]
 
     def _step(self, pool: Pool, rows: int, blocks: int) -> tuple[Tensor, Callable[[], object], list[Tensor]]:
-        """Make the step of a size; on a GPU, record it."""
+        """Make the step of a size; on a GPU, capture it."""
         given = torch.full((rows, 2 + blocks), pool.spare, dtype=torch.long, device=pool.device)
         given[:, :2] = 0
         cache, found = GraphCache(pool, given), list[Tensor]()
@@ -146,4 +146,4 @@ class GraphWriter:
                 found.append(hidden.clone())
 
         run()
-        return given, recorded(run) if pool.device.type == "cuda" else run, found
+        return given, captured(run) if pool.device.type == "cuda" else run, found

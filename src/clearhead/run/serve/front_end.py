@@ -1,4 +1,4 @@
-"""The door: a small process in front of the server, which answers at once however busy that is.
+"""The front end: a small process before the server, which answers at once however busy that is.
 
 It listens, looks at the first bytes of each connection, and answers two kinds of requests by itself: /health,
 and work that there is no room for. Every other connection is handed to the server as it came, unread. Only a
@@ -7,7 +7,7 @@ What it must know of the engines stands in memory that both processes see. The s
 lock of the interpreter with the engines, and a thread that holds it may be off the processor; this process
 has no such thread.
 
-    python door.py LISTENING CONTROL STATE < SETTINGS
+    python front_end.py LISTENING CONTROL STATE < SETTINGS
 
 The three are file descriptors. SETTINGS are JSON, and not arguments, which others on this machine can list:
 `names`, those that the server answers to, or null for any; `keys`, the SHA-256 of each API key. This file
@@ -34,7 +34,7 @@ from collections.abc import Collection, Mapping, Sequence
 ENGINE = struct.Struct("ddd")
 SEEN = 32_768  # bytes of a request that are looked at; the server counts larger ones itself
 PATIENCE = 0.25  # seconds for a request to be all here; what is slower is the server's, and does not count
-FAREWELL = 1.0  # seconds in which a client that was refused may still send
+DRAIN_SECONDS = 1.0  # seconds in which a client that was refused may still send
 DECIDED = (
     2.0  # seconds after which a request that was handed over counts as decided, whatever the engine says
 )
@@ -99,7 +99,7 @@ def body_length(headers: Mapping[str, Sequence[str]]) -> int | None:
     return int(lengths[0]) if lengths[0].isascii() and lengths[0].isdecimal() else None
 
 
-class Door:
+class FrontEnd:
     """The connections of which the first bytes are awaited, and those that are taken leave of."""
 
     def __init__(
@@ -116,7 +116,7 @@ class Door:
         self.new: dict[socket.socket, float] = {}  # until when
         self.leaving: dict[socket.socket, float] = {}
         self.handed: deque[socket.socket] = deque()  # to be given to the server
-        self.asked: deque[float] = deque()  # when work was handed over that no engine has decided on yet
+        self.pending: deque[float] = deque()  # when work was handed over that no engine has decided on yet
         self.decided = 0.0
         for one in (listening, control):
             one.setblocking(False)
@@ -189,7 +189,7 @@ class Door:
             one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, size)
             return
         if size is not None and size <= SEEN:
-            self.asked.append(time.monotonic())
+            self.pending.append(time.monotonic())
         self.hand_over(one)
 
     def has_key(self, headers: Mapping[str, Sequence[str]]) -> bool:
@@ -201,17 +201,19 @@ class Door:
         """Return whether an engine is ill, and the room for requests beyond those on the way."""
         found, now = list(ENGINE.iter_unpack(self.state[:])), time.monotonic()
         decided = sum(count for _, _, count in found)
-        for _ in range(min(len(self.asked), int(decided - self.decided))):
-            self.asked.popleft()
-        while self.asked and self.asked[0] < now - DECIDED:
-            self.asked.popleft()
+        for _ in range(min(len(self.pending), int(decided - self.decided))):
+            self.pending.popleft()
+        while self.pending and self.pending[0] < now - DECIDED:
+            self.pending.popleft()
         self.decided = decided
-        return min(until for until, _, _ in found) < now, sum(room for _, room, _ in found) - len(self.asked)
+        return min(until for until, _, _ in found) < now, sum(room for _, room, _ in found) - len(
+            self.pending
+        )
 
     def leave(self, one: socket.socket, line: bytes) -> None:
         """Answer; what the client may still send is read and dropped, since it would lose the answer else."""
         self.forget(self.new, one, closes=False)
-        self.leaving[one] = time.monotonic() + FAREWELL
+        self.leaving[one] = time.monotonic() + DRAIN_SECONDS
         try:
             one.send(line)  # a few hundred bytes, into an empty buffer
             one.shutdown(socket.SHUT_WR)
@@ -258,13 +260,13 @@ class Door:
 
 
 def main(listening: str, control: str, state: str) -> None:
-    """Keep the door of the server that has started this process."""
-    door, server = (socket.socket(fileno=int(number)) for number in (listening, control))
+    """Run the front end of the server that has started this process."""
+    listener, server = (socket.socket(fileno=int(number)) for number in (listening, control))
     memory = mmap.mmap(int(state), 0, access=mmap.ACCESS_READ)
     with contextlib.suppress(BrokenPipeError, ConnectionResetError, KeyboardInterrupt):
         settings = json.load(sys.stdin)
         keys = [bytes.fromhex(key) for key in settings["keys"]]
-        Door(door, server, memory, settings["names"], keys).run()
+        FrontEnd(listener, server, memory, settings["names"], keys).run()
 
 
 if __name__ == "__main__":

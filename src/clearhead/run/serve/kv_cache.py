@@ -26,7 +26,7 @@ from clearhead.core.masks import Tokens
 
 
 @dataclass(frozen=True)
-class Named:
+class PrefixKey:
     """The tokens whose keys a block holds, and the digest of all that stands before them."""
 
     parent: bytes
@@ -39,11 +39,11 @@ class Named:
         return hashlib.sha256(self.parent + text).digest()
 
 
-def chain(salt: str, prompt: Sequence[int], size: int) -> list[Named]:
+def chain(salt: str, prompt: Sequence[int], size: int) -> list[PrefixKey]:
     """Return the names of the full blocks of a prompt; prompts with another `salt` have others."""
     parent, names = hashlib.sha256(salt.encode()).digest(), []
     for start in range(0, len(prompt) - size + 1, size):
-        names.append(Named(parent, tuple(prompt[start : start + size])))
+        names.append(PrefixKey(parent, tuple(prompt[start : start + size])))
         parent = names[-1].digest
     return names
 
@@ -56,7 +56,7 @@ class BlockPool:
         self.users = [0] * count
         self.free = set(range(count))  # without a user and without a name
         self.idle: OrderedDict[int, None] = OrderedDict()  # named, without a user, oldest first
-        self.named: dict[int, Named] = {}
+        self.named: dict[int, PrefixKey] = {}
         self.found: dict[bytes, int] = {}
 
     @property
@@ -110,12 +110,12 @@ class BlockPool:
         else:
             self.free.add(block)
 
-    def name(self, block: int, name: Named) -> None:
+    def name(self, block: int, name: PrefixKey) -> None:
         """Let later prompts find this block, which is full."""
         if block not in self.named and name.digest not in self.found:
             self.named[block], self.found[name.digest] = name, block
 
-    def find(self, name: Named) -> int | None:
+    def find(self, name: PrefixKey) -> int | None:
         """Return the block with these tokens after the same beginning; equal digests alone do not count."""
         block = self.found.get(name.digest)
         return block if block is not None and self.named[block] == name else None
@@ -216,7 +216,7 @@ class Table:
                 self.blocks.release(block)
                 self.ids[number] = None
 
-    def adopt(self, names: Sequence[Named]) -> None:
+    def adopt(self, names: Sequence[PrefixKey]) -> None:
         """Share the named blocks that a query right behind them sees; the table must be empty."""
         passed = self._passed(len(names) * self.pool.size)
         for number, name in enumerate(names):
@@ -225,7 +225,7 @@ class Table:
                 self.blocks.share(block)
             self.ids.append(block)
 
-    def knows(self, names: Sequence[Named]) -> bool:
+    def knows(self, names: Sequence[PrefixKey]) -> bool:
         """Return whether `adopt` finds all that it needs."""
         passed = self._passed(len(names) * self.pool.size)
         return all(n in passed or self.blocks.find(name) is not None for n, name in enumerate(names))
@@ -266,7 +266,7 @@ def spelled(slots: Slots, pool: Pool) -> Tensor:
     return torch.arange(slots.start, slots.stop, device=pool.device)
 
 
-class TextPiece(Cache):
+class Chunk(Cache):
     """Tokens of one request that are read together, as the cache that these tokens alone would have."""
 
     def __init__(self, span: slice, start: int, tables: dict[Group, Table], states: "States") -> None:
@@ -292,53 +292,53 @@ States = dict[int, StateKeys]  # by layer, of one request
 
 @dataclass(frozen=True)
 class SourceTokens(Tokens):
-    """The sources of a step's pieces: where the keys of each are, and how many tokens its piece has."""
+    """The sources of a step's chunks: where the keys of each are, and how many tokens its chunk has."""
 
     slots: tuple[Slots, ...] = ()
     lengths: tuple[int, ...] = ()
 
 
 class PagedCache(Cache):
-    """The cache of one step: pieces of several requests, side by side in one row."""
+    """The cache of one step: chunks of several requests, side by side in one row."""
 
-    def __init__(self, pool: Pool, pieces: Sequence[TextPiece], sources: Sequence[int] = ()) -> None:
-        """Prepare a step; `sources` are the lengths of the pieces' sources, once their keys are there."""
+    def __init__(self, pool: Pool, chunks: Sequence[Chunk], sources: Sequence[int] = ()) -> None:
+        """Prepare a step; `sources` are the lengths of the chunks' sources, once their keys are there."""
         super().__init__()
-        self.pool, self.pieces = pool, pieces
+        self.pool, self.chunks = pool, chunks
         self._written: dict[Group, Tensor] = {}
         if sources:
-            slots = tuple(p.tables[None].slots(0, length) for p, length in zip(pieces, sources))
+            slots = tuple(p.tables[None].slots(0, length) for p, length in zip(chunks, sources))
             nothing = torch.zeros(1, 1, dtype=torch.long, device=pool.device)
-            lengths = tuple(piece.stop - piece.start for piece in pieces)
+            lengths = tuple(chunk.stop - chunk.start for chunk in chunks)
             self.source = SourceTokens(nothing, nothing, None, None, False, slots=slots, lengths=lengths)
 
     def written(self, group: Group) -> Tensor:
         """Return the slots that the new tokens are written to [T]."""
         if group not in self._written:
-            parts = [spelled(p.tables[group].slots(p.start, p.stop), self.pool) for p in self.pieces]
+            parts = [spelled(p.tables[group].slots(p.start, p.stop), self.pool) for p in self.chunks]
             self._written[group] = torch.cat(parts)
         return self._written[group]
 
     def layer(self, index: int, kind: Kind) -> LayerKeys:
-        """Return the keys of one layer, or the state of each piece."""
+        """Return the keys of one layer, or the state of each chunk."""
         if not kind.chooses:
-            return PieceStates([piece.states.setdefault(index, StateKeys()) for piece in self.pieces])
+            return ChunkStates([chunk.states.setdefault(index, StateKeys()) for chunk in self.chunks])
         return PagedKeys(self.pool.layers[index], self.written(group_of(kind)))
 
     def cross_layer(self, index: int) -> CrossKeys:
         """Return the keys of sources; those of a source that is being read are written into the pool."""
-        unread = self.pieces[0].tables[None] if not isinstance(self.source, SourceTokens) else None
+        unread = self.chunks[0].tables[None] if not isinstance(self.source, SourceTokens) else None
         return PagedCross(self.pool.cross[index], unread)
 
     def begin(self, tokens: Tokens) -> None:
-        """Prepare nothing: the pieces describe the tokens."""
+        """Prepare nothing: the chunks describe the tokens."""
 
     def advance(self) -> None:
         """Count nothing: the engine counts for each request."""
 
 
-class PieceStates(LayerKeys):
-    """The states of one layer, one for each piece of a step."""
+class ChunkStates(LayerKeys):
+    """The states of one layer, one for each chunk of a step."""
 
     def __init__(self, states: list[StateKeys]) -> None:
         self.states = states

@@ -11,7 +11,7 @@ from clearhead.errors import refuse
 from clearhead.run.serve.kv_cache import Group, Pool, groups_of, token_bytes
 from clearhead.run.serve.sequence import blocks_for
 
-PIECE = 16  # blocks of a prompt that a GPU reads together
+CHUNK_BLOCKS = 16  # blocks of a prompt that a GPU reads together
 CHARACTERS = 256  # that a token of a text has on the average, and rather fewer
 CACHE_BYTES = 1 << 30  # of the pool, where nothing else is said
 
@@ -20,15 +20,15 @@ CACHE_BYTES = 1 << 30  # of the pool, where nothing else is said
 class Limits:
     """How much the engine takes on."""
 
-    tokens: int = 512  # read in one step at most, but for a piece that is longer
-    running: int = 64  # texts written at the same time
+    tokens: int = 512  # of one step at most, but for a chunk that is longer
+    running: int = 64  # sequences that decode at the same time
     waiting: int = 8  # requests that wait, beside those that can begin at once
     waiting_tokens: int = 1 << 18  # tokens of the prompts that wait
     block: int = 64  # tokens of a block
     cache_tokens: int | None = None  # that the pool holds; default: as many as 1 GiB holds
     exact: bool = False  # give each row the same bits whatever else is in the step; slower for one text alone
-    piece: int | None = None  # tokens of a prompt read together, a multiple of block; default: block; GPU: 16
-    lookup: int | None = None  # tokens guessed from a text at most; default: 8; GPU: 0, none
+    chunk: int | None = None  # tokens of a prompt read together, a multiple of block; default: block; GPU: 16
+    lookup: int | None = None  # draft tokens from a sequence's own text at most; default: 8; GPU: 0, none
     rows: bool = True  # take the last tokens of texts through the step in C, where it runs
 
     def __post_init__(self) -> None:
@@ -38,7 +38,7 @@ class Limits:
 
 
 @dataclass
-class ServeFigures:
+class ServeStats:
     """What the engine has done so far."""
 
     steps: int = 0
@@ -47,8 +47,8 @@ class ServeFigures:
     prefix_asked: int = 0  # tokens of prompts that were looked for in the pool
     prefix_found: int = 0
     preempted: int = 0
-    guessed: int = 0  # tokens that were read before they were written
-    guessed_right: int = 0
+    drafted: int = 0  # draft tokens that were verified
+    accepted: int = 0
     ended: Counter[str] = field(default_factory=Counter)  # by stop reason
 
 
@@ -68,15 +68,15 @@ def pool_for(
     return Pool(spec, limits.block, counts, dtype, device)
 
 
-def piece_of(limits: Limits, gpu: bool) -> int:
-    """Return how many tokens of a prompt are read together; a step takes one such piece at least."""
-    blocks = min(PIECE, max(1, limits.tokens // limits.block)) if gpu else 1
-    piece, most = limits.piece or blocks * limits.block, max(limits.tokens, limits.block)
+def chunk_size(limits: Limits, gpu: bool) -> int:
+    """Return how many tokens of a prompt are read together; a step takes one such chunk at least."""
+    blocks = min(CHUNK_BLOCKS, max(1, limits.tokens // limits.block)) if gpu else 1
+    chunk, most = limits.chunk or blocks * limits.block, max(limits.tokens, limits.block)
     refuse(
-        piece % limits.block or piece > most,
-        f"piece {piece} must be a multiple of block {limits.block}, and {most} at most",
+        chunk % limits.block or chunk > most,
+        f"chunk {chunk} must be a multiple of block {limits.block}, and {most} at most",
     )
-    return piece
+    return chunk
 
 
 def check_fits(pool: Pool, tokens: int, group: Group) -> None:

@@ -13,8 +13,8 @@ Shapes: B batch, T tokens of all chunks, D model, H heads, K key/value heads, E 
 import contextlib
 import functools
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter, abc
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -35,32 +35,32 @@ from clearhead.run.kernels.native import NativeLinear
 from clearhead.run.kernels.parts import PackedLinear, like
 from clearhead.run.kernels.prepare import prepared
 from clearhead.run.serve.adapters import AdaptedRows, Updates, adapt
-from clearhead.run.serve.cpu_decode import RowsWriter
-from clearhead.run.serve.cuda_graph import GraphWriter
+from clearhead.run.serve.cpu_decode import DecodeRunner
+from clearhead.run.serve.cuda_graph import CudaGraphRunner
 from clearhead.run.serve.kv_cache import (
+    Chunk,
+    ChunkStates,
     PagedCache,
-    PieceStates,
     Pool,
     Slots,
     SourceTokens,
-    TextPiece,
     group_of,
 )
 from clearhead.run.serve.limits import Limits
-from clearhead.run.serve.sequence import Job
-from clearhead.variants.layers import DeltaLayer
+from clearhead.run.serve.sequence import Sequence
+from clearhead.variants.gated_delta import DeltaLayer
 
 
 @dataclass(frozen=True)
-class PieceView:
-    """What the attention of one piece may see; `slots` of a pool hold its keys, else they are its own."""
+class ChunkView:
+    """What the attention of one chunk may see; `slots` of a pool hold its keys, else they are its own."""
 
     span: slice
     view: masks.View
     slots: Slots | None = None
 
     def keys(self, x: Tensor) -> Tensor:
-        """Return the keys or values that this piece reads: [1, K, S, E]."""
+        """Return the keys or values that this chunk reads: [1, K, S, E]."""
         if self.slots is None:
             return x[:, :, self.span]
         return x[:, :, self.slots] if isinstance(self.slots, slice) else x.index_select(2, self.slots)
@@ -68,54 +68,54 @@ class PieceView:
 
 @dataclass(frozen=True)
 class RaggedView(masks.View):
-    """The views of the pieces of a row; `rotary` is that of the whole row."""
+    """The views of the chunks of a row; `rotary` is that of the whole row."""
 
-    pieces: tuple[PieceView, ...] = ()
+    chunks: tuple[ChunkView, ...] = ()
 
 
 class RaggedStack(Stack):
-    """A stack that views each piece of a row by itself: those of a paged cache, or packed documents."""
+    """A stack that views each chunk of a row by itself: those of a paged cache, or packed documents."""
 
     def _views(
         self, of: Iterable[Kind], tokens: masks.Tokens, cache: Cache | None, *more: Any, **named: Any
     ) -> dict[Kind, masks.View]:
         kinds = list(dict.fromkeys(of))
-        pieces: list[tuple[slice, masks.Tokens, Any]]
+        chunks: list[tuple[slice, masks.Tokens, Any]]
         if isinstance(cache, PagedCache):
-            pieces = [(p.span, _counted(p.start, p.stop, tokens.order.device), p) for p in cache.pieces]
+            chunks = [(p.span, _counted(p.start, p.stop, tokens.order.device), p) for p in cache.chunks]
         elif cache is None and tokens.documents is not None and tokens.order.shape[0] == 1:
             spans = runs(tokens.documents[0].tolist())
             device = tokens.order.device
-            pieces = [(span, _counted(0, span.stop - span.start, device), None) for span in spans]
+            chunks = [(span, _counted(0, span.stop - span.start, device), None) for span in spans]
         else:
             return super()._views(kinds, tokens, cache, *more, **named)
         found: list[dict[Kind, masks.View]] = []
-        for span, own, alone in pieces:
+        for span, own, alone in chunks:
             cut = {name: None if named[name] is None else named[name][:, span] for name in CUT}
             found.append(super()._views(kinds, own, alone, *more, **{**named, **cut}))
 
         def ragged(kind: Kind) -> masks.View:
             views = [one[kind] for one in found]
             parts = tuple(
-                PieceView(span, view, p.read(group_of(kind))[1] if p is not None and kind.chooses else None)
-                for (span, _, p), view in zip(pieces, views)
+                ChunkView(span, view, p.read(group_of(kind))[1] if p is not None and kind.chooses else None)
+                for (span, _, p), view in zip(chunks, views)
             )
             turns = [view.rotary for view in views if view.rotary is not None]
             return RaggedView(
-                rotary=Rotary(*(torch.cat(t, dim=2) for t in zip(*turns))) if turns else None, pieces=parts
+                rotary=Rotary(*(torch.cat(t, dim=2) for t in zip(*turns))) if turns else None, chunks=parts
             )
 
         return {kind: ragged(kind) for kind in kinds}
 
     def cross_view(self, tokens: masks.Tokens, source: masks.Tokens, batch: int) -> masks.View:
-        """Return what each piece sees of its source: all."""
+        """Return what each chunk sees of its source: all."""
         if not isinstance(source, SourceTokens):
             return super().cross_view(tokens, source, batch)
         at, parts = 0, []
         for slots, length in zip(source.slots, source.lengths):
-            parts.append(PieceView(slice(at, at + length), masks.View(), slots))
+            parts.append(ChunkView(slice(at, at + length), masks.View(), slots))
             at += length
-        return RaggedView(pieces=tuple(parts))
+        return RaggedView(chunks=tuple(parts))
 
 
 CUT = ("ids", "global_mask")  # what is given for each token of a row
@@ -133,7 +133,7 @@ def runs(documents: list[int]) -> list[slice]:
 
 
 class RaggedAttention(Attention):
-    """Attention that attends with each piece of a row by itself."""
+    """Attention that attends with each chunk of a row by itself."""
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, view: masks.View, cache: LayerKeys | None, tap: Tap, x: Tensor
@@ -141,20 +141,20 @@ class RaggedAttention(Attention):
         """Attend with queries [1, H, T, E] to keys and values [1, K, T, E], written to the cache first."""
         if not isinstance(view, RaggedView):
             return super().attend(q, k, v, view, cache, tap, x)
-        states = cache.states if isinstance(cache, PieceStates) else [None] * len(view.pieces)
-        if cache is not None and not isinstance(cache, PieceStates):
+        states = cache.states if isinstance(cache, ChunkStates) else [None] * len(view.chunks)
+        if cache is not None and not isinstance(cache, ChunkStates):
             k, v = cache.update(k, v)
         answers = [
             super(RaggedAttention, self).attend(
                 q[:, :, one.span], one.keys(k), one.keys(v), one.view, state, tap, x[:, one.span]
             )
-            for one, state in zip(view.pieces, states)
+            for one, state in zip(view.chunks, states)
         ]
         return torch.cat(answers, dim=2)
 
 
 class RaggedDelta(DeltaLayer):
-    """A layer of the gated delta rule that reads each piece of a row by itself."""
+    """A layer of the gated delta rule that reads each chunk of a row by itself."""
 
     def forward(  # type: ignore[override]
         self,
@@ -167,10 +167,10 @@ class RaggedDelta(DeltaLayer):
         """Map [1, T, D] -> [1, T, D]."""
         if not isinstance(view, RaggedView):
             return super().forward(x, view, memory, cache, tap)
-        states = cache.states if isinstance(cache, PieceStates) else [None] * len(view.pieces)
+        states = cache.states if isinstance(cache, ChunkStates) else [None] * len(view.chunks)
         answers = [
             super(RaggedDelta, self).forward(x[:, one.span], one.view, memory, state, tap)
-            for one, state in zip(view.pieces, states)
+            for one, state in zip(view.chunks, states)
         ]
         return torch.cat(answers, dim=1)
 
@@ -210,7 +210,7 @@ def _joined(first: Any, kind: Any) -> Any:
 
 
 def ragged(model: Transformer, exact: bool = False) -> Transformer:
-    """Return the fast copy of a model, which reads rows of pieces; `prepared` says how long it is valid.
+    """Return the inference model that runs rows of chunks; `prepared` says how long it is valid.
 
     `exact`: any number of rows takes packed weights.
     """
@@ -258,92 +258,96 @@ def rows_agree(model: Transformer, most: int) -> bool:
     return alike(ACTIVATIONS[spec.activation], spec.d_ff, next(model.parameters()))
 
 
-Part = tuple[Job, int, int]  # a request, and where the tokens begin and end that it reads in a step
-Read = list[tuple[Job, TextPiece]]
+Part = tuple[Sequence, int, int]  # a request, and where the tokens begin and end that it reads in a step
+Read = list[tuple[Sequence, Chunk]]
 # cuDNN's is not among them: it makes a plan for each new length, which takes longer than the attention.
 KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
-class Passes:
-    """The copies of a model that the steps of an engine run."""
+class ModelRunner:
+    """The inference models that the steps of an engine run."""
 
     def __init__(self, model: Transformer, limits: Limits, adapters: Mapping[str, Updates]) -> None:
         spec = model.main.spec
-        self.writer: RowsWriter | GraphWriter | None = None
+        self.decode_runner: DecodeRunner | CudaGraphRunner | None = None
         if spec.causal and model.config.head == "lm" and limits.rows:
-            self.writer = RowsWriter.make(model, limits.exact) or GraphWriter.make(
+            self.decode_runner = DecodeRunner.make(model, limits.exact) or CudaGraphRunner.make(
                 model, limits.running, limits.block
             )
         self.runner = ragged(model, limits.exact)
         self.rows = AdaptedRows()
         adapt(self.runner, model, adapters, self.rows)
 
-    def run(self, pool: Pool, plan: Sequence[Part]) -> Iterator[tuple[Read, Read, Tensor | None]]:
-        """Run a step: yield what was read, what of it a token is chosen behind, and its logits [B, V]."""
+    def run(self, pool: Pool, plan: abc.Sequence[Part]) -> Iterator[tuple[Read, Read, Tensor | None]]:
+        """Run a step: yield what ran, what of it a token is chosen behind, and its logits [B, V]."""
         rows = [part for part in plan if self._is_row(part)]
-        if self.writer is not None and not self.writer.in_order:  # a row would not see those of its own text
-            counts = Counter(id(job) for job, _, _ in rows)
+        if (
+            self.decode_runner is not None and not self.decode_runner.in_order
+        ):  # a row would not see those of its own text
+            counts = Counter(id(seq) for seq, _, _ in rows)
             rows = [part for part in rows if counts[id(part[0])] == 1]
-        if self.writer is None or len(rows) > self.writer.most:
+        if self.decode_runner is None or len(rows) > self.decode_runner.most:
             rows = []
         longer = [part for part in plan if part not in rows] if rows else plan
         if longer:  # first, since the rows of a text may follow in the same step
             yield self._together(pool, longer)
-        if rows and self.writer is not None:
-            read = [
-                (job, TextPiece(slice(n, n + 1), a, job.tables, {})) for n, (job, a, _) in enumerate(rows)
-            ]
-            tokens = [token for part in rows for token in part[0].fed(*part[1:])]
-            sources = [job.sources for job, _, _ in rows] if rows[0][0].sources else []
-            hidden = self.writer(pool, [piece for _, piece in read], tokens, sources)  # B D
-            few = len(rows) <= self.writer.head_rows
-            logits = (self.writer.model if few else self.runner).head(hidden[:, None], None)[:, 0]
-            for (job, piece), row in zip(read, logits):
-                job.keep_prompt(row[None], piece.start)
+        if rows and self.decode_runner is not None:
+            read = [(seq, Chunk(slice(n, n + 1), a, seq.tables, {})) for n, (seq, a, _) in enumerate(rows)]
+            tokens = [token for part in rows for token in part[0].tokens_at(*part[1:])]
+            sources = [seq.sources for seq, _, _ in rows] if rows[0][0].sources else []
+            hidden = self.decode_runner(pool, [chunk for _, chunk in read], tokens, sources)  # B D
+            few = len(rows) <= self.decode_runner.head_rows
+            logits = (self.decode_runner.model if few else self.runner).head(hidden[:, None], None)[:, 0]
+            for (seq, chunk), row in zip(read, logits):
+                seq.keep_prompt(row[None], chunk.start)
             last = _last(read)
-            yield read, last, logits[[piece.span.start for _, piece in last]]
+            yield read, last, logits[[chunk.span.start for _, chunk in last]]
 
     def agree(self, most: int) -> bool:
         """Return whether this machine gives a row the same bits whatever else is in a step of `most` rows."""
-        writes = self.writer is None or (self.writer.alike and rows_agree(self.writer.model, most))
+        writes = self.decode_runner is None or (
+            self.decode_runner.alike and rows_agree(self.decode_runner.model, most)
+        )
         return writes and rows_agree(self.runner, most)
 
     def _is_row(self, part: Part) -> bool:
-        job, start, stop = part
-        return stop - start == 1 and job.encoded and not job.asked.adapter
+        seq, start, stop = part
+        return stop - start == 1 and seq.encoded and not seq.serving.adapter
 
-    def _together(self, pool: Pool, plan: Sequence[Part]) -> tuple[Read, Read, Tensor | None]:
-        """Run pieces of any length, side by side in one row."""
-        pieces, at = [], 0
-        for job, start, stop in plan:
-            pieces.append(TextPiece(slice(at, at + stop - start), start, job.tables, job.states))
+    def _together(self, pool: Pool, plan: abc.Sequence[Part]) -> tuple[Read, Read, Tensor | None]:
+        """Run chunks of any length, side by side in one row."""
+        chunks, at = [], 0
+        for seq, start, stop in plan:
+            chunks.append(Chunk(slice(at, at + stop - start), start, seq.tables, seq.states))
             at += stop - start
         first, device = plan[0][0], next(self.runner.parameters()).device
         encoded = first.encoded
-        sources = [job.sources for job, _, _ in plan] if first.sources and encoded else []
+        sources = [seq.sources for seq, _, _ in plan] if first.sources and encoded else []
         self.rows.spans = [
-            (piece.span if encoded else slice(None), job.asked.adapter)
-            for (job, _, _), piece in zip(plan, pieces)
+            (chunk.span if encoded else slice(None), seq.serving.adapter)
+            for (seq, _, _), chunk in zip(plan, chunks)
         ]
-        ids = torch.tensor([[t for job, start, stop in plan for t in job.fed(start, stop)]], device=device)
+        ids = torch.tensor(
+            [[t for seq, start, stop in plan for t in seq.tokens_at(start, stop)]], device=device
+        )
         places = torch.tensor([[p for _, start, stop in plan for p in range(start, stop)]], device=device)
         source = None if encoded else first.prompts.source
         with sdpa_kernel(KERNELS) if device.type == "cuda" else contextlib.nullcontext():
             hidden = self.runner(
-                ids, positions=places, source=source, cache=PagedCache(pool, pieces, sources), logits="none"
+                ids, positions=places, source=source, cache=PagedCache(pool, chunks, sources), logits="none"
             ).hidden[0]  # T D
         self.rows.spans = ()
-        read = [(job, piece) for (job, _, _), piece in zip(plan, pieces)]
-        for job, piece in read:
-            if job.asked.prompt_logprobs is not None and piece.start < len(job.row.prompt):
-                job.keep_prompt(self.runner.head(hidden[None, piece.span], None)[0], piece.start)
+        read = [(seq, chunk) for (seq, _, _), chunk in zip(plan, chunks)]
+        for seq, chunk in read:
+            if seq.serving.prompt_logprobs is not None and chunk.start < len(seq.row.prompt):
+                seq.keep_prompt(self.runner.head(hidden[None, chunk.span], None)[0], chunk.start)
         last = _last(read)
         if not last:
             return read, [], None
-        logits = self.runner.head(hidden[[piece.span.stop - 1 for _, piece in last]][:, None], None)[:, 0]
+        logits = self.runner.head(hidden[[chunk.span.stop - 1 for _, chunk in last]][:, None], None)[:, 0]
         return read, last, logits
 
 
 def _last(read: Read) -> Read:
-    """Return the pieces that end where their text does, or behind it with a guess."""
-    return [(job, piece) for job, piece in read if piece.stop >= len(job.tokens)]
+    """Return the chunks that end where their text does, or behind it with a draft token."""
+    return [(seq, chunk) for seq, chunk in read if chunk.stop >= len(seq.tokens)]

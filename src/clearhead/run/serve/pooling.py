@@ -27,11 +27,11 @@ from clearhead.inside.results import on_cpu, plain
 from clearhead.run.api import Model
 from clearhead.run.bundle import Bundle
 
-TOGETHER = 64  # inputs of a call at most: texts that are written wait for it, and memory grows with it
+TOGETHER = 64  # inputs of a call at most: sequences that decode wait for it, and memory grows with it
 CHARACTERS = 1 << 13  # of a call on a CPU, but for one input that is longer
 
 
-class Reading:
+class PoolingRequest:
     """A request that reads: a function of inputs, which may be shared with other requests, and its own."""
 
     def __init__(
@@ -42,7 +42,7 @@ class Reading:
         self.error: Exception | None = None
         self.done = threading.Event()
         self.cancelled = False
-        self.told: Callable[[], None] | None = None
+        self.on_update: Callable[[], None] | None = None
 
     def wait(self, timeout: float | None = None) -> Sequence[Any]:
         """Wait for the results, one for each input; raise what went wrong."""
@@ -62,15 +62,15 @@ class Reading:
         """Tell that there are results, or an error."""
         self.error = error
         self.done.set()
-        if self.told is not None:
-            self.told()
+        if self.on_update is not None:
+            self.on_update()
 
 
-class ReadingLine:
+class PoolingQueue:
     """The requests that wait; those that ask for the same share a call, and a long one takes several."""
 
     def __init__(self, characters: int) -> None:
-        self.waiting: deque[Reading] = deque()
+        self.waiting: deque[PoolingRequest] = deque()
         self.characters = characters
         self.reads = False  # in a call
 
@@ -82,7 +82,7 @@ class ReadingLine:
 
         A request that is not done by that goes to the end of the line.
         """
-        together: list[tuple[Reading, list[Any]]] = []
+        together: list[tuple[PoolingRequest, list[Any]]] = []
         room, characters = TOGETHER, self.characters
         self.reads = bool(self.waiting)
         while self.waiting and room > 0 and characters > 0:
@@ -110,7 +110,7 @@ class ReadingLine:
             reading.cancelled = True
             reading.end(BusyError("the server has ended: try another one"))
 
-    def _guarded(self, together: Sequence[tuple[Reading, list[Any]]]) -> None:
+    def _guarded(self, together: Sequence[tuple[PoolingRequest, list[Any]]]) -> None:
         try:
             self._run(together)
         except Exception as error:
@@ -121,7 +121,7 @@ class ReadingLine:
                     self._guarded([one])
 
     @staticmethod
-    def _run(together: Sequence[tuple[Reading, list[Any]]]) -> None:
+    def _run(together: Sequence[tuple[PoolingRequest, list[Any]]]) -> None:
         found = together[0][0].run([one for _, inputs in together for one in inputs])
         at = 0
         for reading, inputs in together:

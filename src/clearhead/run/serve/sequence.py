@@ -4,7 +4,8 @@ import json
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import abc
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -33,35 +34,35 @@ from clearhead.run.generate.decode import (
 )
 from clearhead.run.generate.request import DEFAULTS, OPTIONS
 from clearhead.run.generate.sampling import argmax
-from clearhead.run.generate.speculate import Guesser
-from clearhead.run.serve.kv_cache import Group, Named, Pool, States, Table, chain
+from clearhead.run.generate.speculate import Drafter
+from clearhead.run.serve.kv_cache import Group, Pool, PrefixKey, States, Table, chain
 
-LEARNED = 0.25  # how far one more guess moves the share of those that came true
+LEARNED = 0.25  # how far one more draft token moves the share of those accepted
 
 
-class Guesses:
-    """How the text of one request may go on, and how often such guesses came true."""
+class DraftTokens:
+    """The draft tokens of one sequence, and how often they were right."""
 
-    def __init__(self, guesser: Guesser) -> None:
-        self.guesser, self.share = guesser, 0.0
-        self.start, self.found = 0, list[int]()  # where the guesses of this step stand, and what they are
-        self.read = 0  # how many of them the step reads
+    def __init__(self, drafter: Drafter) -> None:
+        self.drafter, self.share = drafter, 0.0
+        self.start, self.found = 0, list[int]()  # the position of the first, and the tokens
+        self.read = 0  # how many of them the step verifies
 
     def look(self, tokens: list[int], most: int) -> None:
-        """Compare the last guesses with what came, and guess up to `most` tokens behind `tokens`."""
-        for guess, came in zip(self.found, tokens[self.start :]):
-            self.share += LEARNED * ((guess == came) - self.share)
-            if guess != came:
+        """Compare the last ones with what came, and propose up to `most` tokens behind `tokens`."""
+        for draft, came in zip(self.found, tokens[self.start :]):
+            self.share += LEARNED * ((draft == came) - self.share)
+            if draft != came:
                 break
         self.start, self.read = len(tokens), 0
-        self.found = self.guesser.guess(tokens, most, _nothing).tokens
+        self.found = self.drafter.propose(tokens, most, _nothing).tokens
 
-    def at(self, place: int) -> int | None:
-        """Return the guess at a place of the text that this step reads; None: there is none."""
-        return self.found[place - self.start] if self.start <= place < self.start + self.read else None
+    def at(self, position: int) -> int | None:
+        """Return the draft token at a position that this step verifies; None: there is none."""
+        return self.found[position - self.start] if self.start <= position < self.start + self.read else None
 
     def end(self, tokens: list[int]) -> tuple[int, int]:
-        """End a step; return how many guesses were read, and how many of them `tokens` has."""
+        """End a step; return how many were verified, and how many of them `tokens` has."""
         read, self.read = self.read, 0
         return read, agreed(self.found[:read], tokens[self.start :])
 
@@ -70,16 +71,18 @@ def _nothing() -> Tensor:
     return torch.zeros(1)  # what is looked up is not drawn
 
 
-Told = Callable[["Job", str], None]  # called with each new text that is final, and at the end
+OnUpdate = Callable[["Sequence", str], None]  # called with each new text that is final, and at the end
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What a caller may say beside the options of a request."""
+class ServeOptions:
+    """What a request may say of how it is served, beside the options of a generation."""
 
     salt: str = ""  # requests with another salt share no blocks with this one
-    prompt_logprobs: int | None = None  # report the prompt's tokens, with so many of the best at each place
-    nothing: bool = False  # read the prompt, and write nothing
+    prompt_logprobs: int | None = (
+        None  # report the prompt's tokens, with so many of the best at each position
+    )
+    prefill_only: bool = False  # compute the prompt, and generate nothing
     adapter: str = ""  # its name; "": the model itself
     inside: tuple[str, ...] = ()  # activations to see of the whole text, by name or pattern, and "lens"
 
@@ -88,7 +91,7 @@ class Asked:
 class Times:
     """When what happened, by `time.monotonic()`."""
 
-    asked: float = field(default_factory=time.monotonic)
+    arrived: float = field(default_factory=time.monotonic)
     begun: float | None = None
     first: float | None = None  # the first new token
     last: float | None = None  # the latest
@@ -103,18 +106,18 @@ class Times:
         self.first, self.last = self.first or now, now
 
 
-class Job:
-    """One text to generate."""
+class Sequence:
+    """One request: its tokens, block tables, state and result."""
 
     def __init__(
         self,
         m: Bundle,
         prompt: Prompt,
         options: Mapping[str, Any],
-        asked: Asked,
-        told: Told | None = None,
+        serving: ServeOptions,
+        on_update: OnUpdate | None = None,
     ) -> None:
-        """Check what is asked and encode the prompt; `told` is called from the engine's thread."""
+        """Check what is asked and encode the prompt; `on_update` is called from the engine's thread."""
         for name, value in options.items():
             refuse(
                 name in OPTIONS and not OPTIONS[name].served and value not in (DEFAULTS[name], None),
@@ -125,11 +128,11 @@ class Job:
             request.overflow in ("slide", "stream"),
             f'overflow "{request.overflow}" is not served: choose refuse or window',
         )
-        self.request, self.asked, self.told = request, asked, told
+        self.request, self.serving, self.on_update = request, serving, on_update
         self.prompts = prompts_of(m, [text])
         check_request(m.model, request, self.prompts, ends)
         self.row = Continuation(list(self.prompts.ids[0]))
-        self.tokens = list(self.row.prompt)  # the prompt, and what was written
+        self.tokens = list(self.row.prompt)  # the prompt, and the new ones
         self.sources = 0 if self.prompts.source is None else self.prompts.source.shape[1]
         self.stream = stream_of(m, self.prompts, 0, request.stop)
         self.chooser = Chooser(m.model, request, self.prompts, ends, [self.row])
@@ -139,16 +142,16 @@ class Job:
         self.prompt_alternatives: list[list[tuple[int, float]]] = []
         self.result: Generation | None = None
         self.error: Exception | None = None
-        self.after: Job | None = None  # begin when this one, which has the same prompt, has read it
+        self.after: Sequence | None = None  # begin when this one, which has the same prompt, has read it
         self.inside: dict[str, Any] | None = None  # what was asked for, ready for JSON
         self.number = 0  # of this request, in the order of arrival
         self.cached = 0  # tokens of the prompt that were found in the pool
         self.preempted = 0  # how often
         self.placed = False  # whether it is among those that run
-        self.guesses: Guesses | None = None  # once it was guessed how the text goes on
+        self.drafts: DraftTokens | None = None  # once there were any
         self._cancelled, self._done, self._new = False, threading.Event(), ""
         self.tables: dict[Group, Table] = {}
-        self.names: list[Named] = []
+        self.names: list[PrefixKey] = []
         self.restart()
 
     def restart(self) -> None:
@@ -167,7 +170,7 @@ class Job:
 
     def name(self, size: int, shares: bool) -> None:
         """Name the full blocks of the prompt, if blocks may be shared."""
-        apart = json.dumps([self.asked.adapter, self.asked.salt])  # what differs in it shares nothing
+        apart = json.dumps([self.serving.adapter, self.serving.salt])  # what differs in it shares nothing
         self.names = chain(apart, self.row.prompt, size) if shares and not self.sources else []
 
     def name_blocks(self, start: int, stop: int, size: int) -> None:
@@ -201,51 +204,51 @@ class Job:
     @property
     def most(self) -> int:
         """New tokens at most."""
-        return 0 if self.asked.nothing else self.request.max_new_tokens
+        return 0 if self.serving.prefill_only else self.request.max_new_tokens
 
     @property
     def decoding(self) -> bool:
-        """Return True when the next step reads the token written last, and nothing else."""
+        """Return True when the next step runs the last token, and nothing else."""
         return self.read >= len(self.row.prompt) and self.read == len(self.tokens) - 1
 
     @property
-    def reading(self) -> bool:
-        """Return True until the prompt is read, or the request has ended."""
+    def prefilling(self) -> bool:
+        """Return True until the prompt is computed, or the request has ended."""
         return not self.done and self.read < len(self.row.prompt)
 
-    def next_piece(self, size: int) -> tuple[int, int]:
-        """Return where the next tokens to read together begin and end.
+    def next_chunk(self, size: int) -> tuple[int, int]:
+        """Return where the next tokens to run together begin and end.
 
-        The prompt is read in pieces that end where blocks do, and what was written token by token, so that
+        The prompt is prefilled in chunks that end where blocks do, and new tokens run one by one, so that
         the shapes that attention sees never depend on other requests, nor on having been preempted.
         """
         start, whole = self.planned, len(self.row.prompt)
         return start, min((start // size + 1) * size, whole) if start < whole else start + 1
 
-    def guessed(self, place: int) -> int | None:
-        """Return the token that this step guesses at a place; None: it reads what is written."""
-        return None if self.guesses is None else self.guesses.at(place)
+    def draft_at(self, position: int) -> int | None:
+        """Return the draft token of this step at a position; None: the text has one there already."""
+        return None if self.drafts is None else self.drafts.at(position)
 
-    def fed(self, start: int, stop: int) -> list[int]:
-        """Return tokens that a step reads: of the text, or one behind it that is guessed."""
-        guess = self.guessed(start)
-        return self.tokens[start:stop] if guess is None else [guess]
+    def tokens_at(self, start: int, stop: int) -> list[int]:
+        """Return the tokens that a step runs: of the text, or a draft token behind it."""
+        draft = self.draft_at(start)
+        return self.tokens[start:stop] if draft is None else [draft]
 
     def stands(self, stop: int) -> bool:
-        """Return whether what the step has read up to `stop` is the text so far, with its guesses."""
+        """Return whether what the step has run up to `stop` is the text so far: no rejected draft token."""
         return (
-            not self.done and stop == len(self.tokens) and self.guessed(stop - 1) in (None, self.tokens[-1])
+            not self.done and stop == len(self.tokens) and self.draft_at(stop - 1) in (None, self.tokens[-1])
         )
 
-    def end_guesses(self) -> tuple[int, int]:
-        """Forget the keys of wrong guesses; return how many guesses were read, and how many were right."""
-        if self.guesses is None or not self.guesses.read:
+    def end_drafts(self) -> tuple[int, int]:
+        """Drop the keys of rejected draft tokens; return how many were verified, and how many accepted."""
+        if self.drafts is None or not self.drafts.read:
             return 0, 0
         self.read = self.planned = min(self.read, len(self.tokens) - 1)
-        return self.guesses.end(self.tokens)
+        return self.drafts.end(self.tokens)
 
     def cancel(self) -> None:
-        """Ask that the request ends; the engine frees its room at its next step."""
+        """Cancel the request; the engine frees its room at its next step."""
         self._cancelled = True
 
     def _is_cancelled(self) -> bool:
@@ -283,8 +286,8 @@ class Job:
         self.times.write()
         self._new, before = "", len(self.row.ids)
         goes_on = self.ends.go_on(0, self.row, int(chosen), self.row.steps + runs, self.ends.reason())
-        if self.told is not None and len(self.row.ids) > before:
-            self.told(self, self._new)
+        if self.on_update is not None and len(self.row.ids) > before:
+            self.on_update(self, self._new)
         return goes_on and len(self.row.ids) < self.most
 
     @property
@@ -298,7 +301,7 @@ class Job:
 
     def keep_prompt(self, logits: Tensor, start: int) -> None:
         """Keep the log-probabilities of the prompt's tokens behind place `start`: logits [T, V]."""
-        best = self.asked.prompt_logprobs
+        best = self.serving.prompt_logprobs
         following = self.row.prompt[start + 1 : start + 1 + len(logits)]
         if best is None or not following or self._prompt_kept:
             return
@@ -320,8 +323,8 @@ class Job:
             table.clear()
         self.states = {}
         self._done.set()
-        if self.told is not None:
-            self.told(self, rest)
+        if self.on_update is not None:
+            self.on_update(self, rest)
 
 
 def check_served(model: Transformer) -> None:
@@ -337,16 +340,16 @@ def check_served(model: Transformer) -> None:
     )
 
 
-def plain_greedy(jobs: Sequence[Job], logits: Tensor) -> list[Tensor | None]:
+def plain_greedy(seqs: abc.Sequence[Sequence], logits: Tensor) -> list[Tensor | None]:
     """Return the best token of each text [1] that takes it without a rule: logits [B, V] at once."""
     best = argmax(logits)[:, None]  # B 1
     finite = logits.gather(-1, best).isnan().logical_not()[:, 0].tolist()
     best = best.cpu()  # at once, and not one by one
-    return [token if fine and _takes_the_best(job) else None for job, token, fine in zip(jobs, best, finite)]
+    return [token if fine and _takes_the_best(seq) else None for seq, token, fine in zip(seqs, best, finite)]
 
 
-def _takes_the_best(job: Job) -> bool:
-    asked = job.request
+def _takes_the_best(seq: Sequence) -> bool:
+    asked = seq.request
     return asked.temperature == 0 and not asked.looks_back and not asked.restricts
 
 

@@ -33,7 +33,7 @@ from clearhead.run.serve.front_end import ENGINE, WORK, digest_given, key_digest
 
 LARGEST_BODY = 8_000_000  # bytes
 BODY_SECONDS = 30.0  # for a body to arrive
-FAREWELL = 1.0  # for a client that is refused to end what it sends
+DRAIN_SECONDS = 1.0  # for a client that is refused to end what it sends
 HEADER_SECONDS = 10.0  # for the line and the headers of a request to arrive
 MOST_CONNECTIONS = 4096
 FILES_LEFT = 256  # that the process needs beside its connections
@@ -127,7 +127,7 @@ class Guard:
         if refusal is not None:
             # What is still being sent is dropped: closing before would lose the answer on the way.
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(_dropped(receive), FAREWELL)
+                await asyncio.wait_for(_dropped(receive), DRAIN_SECONDS)
             more = {"Connection": "close"}
             if refusal[0] == 401 and scope["path"] == "/":
                 more["WWW-Authenticate"] = "Basic"
@@ -186,10 +186,10 @@ async def _dropped(receive: Receive) -> None:
         message = await receive()
 
 
-DOOR = Path(__file__).with_name("front_end.py")
+FRONT_END = Path(__file__).with_name("front_end.py")
 
 
-class ServerBehind(uvicorn.Server):
+class FrontedServer(uvicorn.Server):
     """uvicorn's server, whose connections are accepted by a process of its own where the system allows it."""
 
     def __init__(
@@ -204,11 +204,11 @@ class ServerBehind(uvicorn.Server):
         self.keys = keys
         self.host, self.listening, self.engines = host, listening, engines
         self.control: socket.socket | None = None
-        self.door: subprocess.Popen[bytes] | None = None
+        self.front_end: subprocess.Popen[bytes] | None = None
         self.tasks: set[asyncio.Task[Any]] = set()  # the loop itself keeps none alive
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start the application, and the door in front of it."""
+        """Start the application, and its front end."""
         self.loop = asyncio.get_running_loop()
         self.listening.listen(self.config.backlog)
         if not hasattr(socket, "send_fds"):  # no process can take another's connections here
@@ -222,23 +222,23 @@ class ServerBehind(uvicorn.Server):
             file.flush()
             memory = mmap.mmap(file.fileno(), 0)
             for number, engine in enumerate(self.engines):
-                engine.sign = Sign(memory, number, engine)
+                engine.heartbeat = Heartbeat(memory, number, engine)
             given = (self.listening.fileno(), theirs.fileno(), file.fileno())
             names = allowed_names(self.host)
             keys = [key_digest(key.encode()).hex() for key in self.keys]
             settings = {"names": None if names is None else sorted(names), "keys": keys}
-            command = [sys.executable, "-I", "-S", str(DOOR), *map(str, given)]
-            self.door = subprocess.Popen(
+            command = [sys.executable, "-I", "-S", str(FRONT_END), *map(str, given)]
+            self.front_end = subprocess.Popen(
                 command, stdin=subprocess.PIPE, pass_fds=given, start_new_session=True
             )
-            assert self.door.stdin is not None
-            with self.door.stdin as pipe:
+            assert self.front_end.stdin is not None
+            with self.front_end.stdin as pipe:
                 pipe.write(json.dumps(settings).encode())
         theirs.close()
         self.loop.add_reader(self.control, self._take)
 
     def _take(self) -> None:
-        """Take the connections that the door has handed over; without a door, accept them here."""
+        """Take the connections that the front end has handed over; without one, accept them here."""
         assert self.control is not None
         try:
             while True:
@@ -274,17 +274,17 @@ class ServerBehind(uvicorn.Server):
         return kind(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Close the door, and then end as uvicorn does."""
+        """End the front end, and then end as uvicorn does."""
         if self.control is not None:
             self.loop.remove_reader(self.control)
-            self.control.close()  # the door ends with it
+            self.control.close()  # the front end ends with it
         await super().shutdown([self.listening])
-        if self.door is not None:
-            await asyncio.to_thread(self.door.wait)
+        if self.front_end is not None:
+            await asyncio.to_thread(self.front_end.wait)
 
 
-class Sign:
-    """What the door may know of one engine: until when it counts as well, and its room."""
+class Heartbeat:
+    """What the front end may know of one engine: until when it counts as well, and its room."""
 
     def __init__(self, memory: mmap.mmap, number: int, engine: ServeEngine) -> None:
         self.memory, self.place, self.engine = memory, number * ENGINE.size, engine

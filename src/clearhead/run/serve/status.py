@@ -18,7 +18,7 @@ from clearhead.app.explorer.app import HEADERS, Json, make_app
 from clearhead.app.explorer.record import page_files
 from clearhead.app.explorer.session import Opened, Session
 from clearhead.run.serve.engine import KEPT, ServeEngine
-from clearhead.run.serve.sequence import Job
+from clearhead.run.serve.sequence import Sequence
 
 BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)  # seconds
 OURS = ("engine_steps_total",)  # without a name there
@@ -40,16 +40,16 @@ class Metrics:
         self.sums = dict.fromkeys(TIMES, 0.0)
         self._lock = threading.Lock()
 
-    def keep(self, job: Job) -> None:
+    def keep(self, seq: Sequence) -> None:
         """Count a request that has ended."""
-        times = job.times
+        times = seq.times
         if times.ended is None or times.begun is None:
             return
         with self._lock:
-            self._count("e2e_request_latency_seconds", times.ended - times.asked)
-            self._count("request_queue_time_seconds", times.begun - times.asked)
+            self._count("e2e_request_latency_seconds", times.ended - times.arrived)
+            self._count("request_queue_time_seconds", times.begun - times.arrived)
             if times.first is not None and times.last is not None:
-                self._count("time_to_first_token_seconds", times.first - times.asked)
+                self._count("time_to_first_token_seconds", times.first - times.arrived)
                 self._count("request_prefill_time_seconds", times.first - times.begun)
                 self._count("request_decode_time_seconds", times.last - times.first)
             for gap in times.gaps:
@@ -78,17 +78,17 @@ class Metrics:
 
 def _of_engines(engines: Mapping[str, ServeEngine]) -> Iterator[str]:
     figures: dict[tuple[str, str], Callable[[ServeEngine], float]] = {
-        ("engine_steps_total", "counter"): lambda e: e.figures.steps,
+        ("engine_steps_total", "counter"): lambda e: e.stats.steps,
         ("num_requests_running", "gauge"): lambda e: len(e.running),
-        ("num_requests_waiting", "gauge"): lambda e: len(e.waiting) + len(e.readings.waiting),
+        ("num_requests_waiting", "gauge"): lambda e: len(e.waiting) + len(e.pooling.waiting),
         ("kv_cache_usage_perc", "gauge"): lambda e: 0.0 if e.pool is None else e.pool.usage,
-        ("prefix_cache_queries_total", "counter"): lambda e: e.figures.prefix_asked,
-        ("prefix_cache_hits_total", "counter"): lambda e: e.figures.prefix_found,
-        ("prompt_tokens_total", "counter"): lambda e: e.figures.prompt_tokens,
-        ("generation_tokens_total", "counter"): lambda e: e.figures.new_tokens,
-        ("num_preemptions_total", "counter"): lambda e: e.figures.preempted,
-        ("spec_decode_num_draft_tokens_total", "counter"): lambda e: e.figures.guessed,
-        ("spec_decode_num_accepted_tokens_total", "counter"): lambda e: e.figures.guessed_right,
+        ("prefix_cache_queries_total", "counter"): lambda e: e.stats.prefix_asked,
+        ("prefix_cache_hits_total", "counter"): lambda e: e.stats.prefix_found,
+        ("prompt_tokens_total", "counter"): lambda e: e.stats.prompt_tokens,
+        ("generation_tokens_total", "counter"): lambda e: e.stats.new_tokens,
+        ("num_preemptions_total", "counter"): lambda e: e.stats.preempted,
+        ("spec_decode_num_draft_tokens_total", "counter"): lambda e: e.stats.drafted,
+        ("spec_decode_num_accepted_tokens_total", "counter"): lambda e: e.stats.accepted,
     }
     for (name, kind), value in figures.items():
         full = f"{'clearhead' if name in OURS else 'vllm'}:{name}"
@@ -97,7 +97,7 @@ def _of_engines(engines: Mapping[str, ServeEngine]) -> Iterator[str]:
             yield f'{full}{{model_name="{_quoted(model)}"}} {value(engine)}'
     yield "# TYPE vllm:request_success_total counter"
     for model, engine in engines.items():
-        for reason, count in list(engine.figures.ended.items()):
+        for reason, count in list(engine.stats.ended.items()):
             labels = f'model_name="{_quoted(model)}",finished_reason="{reason}"'
             yield f"vllm:request_success_total{{{labels}}} {count}"
 
@@ -126,12 +126,12 @@ def add_page(app: FastAPI, engines: Mapping[str, ServeEngine], host: str) -> Non
     @router.get("/open/{place}/{number}")
     def opened(place: int, number: int) -> Response:
         kept = list(engines.values())[place].finished if 0 <= place < len(engines) else ()
-        job = next((one for one in list(kept) if one.number == number), None)
-        if job is None:
+        seq = next((one for one in list(kept) if one.number == number), None)
+        if seq is None:
             raise HTTPException(404, f"request {number} is forgotten: the latest {KEPT} are kept")
-        if job.asked.adapter:
-            raise HTTPException(404, f"the explorer reads the model without adapter {job.asked.adapter}")
-        return RedirectResponse(f"/explore/{place}/#{_read(job)}", 303, headers=HEADERS)
+        if seq.serving.adapter:
+            raise HTTPException(404, f"the explorer reads the model without adapter {seq.serving.adapter}")
+        return RedirectResponse(f"/explore/{place}/#{_read(seq)}", 303, headers=HEADERS)
 
     app.include_router(router)
     for place, (name, engine) in enumerate(engines.items()):
@@ -141,26 +141,26 @@ def add_page(app: FastAPI, engines: Mapping[str, ServeEngine], host: str) -> Non
         app.mount(f"/explore/{place}", make_app(Session([opened_model]), host))
 
 
-def _read(job: Job) -> str:
+def _read(seq: Sequence) -> str:
     """Return what the explorer is to read, as its address says it."""
-    if job.prompts.source is None:
-        return urlencode({"ids": " ".join(map(str, job.tokens))})
-    found = job.result
+    if seq.prompts.source is None:
+        return urlencode({"ids": " ".join(map(str, seq.tokens))})
+    found = seq.result
     text = "" if found is None else found.text or ""
-    return urlencode({"ids": " ".join(map(str, job.prompts.source[0].tolist())), "written": text})
+    return urlencode({"ids": " ".join(map(str, seq.prompts.source[0].tolist())), "written": text})
 
 
 def _state(engine: ServeEngine) -> dict[str, Any]:
     """Return what the page shows of one engine; texts are not in it."""
-    figures, pool = engine.figures, engine.pool
+    figures, pool = engine.stats, engine.pool
     blocks = [] if pool is None else list(pool.blocks.items())
     return {
-        "running": [_about(job) for job in list(engine.running)[:LONGEST_LIST]],
-        "waiting": [_about(job) for job in list(engine.waiting)[:LONGEST_LIST]],
-        "finished": [_about(job) for job in reversed(engine.finished)],
+        "running": [_about(seq) for seq in list(engine.running)[:LONGEST_LIST]],
+        "waiting": [_about(seq) for seq in list(engine.waiting)[:LONGEST_LIST]],
+        "finished": [_about(seq) for seq in reversed(engine.finished)],
         "counts": {
             "running": len(engine.running),
-            "waiting": len(engine.waiting) + len(engine.readings.waiting),
+            "waiting": len(engine.waiting) + len(engine.pooling.waiting),
             "most_running": engine.limits.running,
             "most_waiting": engine.limits.waiting,
         },
@@ -191,17 +191,17 @@ def _state(engine: ServeEngine) -> dict[str, Any]:
     }
 
 
-def _about(job: Job) -> dict[str, Any]:
-    times = job.times
-    first = None if times.first is None else times.first - times.asked
+def _about(seq: Sequence) -> dict[str, Any]:
+    times = seq.times
+    first = None if times.first is None else times.first - times.arrived
     return {
-        "number": job.number,
-        "read": job.read,
-        "prompt": job.prompt_tokens,
-        "cached": job.cached,
-        "written": len(job.row.ids),
-        "most": job.most,
-        "reason": job.row.stop_reason if job.done else None,
+        "number": seq.number,
+        "read": seq.read,
+        "prompt": seq.prompt_tokens,
+        "cached": seq.cached,
+        "written": len(seq.row.ids),
+        "most": seq.most,
+        "reason": seq.row.stop_reason if seq.done else None,
         "first": first,
-        "seconds": None if times.ended is None else times.ended - times.asked,
+        "seconds": None if times.ended is None else times.ended - times.arrived,
     }

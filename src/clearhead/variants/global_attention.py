@@ -12,27 +12,22 @@ import torch.nn.functional as nnf
 from torch import Tensor, nn
 
 from clearhead.core import masks, positions
-from clearhead.core.attend import eager, fused
-from clearhead.core.attention import Attention, attention_steps
+from clearhead.core.attention import Attention, attention_steps, eager, fused
 from clearhead.core.cache import LayerKeys
 from clearhead.core.config import StackSpec
-from clearhead.core.config.kinds import GlobalKind
+from clearhead.core.config.kinds import FULL, Kind
 from clearhead.core.steps import Pass, Step, linear_step
 from clearhead.core.taps import SILENT, Tap
+from clearhead.variants.block_attention import BlockPlan
 from clearhead.variants.blocks import plain_blocks
-
-
-def tokens_of(view: masks.View) -> masks.Tokens:
-    """Return the tokens that a view describes."""
-    assert view.tokens is not None  # the stack gives them to every kind that does not choose among keys
-    return view.tokens
+from clearhead.variants.kinds import GlobalKind
 
 
 class GlobalAttention(Attention):
     """Attention in which global tokens see all tokens, through projections of their own (Longformer)."""
 
-    def __init__(self, spec: StackSpec, name: str) -> None:
-        super().__init__(spec, name)
+    def __init__(self, spec: StackSpec, name: str, kind: Kind = FULL) -> None:
+        super().__init__(spec, name, kind)
         self.q_global, self.k_global, self.v_global = (
             nn.Linear(layer.in_features, layer.out_features, layer.bias is not None)
             for layer in (self.q, self.k, self.v)
@@ -42,10 +37,10 @@ class GlobalAttention(Attention):
         self, q: Tensor, k: Tensor, v: Tensor, view: masks.View, cache: LayerKeys | None, tap: Tap, x: Tensor
     ) -> Tensor:
         """Attend with queries [B, H, T, E] to keys and values [B, K, T, E]; global ones by projecting x."""
-        marked, plan = tokens_of(view).globals, view.blocks
+        marked, plan = view.described().globals, view.blocks
         if marked is None:
             return super().attend(q, k, v, view, cache, tap, x)
-        if plan is None or self.kernel == "eager" or tap.wants("scores", "pattern"):
+        if not isinstance(plan, BlockPlan) or self.kernel == "eager" or tap.wants("scores", "pattern"):
             # Each query meets the keys of its own projections: the other half of it is zero.
             mine = marked[:, None, :, None]  # B|1 1 T 1
             q_own, k_own, v_own = self._projected(x, view.rotary, x, view, tap)
@@ -68,17 +63,17 @@ class GlobalAttention(Attention):
         products = rotary is None and self.k_norm is None  # keys are a product of x, by plain weights
         products &= all(type(layer) is nn.Linear for layer in (self.k_global, self.v_global))
         if products and self.n_heads * slots.shape[1] < self.k_global.out_features:
-            whole = self._turned(asking, x, how)
+            whole = self._absorbed(asking, x, how)
         else:
             whole = fused(*self._projected(asking, rotary, x, view, tap), scale=self.scale, **how)
         # A row with fewer global tokens than another has slots of others here, which keep what they have.
         mine = marked.take_along_dim(slots, 1)[:, None, :, None]
         return z.scatter(2, at.expand_as(whole), torch.where(mine, whole, z.take_along_dim(at, 2)))
 
-    def _turned(self, asking: Tensor, x: Tensor, how: dict[str, Any]) -> Tensor:
+    def _absorbed(self, asking: Tensor, x: Tensor, how: dict[str, Any]) -> Tensor:
         """Attend with tokens [B, G, D] to x [B, T, D], whose keys and values are not computed: [B, H, G, E].
 
-        Since q · (W x + b) = (Wᵀ q) · x + q · b, a few queries are turned in place of all keys. Values are
+        Since q · (W x + b) = (Wᵀ q) · x + q · b, a few queries absorb the key projection. Values are
         projected once the tokens are mixed.
         """
 
@@ -117,36 +112,37 @@ class GlobalAttention(Attention):
         own = {name: share for name, share in shares.items() if name[0] in "qkv"}
         return {**shares, **{f"{name[0]}_global{name[1:]}": share for name, share in own.items()}}
 
-
-def global_steps(spec: StackSpec, run: Pass, name: str, T: int, kind: GlobalKind) -> Iterator[Step]:
-    """Yield the steps of attention with global tokens: one in each row, or none where calls name them."""
-    B, D, E, Ev = run.batch, spec.d_model, spec.d_head, spec.d_value
-    heads, kv_heads = len(spec.heads_of(name)), spec.kv_heads_of(name)
-    dense, none = plain_blocks(kind, T, causal=False) is None, kind.tokens == "given"
-    for step in attention_steps(spec, run, name, T, T, kind, "attention"):
-        if step.name == f"{name}.scores":
-            # Few queries are turned in place of all keys, where these are a product of x.
-            turned = (
-                not dense and spec.positions != "rope" and spec.qk_norm == "none" and heads < kv_heads * E
-            )
-            queries, keys = T if dense else 1, 1 if turned else T
-            for part, rows, width in (
-                ("q", B * queries, heads * E),
-                ("k", B * keys, kv_heads * E),
-                ("v", B * keys, kv_heads * Ev),
-            ):
-                kept = 0 if none else rows * width * run.size
-                bias = spec.key_bias if part == "k" else spec.qkv_bias
-                own = linear_step(f"{name}.{part}_global", "attention", rows, D, width, bias, kept=kept)
-                yield replace(own, m=0) if none else own
-            if not none and not dense:
-                kept = B * T * (2 * heads * run.wide + (D + 1) * run.size * turned)
-                k, n = (D + 1, D + 1) if turned else (E, Ev)
-                yield Step(f"{name}.scores_global", "attention", m=heads, n=T, k=k, count=B, kept=kept)
-                yield Step(f"{name}.z_global", "attention", m=heads, n=n, k=T, count=B)
-        widened = dense and not none
-        if widened and step.name == f"{name}.scores":
-            step = replace(step, k=2 * step.k)
-        if widened and step.name == f"{name}.z":
-            step = replace(step, n=2 * step.n, kept=3 * step.kept)  # of both halves, and of the chosen ones
-        yield step
+    @staticmethod
+    def steps(spec: StackSpec, run: Pass, name: str, T: int, kind: Kind) -> Iterator[Step]:
+        """Yield the steps of attention with global tokens: one in each row, or none where calls name them."""
+        assert isinstance(kind, GlobalKind)
+        B, D, E, Ev = run.batch, spec.d_model, spec.d_head, spec.d_value
+        heads, kv_heads = len(spec.heads_of(name)), spec.kv_heads_of(name)
+        dense, none = plain_blocks(kind, T, causal=False) is None, kind.tokens == "given"
+        for step in attention_steps(spec, run, name, T, T, kind, "attention"):
+            if step.name == f"{name}.scores":
+                # Few queries are absorbed in place of all keys, where these are a product of x.
+                absorbed = (
+                    not dense and spec.positions != "rope" and spec.qk_norm == "none" and heads < kv_heads * E
+                )
+                queries, keys = T if dense else 1, 1 if absorbed else T
+                for part, rows, width in (
+                    ("q", B * queries, heads * E),
+                    ("k", B * keys, kv_heads * E),
+                    ("v", B * keys, kv_heads * Ev),
+                ):
+                    kept = 0 if none else rows * width * run.size
+                    bias = spec.key_bias if part == "k" else spec.qkv_bias
+                    own = linear_step(f"{name}.{part}_global", "attention", rows, D, width, bias, kept=kept)
+                    yield replace(own, m=0) if none else own
+                if not none and not dense:
+                    kept = B * T * (2 * heads * run.wide + (D + 1) * run.size * absorbed)
+                    k, n = (D + 1, D + 1) if absorbed else (E, Ev)
+                    yield Step(f"{name}.scores_global", "attention", m=heads, n=T, k=k, count=B, kept=kept)
+                    yield Step(f"{name}.z_global", "attention", m=heads, n=n, k=T, count=B)
+            widened = dense and not none
+            if widened and step.name == f"{name}.scores":
+                step = replace(step, k=2 * step.k)
+            if widened and step.name == f"{name}.z":
+                step = replace(step, n=2 * step.n, kept=3 * step.kept)  # both halves, and the chosen ones
+            yield step

@@ -1,10 +1,10 @@
-"""Guesses from a request's own text change nothing but the number of steps."""
+"""DraftTokens from a request's own text change nothing but the number of steps."""
 
 from __future__ import annotations
 
 import pytest
 
-from clearhead.run.serve.cuda_graph import GraphWriter
+from clearhead.run.serve.cuda_graph import CudaGraphRunner
 from clearhead.run.serve.engine import FEW, RowPrice, ServeEngine
 from clearhead.run.serve.limits import Limits
 from clearhead.run.serve.status import Metrics
@@ -26,7 +26,7 @@ def every_guess_pays(monkeypatch):
 )
 def test_a_mix_of_repeating_texts_equals_each_alone(shape, seed, byte_tokenizer):
     engine = mixes.mixed(mixes.model(shape, byte_tokenizer), seed, guessing=True, exact=bool(seed % 2))
-    assert engine.figures.guessed > engine.figures.guessed_right > 0
+    assert engine.stats.drafted > engine.stats.accepted > 0
 
 
 @pytest.mark.parametrize("rows", [True, False])
@@ -38,10 +38,10 @@ def test_guesses_leave_every_bit_of_the_logits_and_take_fewer_steps(rows, every_
         engine = ServeEngine(m, Limits(block=4, exact=True, rows=rows, lookup=lookup))
         if not engine.exact:
             pytest.skip("on this machine the library's products depend on the number of rows")
-        jobs = [
+        seqs = [
             engine.submit(text, {"max_new_tokens": 30, "alternatives": mixes.V}) for text in (LOOP, PROMPT)
         ]
-        found.append(served(engine, *jobs))
+        found.append(served(engine, *seqs))
     for plain, guessed in zip(*found):
         assert (plain.ids, plain.alternatives) == (guessed.ids, guessed.alternatives)
     assert found[1][0].steps < found[0][0].steps == 30
@@ -56,19 +56,19 @@ def test_a_stop_string_or_a_client_that_goes_ends_a_text_within_its_guesses(ever
     engine = ServeEngine(m, Limits(block=2, running=2, waiting=99))
     told = []
 
-    def leave(job, new):
+    def leave(seq, new):
         told.append(new)
         if len(told) == 17:
-            job.cancel()
+            seq.cancel()
 
-    left = engine.submit(LOOP, {"max_new_tokens": 40}, told=leave)
-    jobs = [engine.submit(LOOP, {"max_new_tokens": 40, "stop": [stop]}) for stop in stops]
-    for stop, found in zip(stops, served(engine, *jobs)):
+    left = engine.submit(LOOP, {"max_new_tokens": 40}, on_update=leave)
+    seqs = [engine.submit(LOOP, {"max_new_tokens": 40, "stop": [stop]}) for stop in stops]
+    for stop, found in zip(stops, served(engine, *seqs)):
         alone = m.generate(LOOP, 40, stop=[stop])
         assert (found.ids, found.text, found.stop_reason) == (alone.ids, alone.text, "stop")
     assert left.wait(0).stop_reason == "cancelled"
     assert left.wait(0).ids == whole.ids[: len(left.wait(0).ids)]
-    assert engine.figures.guessed_right > 0
+    assert engine.stats.accepted > 0
     assert engine.pool.used == 0
 
 
@@ -78,20 +78,20 @@ def test_rows_of_one_text_see_each_other_in_recorded_steps(lookup, every_guess_p
     m = mixes.model("rope-gqa", byte_tokenizer)
     m.special.clear()
     engine = ServeEngine(m, Limits(block=16, cache_tokens=96, lookup=lookup))
-    engine.passes.writer = GraphWriter(m.model, 32)
+    engine.model_runner.decode_runner = CudaGraphRunner(m.model, 32)
     texts = [LOOP, LOOP[1:], PROMPT[:9]]
-    jobs = [engine.submit(text, {"max_new_tokens": 25, "logprobs": True}) for text in texts]
-    for text, found in zip(texts, served(engine, *jobs)):
+    seqs = [engine.submit(text, {"max_new_tokens": 25, "logprobs": True}) for text in texts]
+    for text, found in zip(texts, served(engine, *seqs)):
         alone = m.generate(text, 25, logprobs=True)
         assert found.ids == alone.ids
         assert max(abs(a - b) for a, b in zip(found.logprobs, alone.logprobs)) < 1e-4
-    assert engine.figures.preempted > 0
-    assert (engine.figures.guessed > 0) == bool(lookup)
+    assert engine.stats.preempted > 0
+    assert (engine.stats.drafted > 0) == bool(lookup)
 
 
 @pytest.mark.cpu  # on a GPU nothing is guessed
 def test_a_guess_is_read_where_it_pays(byte_tokenizer):
-    """A row has the price that steps had so far; guesses that fail, or come in a crowd, are not read."""
+    """A row has the price that steps had so far; drafts that fail, or come in a crowd, are not read."""
     price = RowPrice()
     for rows in (1, 1, 1, 3, 2):
         price.keep(rows, 0.024 + 0.008 * rows)
@@ -102,16 +102,16 @@ def test_a_guess_is_read_where_it_pays(byte_tokenizer):
 
     def guessed(texts, **options):
         engine = ServeEngine(m, Limits(waiting=99))
-        engine.ahead.price.of_one_more = lambda rows, tokens: 0.4
-        jobs = [engine.submit(text, {"max_new_tokens": 40, **options}) for text in texts]
-        served(engine, *jobs)
+        engine.speculation.price.of_one_more = lambda rows, tokens: 0.4
+        seqs = [engine.submit(text, {"max_new_tokens": 40, **options}) for text in texts]
+        served(engine, *seqs)
         page = Metrics().text({"m": engine})
-        assert f'num_draft_tokens_total{{model_name="m"}} {engine.figures.guessed}\n' in page
-        assert f'num_accepted_tokens_total{{model_name="m"}} {engine.figures.guessed_right}\n' in page
-        return engine.figures
+        assert f'num_draft_tokens_total{{model_name="m"}} {engine.stats.drafted}\n' in page
+        assert f'num_accepted_tokens_total{{model_name="m"}} {engine.stats.accepted}\n' in page
+        return engine.stats
 
     circles = guessed([LOOP])
-    assert circles.guessed_right > 20
+    assert circles.accepted > 20
     assert circles.steps < 25
-    assert guessed([LOOP], temperature=50.0).guessed == 0  # nothing comes twice
-    assert guessed([LOOP] * (FEW + 1)).guessed == 0
+    assert guessed([LOOP], temperature=50.0).drafted == 0  # nothing comes twice
+    assert guessed([LOOP] * (FEW + 1)).drafted == 0

@@ -1,4 +1,4 @@
-"""The door answers at once whatever the server does, and leaves all else to it."""
+"""The front end answers at once whatever the server does, and leaves all else to it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from clearhead.app.commands.models import bind
 from clearhead.run.serve.app import make_server
 from clearhead.run.serve.engine import ServeEngine
 from clearhead.run.serve.limits import Limits
-from clearhead.run.serve.server import Connection, ServerBehind
+from clearhead.run.serve.server import Connection, FrontedServer
 from tests.serve import mixes
 
 pytestmark = pytest.mark.skipif(
@@ -27,42 +27,42 @@ ASK = b'{"prompt": "Hi", "max_tokens": 3, "temperature": 0}'
 
 
 @contextmanager
-def behind(tokenizer, keys=()):
-    """A server behind a door, of an engine that takes no steps by itself."""
+def fronted(tokenizer, keys=()):
+    """A server behind its front end, of an engine that takes no steps by itself."""
     engine = ServeEngine(mixes.model("learned", tokenizer), Limits(running=1, waiting=1))
     engine.start = lambda: None
     app = make_server({"m": engine}, drain=0.0, keys=keys)
     config = uvicorn.Config(app, log_level="error", lifespan="on", http=Connection)
-    server = ServerBehind(config, "127.0.0.1", bind("127.0.0.1", 0), [engine], keys)
+    server = FrontedServer(config, "127.0.0.1", bind("127.0.0.1", 0), [engine], keys)
     server.port, server.engine = server.listening.getsockname()[1], engine
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
-    while not server.started or server.door is None:
+    while not server.started or server.front_end is None:
         time.sleep(0.01)
     yield server
     server.should_exit = True
     thread.join(30)
-    assert server.door.returncode is not None
+    assert server.front_end.returncode is not None
     with pytest.raises(OSError):
         socket.create_connection(("127.0.0.1", server.port), 5).close()
 
 
 @pytest.fixture
 def server(byte_tokenizer):
-    with behind(byte_tokenizer) as server:
+    with fronted(byte_tokenizer) as server:
         yield server
 
 
 def told(
-    port: int, line: str, body: bytes = b"", host: str = "127.0.0.1", pieces: int = 1, more: str = ""
+    port: int, line: str, body: bytes = b"", host: str = "127.0.0.1", chunks: int = 1, more: str = ""
 ) -> bytes:
-    """Send a request, in one piece or several, and return all that comes back."""
+    """Send a request, in one chunk or several, and return all that comes back."""
     head = f"{line} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nConnection: close\r\n{more}"
     raw = f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
     with socket.create_connection(("127.0.0.1", port), 20) as one:
-        for number in range(pieces):
-            one.sendall(raw[number * len(raw) // pieces : (number + 1) * len(raw) // pieces])
-            time.sleep(0.05 if pieces > 1 else 0)
+        for number in range(chunks):
+            one.sendall(raw[number * len(raw) // chunks : (number + 1) * len(raw) // chunks])
+            time.sleep(0.05 if chunks > 1 else 0)
         found = b""
         while part := one.recv(1 << 16):
             found += part
@@ -72,7 +72,7 @@ def told(
 def test_health_and_refusals_do_not_wait_for_the_server(server):
     """The server's loop is asleep, and its one row and its one place are taken."""
     assert told(server.port, "GET /health").startswith(b"HTTP/1.1 200 ")
-    jobs = [server.engine.submit([20, 21], {"max_new_tokens": 2}) for _ in range(2)]
+    seqs = [server.engine.submit([20, 21], {"max_new_tokens": 2}) for _ in range(2)]
     asleep, awake = threading.Event(), threading.Event()
     sleeper = threading.Thread(target=told, args=(server.port, "GET /sleep"))
 
@@ -92,30 +92,30 @@ def test_health_and_refusals_do_not_wait_for_the_server(server):
     sleeper.join(20)
     while server.engine.busy:
         server.engine.step()
-    assert all(job.wait(0) for job in jobs)
+    assert all(seq.wait(0) for seq in seqs)
     assert told(server.port, "GET /health").startswith(b"HTTP/1.1 200 ")
-    server.engine.moved, server.engine.waiting = -1e9, [jobs[0]]
-    server.engine.sign()
+    server.engine.moved, server.engine.waiting = -1e9, [seqs[0]]
+    server.engine.heartbeat()
     assert told(server.port, "GET /health").startswith(b"HTTP/1.1 503 ")
     server.engine.waiting = type(server.engine.finished)()
 
 
-@pytest.mark.parametrize("pieces", [1, 3])
-def test_all_else_comes_to_the_server_as_it_was_sent(server, pieces):
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_all_else_comes_to_the_server_as_it_was_sent(server, chunks):
     stepped = threading.Thread(target=lambda: [time.sleep(0.01) or server.engine.step() for _ in range(200)])
     stepped.start()
-    answer = told(server.port, "POST /v1/completions", ASK, pieces=pieces)
+    answer = told(server.port, "POST /v1/completions", ASK, chunks=chunks)
     stepped.join(60)
     assert answer.startswith(b"HTTP/1.1 200 ")
     assert b'"completion_tokens":3' in answer
     for line, host in (("GET /health", "evil.example"), ("POST /v1/completions", "evil.example")):
         assert told(server.port, line, ASK, host).startswith(b"HTTP/1.1 403 ")
-    assert told(server.port, "GET /nothing", pieces=pieces).startswith(b"HTTP/1.1 404 ")
+    assert told(server.port, "GET /nothing", chunks=chunks).startswith(b"HTTP/1.1 404 ")
 
 
-def test_without_its_door_the_server_listens_itself(server):
-    os.kill(server.door.pid, signal.SIGKILL)
-    server.door.wait()
+def test_without_its_front_end_the_server_listens_itself(server):
+    os.kill(server.front_end.pid, signal.SIGKILL)
+    server.front_end.wait()
     for _ in range(100):
         if server.servers:
             break
@@ -167,10 +167,10 @@ WRONG = {
 
 def test_only_work_that_can_be_done_takes_room_from_others(byte_tokenizer):
     """40 of each at once, where 2 requests may be on their way; then one that is right is served."""
-    with behind(byte_tokenizer, ["right"]) as server:
+    with fronted(byte_tokenizer, ["right"]) as server:
         for name, raw in WRONG.items():
             opened = flood(server.port, raw)
-            # The door is patient with half a request; what it counts, it would count for two seconds.
+            # The front end is patient with half a request; what it counts, it would count for two seconds.
             time.sleep(0.3 if "half" in name or name == "no body" else 0.05)
             with stepping(server.engine):
                 found = told(server.port, "POST /v1/completions", ASK, more=f"{KEY}\r\n")
@@ -178,18 +178,18 @@ def test_only_work_that_can_be_done_takes_room_from_others(byte_tokenizer):
                 one.close()
             assert found.startswith(b"HTTP/1.1 200 "), (name, found)
         # While there is no room, a wrong key is told that it is wrong, and a right one to come again.
-        jobs = [server.engine.submit([20, 21], {"max_new_tokens": 2}) for _ in range(2)]
+        seqs = [server.engine.submit([20, 21], {"max_new_tokens": 2}) for _ in range(2)]
         assert told(server.port, "POST /v1/completions", ASK).startswith(b"HTTP/1.1 401 ")
         refused = told(server.port, "POST /v1/completions", ASK, more=f"{KEY}\r\n")
         assert refused.startswith(b"HTTP/1.1 429 ")
         while server.engine.busy:
             server.engine.step()
-        assert all(job.done for job in jobs)
+        assert all(seq.done for seq in seqs)
 
 
 def test_work_on_its_way_counts(byte_tokenizer):
     """The server's loop is asleep: of a burst as many are handed over as there is room for."""
-    with behind(byte_tokenizer, ["right"]) as server:
+    with fronted(byte_tokenizer, ["right"]) as server:
         awake = threading.Event()
         server.loop.call_soon_threadsafe(awake.wait, 20)
         opened = flood(server.port, head_of(ASK, KEY), 10)

@@ -1,9 +1,10 @@
-"""The streaming form of the cache: the first tokens and the last ones, for texts without end.
+"""Caches that forget: `WindowCache`, and `StreamCache` for sequences without end.
 
-Each row keeps its first tokens, the sinks, and its last ones, and attends to them as if they were a text of
-their own: positions are those within the cache (StreamingLLM). Keys in the ring stay rotated by the place of
-their token in the whole text, as the query is, so distances among them are right already. The sinks alone
-move: for every query they stand just before the ring.
+A `WindowCache` keeps the keys of the window of each layer. A `StreamCache` keeps the first tokens of each
+row, the sinks, and its last ones, and attends to them as if they were a sequence of their own: positions are
+those within the cache (StreamingLLM). Keys in the ring stay rotated by the position of their token in the
+whole sequence, as the query is, so distances among them are right already. The sinks alone move: for every
+query they stand just before the ring.
 
 Shapes: B batch, K key/value heads, T new tokens, S all tokens, N sinks, E head width.
 """
@@ -13,12 +14,118 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from clearhead.core.cache import LayerKeys, RingKeys, WindowCache
+from clearhead.core.cache import Cache, LayerKeys
 from clearhead.core.config import TABLES, ModelConfig
 from clearhead.core.config.kinds import Full, Kind, Windowed
-from clearhead.core.masks import Tokens, join
+from clearhead.core.masks import Slots, Tokens, empty_slots, join, next_order
 from clearhead.core.positions import RopePositions, Rotary, rotate
 from clearhead.errors import InputError, refuse
+
+
+class WindowCache(Cache):
+    """Layers with a window keep its keys, those of the last real tokens of each row; other layers grow.
+
+    A token is written to slot `order % window` of its row, so each row forgets by its own count of real
+    tokens. Sinks have slots of their own before these, by position. One more slot at the end takes what is
+    not kept: padding, and tokens that leave the window within one call.
+    """
+
+    _new: Tokens  # those of the call in progress
+
+    def __init__(self, reserve: int = 0) -> None:
+        super().__init__(reserve)
+        self.slots: dict[Kind, Tensor] = {}  # the slot of each new token, B T
+        self._before: dict[Kind, Slots] = {}  # the ring before the call in progress
+
+    def layer(self, index: int, kind: Kind) -> LayerKeys:
+        """Return the self-attention keys of one layer."""
+        if kind.reach is None:
+            return super().layer(index, kind)
+        return self.layers.setdefault(index, RingKeys(self, kind))
+
+    def begin(self, tokens: Tokens) -> None:
+        """Prepare for new tokens; each ring is written when the first layer with its window asks."""
+        super().begin(tokens)
+        self._new = tokens
+        self.slots.clear()
+
+    def visible(self, kind: Kind) -> Tokens:
+        """Return the ring with one new token in it, or the ring before the call and several new tokens."""
+        if kind.reach is None:
+            return super().visible(kind)
+        if kind not in self.slots:
+            self._write(kind, kind.reach, self._new)
+        return self.rings[kind] if self._new.length == 1 else join(self._before[kind], self._new)
+
+    def aligned(self, bias: Tensor, kind: Kind) -> Tensor:
+        """Return the bias in layers without a window; refuse it where a ring lacks some of its keys."""
+        refuse(
+            kind.reach is not None,
+            f"bias speaks of keys that a window cache of {kind.reach} forgets: use Cache()",
+        )
+        return bias
+
+    def _write(self, kind: Kind, window: int, tokens: Tokens) -> None:
+        """Write the new tokens into the ring of this kind."""
+        order, real, sinks, trash = tokens.order, tokens.real_mask(), kind.kept_first, kind.slots - 1
+        old = self.rings.get(kind) or empty_slots(order.shape[0], kind.slots, order.device)
+        batch = max(order.shape[0], old.order.shape[0])  # 1 on either side where all rows are alike
+        last = torch.where(real, order, -1).amax(1, keepdim=True)
+        slot = torch.where(real & (order > last - window), sinks + order % window, trash)
+        if sinks:
+            slot = torch.where(real & (tokens.positions < sinks), tokens.positions, slot)
+        slot = slot.expand(batch, -1)
+
+        def written(ring: Tensor, new: Tensor) -> Tensor:
+            return ring.expand(batch, -1).scatter(1, slot, new.expand(batch, -1))
+
+        order, positions, real, documents = map(written, old.tensors(), tokens.tensors())
+        real[:, trash] = False
+        self.rings[kind] = Slots(order, positions, real, documents)
+        self._before[kind], self.slots[kind] = old, slot
+
+    def reorder(self, rows: Tensor, cross: bool = True) -> None:
+        """Replace row i by row `rows[i]` in every layer and ring."""
+        super().reorder(rows, cross)
+        self.rings = {kind: ring.of_rows(rows) for kind, ring in self.rings.items()}
+
+    def crop(self, length: int) -> None:
+        """Forget all, or all but the first `length` slots as long as no window has begun to forget."""
+        for kind, ring in self.rings.items():
+            refuse(
+                0 < length < self.length and int(ring.order.max()) >= (kind.reach or 0),
+                f"a window cache of {kind.reach} has forgotten what a crop to {length} needs: "
+                "use Cache() to step back",
+            )
+        if length == self.length:
+            return
+        super().crop(length)
+        real = self.tokens.real if self.tokens is not None else None
+        count = length if real is None else next_order(self.tokens, real.shape[0], real.device)
+        for kind, ring in self.rings.items():
+            self.rings[kind] = replace(ring, real=ring.real & (ring.order < count))
+
+
+class RingKeys(LayerKeys):
+    """Keys of the sinks and of the last real tokens of each row, and one slot for what is not kept."""
+
+    bounded = True
+
+    def __init__(self, cache: WindowCache, kind: Kind) -> None:
+        self.cache, self.kind = cache, kind
+
+    def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Write into the ring; return it, or for several tokens the ring as it was and then the new keys."""
+        B, K, T, _ = k.shape
+        if self.k is None or self.v is None:
+            self.k = k.new_zeros(B, K, self.kind.slots, k.shape[3])
+            self.v = v.new_zeros(B, K, self.kind.slots, v.shape[3])
+        slot = self.cache.slots[self.kind].expand(B, T)[:, None, :, None]
+        k, v = k.detach(), v.detach()
+        whole = None if T == 1 else (torch.cat([self.k, k], dim=2), torch.cat([self.v, v], dim=2))
+        self.k.scatter_(2, slot.expand(-1, K, -1, k.shape[3]), k)
+        self.v.scatter_(2, slot.expand(-1, K, -1, v.shape[3]), v)
+        return whole or (self.k, self.v)
 
 
 def check_stream(config: ModelConfig, window: int, sinks: int) -> None:
@@ -80,7 +187,7 @@ class StreamCache(WindowCache):
         self.window, self.sinks, self.spec = window, sinks, config.stacks[-1]
         self.ring = Windowed(window - sinks, sinks)  # what each layer that streams holds
         self.rope = RopePositions(self.spec) if self.spec.positions == "rope" else None
-        self.turns: dict[Kind, Rotary] = {}  # what moves the sinks
+        self.rotations: dict[Kind, Rotary] = {}  # what moves the sinks
 
     @property
     def moves(self) -> bool:
@@ -91,8 +198,8 @@ class StreamCache(WindowCache):
         """Return the self-attention keys of one layer."""
         if not sees_past(kind, self.window):
             return super().layer(index, kind)
-        turned = self.rope is not None and index not in self.spec.rope_skips
-        return self.layers.setdefault(index, StreamKeys(self, kind if turned else None))
+        rotates = self.rope is not None and index not in self.spec.rope_skips
+        return self.layers.setdefault(index, StreamKeys(self, kind if rotates else None))
 
     def begin(self, tokens: Tokens) -> None:
         """Prepare for new tokens."""
@@ -102,7 +209,7 @@ class StreamCache(WindowCache):
         )
         self._new = tokens
         self.slots.clear()
-        self.turns.clear()
+        self.rotations.clear()
         self._write(self.ring, self.ring.size, tokens)
 
     def visible(self, kind: Kind) -> Tokens:
@@ -114,7 +221,7 @@ class StreamCache(WindowCache):
         if self.moves and self.rope is not None:
             cos, sin = self.rope.rotary(shift, kind.reach)
             size = torch.hypot(cos, sin)  # a factor on all keys, which these have already
-            self.turns[kind] = Rotary(cos / size, sin / size)
+            self.rotations[kind] = Rotary(cos / size, sin / size)
         if new.length == 1:
             positions = ring.positions.clone()
             positions[:, :N] += shift
@@ -122,9 +229,9 @@ class StreamCache(WindowCache):
         seen, copies = join(self._before[self.ring], new), new.length * N if self.moves else 0
         if copies:  # the sinks once more for each query past the window, which sees its own alone
             order = new.order.repeat_interleave(N, 1)  # B|1 T·N
-            places = order - self.window + 1 + torch.arange(N, device=order.device).repeat(new.length)
+            positions = order - self.window + 1 + torch.arange(N, device=order.device).repeat(new.length)
             real = new.real_mask().repeat_interleave(N, 1) & (order >= self.window)
-            seen = join(seen, Tokens(order, places, real, None, plain=False))
+            seen = join(seen, Tokens(order, positions, real, None, plain=False))
         until = torch.where(seen.order < N, self.window, seen.order + self.ring.size)
         own = until.shape[1] - copies
         until[:, own:] = seen.order[:, own:] + 1
@@ -153,32 +260,32 @@ class StreamKeys(RingKeys):
     cache: StreamCache
     first: Tensor | None = None  # B K N+1 E: the sinks where they stood, and one slot for all else
 
-    def __init__(self, cache: StreamCache, turned: Kind | None) -> None:
-        """Make the keys of a layer; `turned` is its kind of attention if it rotates keys."""
+    def __init__(self, cache: StreamCache, rotated: Kind | None) -> None:
+        """Make the keys of a layer; `rotated` is its kind of attention if it rotates keys."""
         super().__init__(cache, cache.ring)
-        self.turned = turned
+        self.rotated = rotated
 
     def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Write into the ring; return it, or for several tokens all that `StreamCache.visible` describes."""
         (B, K, T, E), N = k.shape, self.cache.sinks
         keys, values = super().update(k, v)
-        if self.turned is not None and N:
+        if self.rotated is not None and N:
             if self.first is None:
                 self.first = k.new_zeros(B, K, N + 1, E)
             slot = self.cache.slots[self.kind].clamp(max=N).expand(B, T)[:, None, :, None]
             self.first.scatter_(2, slot.expand(-1, K, -1, E), k.detach())
         if not self.cache.moves:
             return keys, values
-        buffer, held = self.read()
+        buffer, kept = self.read()
         sinks = (buffer if self.first is None else self.first)[:, :, None, :N].expand(-1, -1, T, -1, -1)
-        if self.turned is not None:
-            turn = Rotary(*(part[..., None, :] for part in self.cache.turns[self.turned]))
-            sinks = rotate(sinks, turn, self.cache.spec.rope_layout)  # B K T N E
+        if self.rotated is not None:
+            rotation = Rotary(*(part[..., None, :] for part in self.cache.rotations[self.rotated]))
+            sinks = rotate(sinks, rotation, self.cache.spec.rope_layout)  # B K T N E
         if T == 1:
             buffer[:, :, :N] = sinks[:, :, 0]
             return keys, values
-        held = held[:, :, None, :N].expand(-1, -1, T, -1, -1)
-        return torch.cat([keys, sinks.flatten(2, 3)], 2), torch.cat([values, held.flatten(2, 3)], 2)
+        kept = kept[:, :, None, :N].expand(-1, -1, T, -1, -1)
+        return torch.cat([keys, sinks.flatten(2, 3)], 2), torch.cat([values, kept.flatten(2, 3)], 2)
 
     def reorder(self, rows: Tensor) -> None:
         """Replace row i by row `rows[i]`."""

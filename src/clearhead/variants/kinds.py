@@ -1,0 +1,333 @@
+"""Kinds of attention that a config may name beside "full" and "window": their sizes, rules and states.
+
+`core.config.kinds` lists them. Rules take tensors of any shapes that broadcast, so that masks over pairs,
+over gathered blocks and inside a compiled kernel are one rule.
+
+Shapes: B batch (1 where all rows are alike), T query length, S key length.
+"""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Literal, Self
+
+import torch
+from torch import Tensor
+
+from clearhead.core.config.fields import Fields, StackSpec
+from clearhead.core.config.kinds import Kind, Rule, Rules, Windowed, near, with_sinks
+from clearhead.core.masks import Tokens
+from clearhead.core.taps import SILENT, Tap
+
+FeatureMap = Literal["elu", "relu", "favor"]
+GlobalTokens = Literal["first", "question", "given"]
+
+
+@dataclass(frozen=True)
+class Dilated(Kind):
+    """Every `step`-th key on each side, `size` of them with the query's own, and the first `sinks` tokens."""
+
+    name = "dilated"
+    size: int = 128
+    step: int = 2
+    sinks: int = 0
+
+    @property
+    def reach(self) -> int | None:
+        """The window that all of them lie in."""
+        return (self.size - 1) * self.step + 1
+
+    def rule(self, causal: bool) -> Rule:
+        """Return the rule; see `Kind`."""
+        size, step = self.size, self.step
+
+        def chosen(q: Tensor, k: Tensor, totals: Tensor | None) -> Tensor:
+            distance = (q - k).abs()
+            return (distance < size * step) & (distance % step == 0)
+
+        return with_sinks(chosen, self.sinks)
+
+
+@dataclass(frozen=True)
+class Strided(Kind):
+    """Keys nearer than `step`, and every key at a multiple of `step` from the query (Sparse Transformer)."""
+
+    name = "strided"
+    step: int = 128
+    sinks: int = 0
+
+    @property
+    def near(self) -> Windowed:
+        """The kind that chooses the keys nearer than a step, and the sinks."""
+        return Windowed(self.step, self.sinks)
+
+    @property
+    def block_size(self) -> int | None:
+        """The blocks of the nearer keys; those farther away are attended by columns."""
+        return self.near.block_size
+
+    def rule(self, causal: bool) -> Rule:
+        """Return the rule; see `Kind`."""
+        step = self.step
+
+        def chosen(q: Tensor, k: Tensor, totals: Tensor | None) -> Tensor:
+            distance = (q - k).abs()
+            return (distance < step) | (distance % step == 0)
+
+        return with_sinks(chosen, self.sinks)
+
+
+@dataclass(frozen=True)
+class Blocks(Kind):
+    """Blocks of keys around the query's own, global tokens, and blocks at random (BigBird, Longformer)."""
+
+    name = "blocks"
+    size: int = 64  # tokens of a block
+    window: int = 3  # blocks around the query's own, which is one of them: an odd number
+    first: int = 0  # tokens at the beginning that see all and are seen by all
+    last: int = 0  # the same at the end
+    random: int = 0  # blocks at random for each block of queries
+    seed: int = 0
+    sinks: int = 0
+    counted: Literal["tokens", "blocks"] = "tokens"  # what first and last count
+    repeat: int = 0  # how many times more the first ones stand in the softmax of the queries between the ends
+    full: int = 0  # in rows of up to so many tokens, every query sees every key once
+
+    def sees_all(self, length: int) -> bool:
+        """Return whether the rows are short enough to be read in full."""
+        return length <= self.full
+
+    @property
+    def block_size(self) -> int | None:
+        """The blocks that it goes by."""
+        return self.size
+
+    def shortened(self, most: int) -> Self:
+        """Return the same with short blocks: several windows of them are to fit into a row."""
+        return dataclasses.replace(super().shortened(most), size=min(self.size, max(1, most // 2)))
+
+    def rule(self, causal: bool) -> Rule:
+        """Return the rule; see `Kind`."""
+        size, window = self.size, self.window
+
+        def chosen(q: Tensor, k: Tensor, totals: Tensor | None) -> Tensor:
+            k_block = k // size
+            seen = (q // size - k_block).abs() <= window // 2
+            for target in self.random_blocks(q, totals, causal):
+                seen = seen | (k_block == target)
+            start, end = self.between_ends(totals)
+            seen = seen | (q < start) | (k < start)
+            if totals is not None and end is not None:
+                seen = seen | (q >= end) | (k >= end) | (totals <= self.full)
+            return seen
+
+        return with_sinks(chosen, self.sinks)
+
+    def between_ends(self, totals: Tensor | None) -> tuple[int, Tensor | None]:
+        """Return where global tokens end, and by `totals` where they begin again: [B|1, T]."""
+        if self.counted == "tokens":
+            return self.first, None if totals is None else totals - self.last
+        last_block = None if totals is None else (totals + self.size - 1) // self.size - self.last
+        return self.first * self.size, None if last_block is None else last_block * self.size
+
+    def random_blocks(self, queries: Tensor, totals: Tensor | None, causal: bool) -> list[Tensor]:
+        """Draw a block of keys for each query, `random` times, by seed and the query's own block: [B|1, T].
+
+        A decoder's query draws among the blocks up to its own, so that it needs no later token to know them.
+        """
+        block, drawn = queries // self.size, []
+        among = block + 1 if causal or totals is None else (totals + self.size - 1) // self.size
+        for number in range(self.random):
+            mixed = (block * 0x9E3779B1 + number * 0x85EBCA77 + self.seed * 0xC2B2AE3D + 1) & 0x7FFFFFFF
+            for shift, factor in ((15, 0x2C1B3C6D), (12, 0x297A2D39), (15, 1)):
+                mixed = ((mixed ^ (mixed >> shift)) * factor) & 0x7FFFFFFF
+            drawn.append(mixed % among.clamp(min=1))
+        return drawn
+
+    def describe(self, tokens: Tokens, causal: bool, ids: Tensor, global_mask: Tensor | None) -> Tokens:
+        """Return an encoder's tokens with `totals`: one more than the last position of each document."""
+        if causal:
+            return tokens
+        last = torch.where(tokens.real_mask(), tokens.positions, -1)
+        if tokens.documents is None:
+            return dataclasses.replace(tokens, totals=(last.amax(1, keepdim=True) + 1).expand_as(last))
+        starts = torch.ones_like(tokens.documents)
+        starts[:, 1:] = tokens.documents[:, 1:] != tokens.documents[:, :-1]
+        run = (starts.cumsum(1) - 1).expand_as(last)  # number of each document in its row
+        ends = torch.full_like(last, -1).scatter_reduce(1, run, last, "amax")
+        return dataclasses.replace(tokens, totals=ends.gather(1, run) + 1)
+
+    def with_counts(
+        self,
+        bias: Tensor | None,
+        queries: Tokens,
+        keys: Tokens,
+        dtype: torch.dtype,
+        name: str = "",
+        tap: Tap = SILENT,
+    ) -> Tensor | None:
+        """Add the logarithm of how often each key stands in the softmax: [B|1, 1|H, T, S], or None.
+
+        `name` ends the name of the step.
+        """
+        if not self.repeat or (queries.plain and self.sees_all(queries.length)):
+            return bias
+        start, end = self.between_ends(queries.totals)
+        between = queries.positions >= start
+        if queries.totals is not None and end is not None:
+            between = between & (queries.positions < end) & (queries.totals > self.full)
+        counted = (between[:, :, None] & (keys.positions < start)[:, None])[:, None]
+        counts = tap.step(f"counts{name}", torch.where(counted, math.log1p(self.repeat), 0.0).to(dtype))
+        return counts if bias is None else bias + counts
+
+    def mistakes(self, config: Fields, stack: StackSpec, layer: int) -> Rules:
+        """Return what may be wrong; see `Kind`."""
+        said, unknown = (
+            self.of_layer(layer),
+            ", and a decoder does not know where its text ends: leave it out",
+        )
+        return [
+            (self.window % 2 == 0, f"{said} has window {self.window}: choose an odd number of blocks"),
+            (self.last and stack.causal, f"{said} has last {self.last}{unknown}"),
+            (self.full and stack.causal, f"{said} has full {self.full}{unknown}"),
+            (self.repeat and not self.first, f"{said} has repeat {self.repeat}: set first, whom it repeats"),
+        ]
+
+
+@dataclass(frozen=True)
+class GlobalKind(Kind):
+    """Keys nearer than `size`, and global tokens, which see all and are seen by all (Longformer).
+
+    Global tokens attend through projections of their own. Which tokens are global is said by each call, as
+    `global_mask`; `tokens` says it where a call does not.
+    """
+
+    name = "global"
+    shares = False
+    both_sides = True
+    size: int = 257
+    tokens: GlobalTokens = "first"  # the first; those before the first separator; none
+    separator: int = 2  # question: the id that ends it; a row without one has no global tokens
+    sinks: int = 0
+
+    def sees_all(self, length: int) -> bool:
+        """Return whether the window is as wide as the row."""
+        return length <= self.size
+
+    @property
+    def nearby(self) -> int | None:
+        """The window."""
+        return self.size
+
+    @property
+    def global_tokens(self) -> str | None:
+        """The field `tokens`."""
+        return self.tokens
+
+    def rule(self, causal: bool) -> Rule:
+        """Return the window; `Tokens.globals` come on top."""
+        return near(self.size, self.sinks)
+
+    def describe(self, tokens: Tokens, causal: bool, ids: Tensor, global_mask: Tensor | None) -> Tokens:
+        """Return the tokens with `globals`: which real ones see all, as `global_mask` or this kind says."""
+        real = tokens.real_mask()
+        if global_mask is not None:
+            chosen = global_mask & real
+        elif self.tokens == "first":
+            chosen = (tokens.positions == 0) & real
+        elif self.tokens == "question":
+            separators = ((ids == self.separator) & real).cumsum(1)
+            chosen = (separators == 0) & (separators[:, -1:] > 0) & real
+        else:
+            return tokens
+        return dataclasses.replace(tokens, globals=chosen)
+
+    def mistakes(self, config: Fields, stack: StackSpec, layer: int) -> Rules:
+        """Return what may be wrong; see `Kind`."""
+        unmarked = config.input != "tokens" or self.separator >= config.vocab_size
+        return [
+            (
+                self.tokens == "question" and unmarked,
+                f"{self.of_layer(layer)} needs ids with a separator below vocab_size {config.vocab_size}: "
+                "set separator",
+            )
+        ]
+
+
+@dataclass(frozen=True)
+class LinearKind(Kind):
+    """A feature map in place of the softmax, so that keys add up to a state."""
+
+    name = "linear"
+    chooses = False
+    shares = False
+    untapped = ("scores",)
+    features: FeatureMap = "elu"
+    count: int = 0  # favor: random features; 0: d_head · log(d_head), rounded up
+    seed: int = 0  # favor: of these features
+
+    def n_features(self, spec: StackSpec) -> int:
+        """Return the number of features of a query or key."""
+        if self.features != "favor":
+            return spec.d_head
+        return self.count or math.ceil(spec.d_head * math.log(spec.d_head))
+
+    def state_shapes(self, spec: StackSpec, heads: int) -> list[tuple[int, ...]]:
+        """Return the shapes of the sums of features times values, and of their largest scales."""
+        return [(heads, self.n_features(spec), spec.d_value + 1), (heads,)]
+
+
+@dataclass(frozen=True)
+class LowRank(Kind):
+    """Keys and values mixed into `rank` of each by learned weights over positions (Linformer)."""
+
+    name = "low-rank"
+    shares = False
+    both_sides = bounded = True
+    chooses = patterned = False  # its shares are of mixtures
+    rank: int = 64
+
+
+@dataclass(frozen=True)
+class GatedDeltaKind(Kind):
+    """The gated delta rule, with a short convolution and an output gate (Gated DeltaNet)."""
+
+    name = "gated-delta"
+    shares = False
+    chooses = patterned = False
+    untapped = ("scores", "pattern")
+    key_heads: int = 0  # 0: n_kv_heads
+    value_heads: int = 0  # 0: n_heads
+    d_key: int = 0  # of a head; 0: d_head
+    d_value: int = 0  # 0: d_value
+    kernel: int = 4  # tokens that the convolution sees
+
+    def sizes(self, spec: StackSpec) -> tuple[int, int, int, int]:
+        """Return key heads, value heads and the widths of both; the stack's own where the kind says 0."""
+        return (
+            self.key_heads or spec.n_kv_heads,
+            self.value_heads or spec.n_heads,
+            self.d_key or spec.d_head,
+            self.d_value or spec.d_value,
+        )
+
+    def state_shapes(self, spec: StackSpec, heads: int) -> list[tuple[int, ...]]:
+        """Return the shapes of the memory, and of the inputs that the convolution still needs."""
+        keys, values, d_key, d_value = self.sizes(spec)
+        return [(values, d_key, d_value), (self.kernel - 1, 2 * keys * d_key + values * d_value)]
+
+    def mistakes(self, config: Fields, stack: StackSpec, layer: int) -> Rules:
+        """Return what may be wrong; see `Kind`."""
+        said, own = self.of_layer(layer), f"{stack.prefix}blocks.{layer}.attention"
+        keys, values, *_ = self.sizes(stack)
+        return [
+            (not stack.causal, f"{said} reads from left to right: it is for decoders"),
+            (
+                config.pruned_heads.get(own),
+                f"pruned_heads names {own}, whose heads share a convolution and a gate: prune other layers",
+            ),
+            (
+                values % keys,
+                f"{said} has value heads that are no multiple of its key heads: set key_heads or value_heads",
+            ),
+        ]

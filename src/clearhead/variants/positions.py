@@ -1,0 +1,206 @@
+"""Positions by distance: a learned bias for each bucket of distances, or disentangled attention (DeBERTa).
+
+In disentangled attention what a token says and how far away it stands meet in the scores. Each distance, up
+to its sign and in buckets, has a vector. A layer projects these vectors as it projects the tokens. The score
+of a query i and a key j at distance d is then
+
+    (q_i · k_j  +  q_i · k(d)  +  q(d) · k_j) · scale        content, "c2p", "p2c"
+
+Shapes: B batch, T query length, S key length, D model, H heads, K key/value heads, E head width, R distances.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.nn.functional as nnf
+from torch import Tensor, nn
+
+from clearhead.core import masks, norms
+from clearhead.core.attention import KERNELS, Attention, attention_steps
+from clearhead.core.cache import LayerKeys
+from clearhead.core.config import StackSpec
+from clearhead.core.config.fields import Fields
+from clearhead.core.config.kinds import FULL, Kind, Rules
+from clearhead.core.positions import LearnedPositions, PositionScheme, Relative
+from clearhead.core.steps import INDEX, Pass, Step, norm_step
+from clearhead.core.taps import SILENT, Tap
+
+
+class RelativePositions(PositionScheme):
+    """A learned bias per head and bucket of distance; one table serves every layer of the stack."""
+
+    def __init__(self, spec: StackSpec) -> None:
+        super().__init__(spec)
+        self.table = nn.Embedding(spec.relative_buckets, spec.n_heads)
+
+    def bias(self, queries: Tensor, keys: Tensor, dtype: torch.dtype, tap: Tap = SILENT) -> Tensor:
+        """Map [B|1, T], [B|1, S] -> [B|1, H, T, S]."""
+        spec, distance = self.spec, keys[:, None, :] - queries[:, :, None]  # B T S
+        buckets = relative_bucket(
+            distance, not spec.causal, spec.relative_buckets, spec.relative_max_distance
+        )
+        return tap.step("bias", self.table(buckets).permute(0, 3, 1, 2).to(dtype))  # B H T S
+
+    @staticmethod
+    def steps(spec: StackSpec, run: Pass, name: str, tokens: int) -> Iterator[Step]:
+        """Yield the table, which keeps the bucket of each pair of tokens, once for each window."""
+        kept = tokens**2 * INDEX * len(spec.whole_kinds)
+        yield Step(f"{name}.table", "positions", spec.relative_buckets * spec.n_heads, kept=kept)
+
+
+def relative_bucket(distance: Tensor, both_sides: bool, n_buckets: int, max_distance: int) -> Tensor:
+    """Return the bucket of each signed distance, key minus query: exact when near, logarithmic when far."""
+    bucket = torch.zeros_like(distance)
+    if both_sides:
+        n_buckets //= 2
+        bucket, distance = (distance > 0) * n_buckets, distance.abs()
+    else:
+        distance = (-distance).clamp(min=0)
+    exact = n_buckets // 2
+    ratio = torch.log(distance.clamp(min=1).float() / exact) / math.log(max_distance / exact)
+    far = exact + (ratio * (n_buckets - exact)).long()
+    return bucket + torch.where(distance < exact, distance, far.clamp(max=n_buckets - 1))
+
+
+class LearnedRelativePositions(RelativePositions):
+    """A learned vector for each position, and a learned bias for each bucket of distances."""
+
+    def __init__(self, spec: StackSpec) -> None:
+        super().__init__(spec)
+        self.places = LearnedPositions(spec)  # a name in checkpoints
+
+    def embed(self, positions: Tensor, dtype: torch.dtype, tap: Tap = SILENT) -> Tensor:
+        """Look up rows of the table, past its offset."""
+        return self.places.embed(positions, dtype, tap.part("places"))
+
+    @staticmethod
+    def steps(spec: StackSpec, run: Pass, name: str, tokens: int) -> Iterator[Step]:
+        """Yield both tables."""
+        yield from LearnedPositions.steps(spec, run, f"{name}.places", tokens)
+        yield from RelativePositions.steps(spec, run, name, tokens)
+
+
+def relative_mistakes(config: Fields, stacks: Sequence[StackSpec]) -> Rules:
+    """Return what may be wrong with the buckets of relative positions."""
+    buckets, most = config.relative_buckets, 2 * config.relative_max_distance - 1
+    return [
+        (
+            not 4 <= buckets <= most,
+            f"relative_buckets {buckets} must lie between 4 and {most}, or relative_max_distance rise",
+        )
+    ]
+
+
+class DisentangledPositions(PositionScheme):
+    """A learned vector for each bucket of distances, for every layer to project."""
+
+    def __init__(self, spec: StackSpec) -> None:
+        super().__init__(spec)
+        self.table = nn.Embedding(spec.relative_buckets, spec.d_model)
+        self.norm = norms.make_norm(spec.norm, spec.d_model) if spec.relative_norm else None
+
+    def relative(self, queries: Tensor, keys: Tensor, tap: Tap = SILENT) -> Relative:
+        """Return the vectors [R, D] and which one each pair has: [B|1, T], [B|1, S] -> [B|1, T, S]."""
+        spec, vectors = self.spec, self.table.weight
+        if self.norm is not None:
+            vectors = tap.step("norm", self.norm(vectors))
+        vectors = nnf.dropout(vectors, spec.dropout, self.training)
+        distance = queries[:, :, None] - keys[:, None, :]
+        which = signed_bucket(distance, spec.relative_buckets // 2, spec.relative_max_distance)
+        return Relative(vectors, tap.step("which", which))
+
+    @staticmethod
+    def steps(spec: StackSpec, run: Pass, name: str, tokens: int) -> Iterator[Step]:
+        """Yield the table, its norm, and the bucket of each pair of tokens."""
+        R, D = spec.relative_buckets, spec.d_model
+        yield Step(f"{name}.table", "positions", R * D)
+        if spec.relative_norm:
+            yield norm_step(f"{name}.norm", spec.norm, run, R, D)
+        yield Step(f"{name}.which", "positions", kept=tokens**2 * INDEX * len(spec.whole_kinds))
+
+
+def signed_bucket(distance: Tensor, span: int, furthest: int) -> Tensor:
+    """Return the row, of 2 `span`, for each distance, query minus key.
+
+    Within half the span every distance has a row; from there on rows stand for ranges that grow up to
+    `furthest`. Where `furthest` is the span itself, every distance within it has a row.
+    """
+    if furthest != span:
+        half = span // 2
+        away = torch.where(distance.abs() < half, half - 1, distance.abs()).float()
+        grown = torch.log(away / half) / math.log((furthest - 1) / half) * (half - 1)
+        distance = torch.where(away <= half, distance, (grown.ceil() + half).long() * distance.sign())
+    return (distance + span).clamp(0, 2 * span - 1)
+
+
+class DisentangledAttention(Attention):
+    """Attention whose queries and keys also meet the vectors of distances, through the same projections."""
+
+    def __init__(self, spec: StackSpec, name: str, kind: Kind = FULL) -> None:
+        super().__init__(spec, name, kind)
+        self.terms = spec.relative_terms
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, view: masks.View, cache: LayerKeys | None, tap: Tap, x: Tensor
+    ) -> Tensor:
+        """Attend with queries [B, H, T, E] to keys and values [B, K, S, E]; see `Attention.attend`."""
+        if cache is not None:
+            k, v = cache.update(k, v)
+        assert view.relative is not None
+        bias = tap.step("by_distance", self.by_distance(q, k, view.relative))
+        if view.bias is not None:
+            heads = list(self.heads) if view.bias.shape[1] > 1 else [0]
+            bias = bias + view.bias[:, heads]
+        return KERNELS["eager" if tap.wants("scores", "pattern") else self.kernel](
+            q, k, v, view.mask, bias, self.scale, causal=view.causal, softcap=self.softcap,
+            sink=self.sinks(), dropout=self.dropout if self.training else 0.0, tap=tap,
+        )  # fmt: skip
+
+    def by_distance(self, q: Tensor, k: Tensor, relative: Relative) -> Tensor:
+        """Return what the distance of each pair adds to its score: [B, H, T, S]."""
+        vectors, H, K = relative.vectors.to(q.dtype)[None], self.n_heads, self.n_kv_heads
+        by_query = self.split("q", self.q(vectors), H, self.q_norm, SILENT)  # 1 H R E
+        by_key = self.split("k", self.k(vectors), K, self.k_norm, SILENT)  # 1 K R E
+        by_key, k = (x.repeat_interleave(H // K, 1) for x in (by_key, k))
+        by_term: list[Tensor] = []
+        which = relative.which[:, None].expand(q.shape[0], H, -1, -1)  # B H T S
+        if self.terms != "p2c":
+            by_term.append((q @ by_key.transpose(-2, -1)).gather(-1, which))
+        if self.terms != "c2p":
+            met = (k @ by_query.transpose(-2, -1)).gather(-1, which.transpose(-2, -1))  # B H S T
+            by_term.append(met.transpose(-2, -1))
+        return torch.stack(by_term).sum(0) * self.scale
+
+    @staticmethod
+    def steps(spec: StackSpec, run: Pass, name: str, T: int, kind: Kind) -> Iterator[Step]:
+        """Yield the steps of an attention of T tokens, and of the distances that it meets."""
+        B, H, K, E = run.batch, len(spec.heads_of(name)), spec.kv_heads_of(name), spec.d_head
+        R, D, both = spec.relative_buckets, spec.d_model, 2 if spec.relative_terms == "both" else 1
+        for step in attention_steps(spec, run, name, T, T, kind, "attention"):
+            if step.name == f"{name}.scores":
+                for part, heads in (("q", H), ("k", K)):
+                    yield Step(f"{name}.{part}_distance", "attention", m=R, n=heads * E, k=D)
+                kept = B * H * T * T * (both * INDEX + run.size) + B * T * (H + K) * E * run.size
+                yield Step(f"{name}.by_distance", "attention", m=T, n=R, k=E, count=both * B * H, kept=kept)
+            yield step
+
+
+def disentangled_mistakes(config: Fields, stacks: Sequence[StackSpec]) -> Rules:
+    """Return what may be wrong with disentangled positions."""
+    buckets, span, furthest = (
+        config.relative_buckets,
+        config.relative_buckets // 2,
+        config.relative_max_distance,
+    )
+    return [
+        (
+            config.family != "encoder",
+            f"positions disentangled is for encoders, and family is {config.family}: choose rope or relative",
+        ),
+        (
+            buckets % 2 or span < 2 or not (furthest == span or furthest > span // 2 + 1),
+            f"relative_buckets {buckets} must be even, 4 at least, and half of it be relative_max_distance "
+            f"{furthest}, or a quarter of it lie below that by 2 at least",
+        ),
+    ]
