@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
-from clearhead.run.kernels.forms import HeadForm
+from clearhead.run.kernels.fixed_cache import HeadConfig
 from clearhead.run.kernels.kernels import step_attend, step_linear
 
 Rows = list[dict[str, object]]
@@ -71,7 +71,7 @@ def kernel_equality() -> Rows:
             mask = (torch.rand(rows, 512, device="cuda") > 0.3) & (torch.arange(512, device="cuda") < filled)
             mask[:, filled] = True
             angles = torch.randn(rows, 1, 1, 64, device="cuda")
-            form = HeadForm(angles.cos(), angles.sin(), "half", 32, 0.125, softcap)
+            form = HeadConfig(angles.cos(), angles.sin(), "half", 32, 0.125, softcap)
             more = (torch.tensor([filled], device="cuda"), mask, form)
             exact = step_attend(qkv.double(), k.double(), v.double(), *more)
             worst = max(worst, float((step_attend(qkv, k, v, *more) - exact).abs().max()))
@@ -130,7 +130,7 @@ def attend_tiles(rows: int, slots: int) -> dict[str, object]:
         torch.arange(slots, device="cuda")[None] <= slots // 2,
     )
     angles = torch.randn(1, 1, 1, 64, device="cuda")
-    more = (slot, mask, HeadForm(angles.cos(), angles.sin(), "half", 32, 0.125, None))
+    more = (slot, mask, HeadConfig(angles.cos(), angles.sin(), "half", 32, 0.125, None))
     by_tile = {}
     for cut in itertools.product((32, 64), (1, 4, 8, 16), (2, 4)):
         if cut[0] * cut[1] <= slots:

@@ -20,10 +20,10 @@ import torch
 import torch.nn.functional as nnf
 
 from clearhead.run.kernels import triton_codes, triton_rows, triton_step
-from clearhead.run.kernels.codes import Codes
 from clearhead.run.kernels.kernels import MOST_BYTES, MOST_ROWS
 from clearhead.run.kernels.triton_rows import Cut
 from clearhead.run.kernels.triton_step import Tile
+from clearhead.run.quant.grid import Codes
 from common import device_name, save
 from gpu_kernels import HALF, SHAPES, time_of
 

@@ -39,6 +39,31 @@ for family in ("decoder", "encoder", "encoder-decoder"):
     target = {"target": [1, 2]} if family == "encoder-decoder" else {}
     assert ch.trace(model, [1, 2, 3, 4], **target).parameters == ch.cost(model.config).parameters.total
 """,
+    "analysis": """
+import contextlib, io, json, pathlib, tempfile
+import clearhead as ch
+from clearhead.app.cli import main
+from clearhead.app.explorer.views import begin
+from clearhead.app.views import of_prompts, page_view
+
+folder = pathlib.Path(tempfile.mkdtemp())
+ch.Model(ch.Transformer(ch.preset("micro-decoder"))).save(folder / "m")
+out = io.StringIO()
+with contextlib.redirect_stdout(out):
+    main(["surprise", str(folder / "m"), "1 2 3 4", "--ids", "--plot", str(folder / "p.png"), "--json"])
+body = json.loads(out.getvalue())
+assert len(body["bits"]) == 4 and (folder / "p.png").stat().st_size > 1000
+out = io.StringIO()
+with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
+    main(["surprise", "--help"])
+assert "the most surprising first (default: 10)" in " ".join(out.getvalue().split())
+with contextlib.redirect_stdout(out):
+    main(["--help"])
+assert "see which tokens a model did not expect" in out.getvalue()
+assert "surprise" in of_prompts()
+seen = page_view(begin(ch.load(folder / "m"), [1, 2, 3, 4]), "analysis/surprise")
+assert seen["parts"][0]["headings"] == ["position", "token", "bits"] and "<svg" in seen["picture"]
+""",
     "architecture": """
 import torch, clearhead as ch
 from clearhead.hub.registry import ARCHITECTURES
@@ -72,7 +97,7 @@ for wrong in (lambda: m.generate([1, 2], top_a=2.0), lambda: m.generate([1, 2], 
         assert "top_a" in str(error)
 """,
 }
-DRILLED = ["position-scheme", "attention-option", "task", "architecture", "generation-option"]
+DRILLED = ["position-scheme", "attention-option", "task", "architecture", "generation-option", "analysis"]
 
 
 @pytest.mark.parametrize("drill", DRILLED)

@@ -42,7 +42,7 @@ def test_a_file_has_the_inside_of_the_heads_it_opens_on(watched, family, tmp_pat
             "#path-table tr", "rows => rows.map((row) => [row.dataset.edge, row.textContent])"
         )[1:]:
             part, reader, source = edge[0].split("/")
-            paths = (("Inside", f"stops/{part}/{reader}"), ("Why?", f"looks/{part}/{reader}/{source}"))
+            paths = (("Step through", f"stops/{part}/{reader}"), ("Why?", f"looks/{part}/{reader}/{source}"))
             for word, path in paths:
                 assert (word in edge[1]) == (f"run/recorded/{path}" in made["views"])
     assert (seen.wrong, tried) == ([], [])

@@ -220,7 +220,7 @@ def test_a_file_of_the_command_has_examples_too(watched, tmp_path):
     seen.open(export(made, tmp_path / "page.html").as_uri())
     best = paths(m, PAIR[0]).leading()
     said = seen.page.locator(".path-said").inner_text()
-    assert f"Head {best.part} brought most to" in said and f"(token {best.source})" in said
+    assert said.startswith(f"Head {best.part} ") and f"(token {best.source}): the strongest link" in said
     beside = seen.page.locator("#input-tinted").inner_text()  # and beside the text, on every view
-    assert beside.startswith(f"Head {best.part} brought most to ") and f" ({best.source})." in beside
+    assert beside.startswith(f"Head {best.part} moved most to ") and f" ({best.source})." in beside
     assert (seen.wrong, tried) == ([], [])

@@ -29,8 +29,8 @@ def test_the_path_of_a_repeated_token_runs_through_two_heads(watched, tmp_path_f
             copies = next(edge for edge in paths(m, IDS).strongest(20) if edge.value > 0)
             assert copies.part.startswith("1.") and (IDS[copies.source - 1], IDS[copies.source]) == (7, 1)
             said = page.page.locator(".path-said").inner_text()
-            head, token, value, source = re.match(
-                r"Head (\S+) brought most to (\d+): \+([\d.]+) logits from \d+ \(token (\d+)\)", said
+            head, token, source, value = re.match(
+                r"Head (\S+) copied (\d+) from \d+ \(token (\d+)\): the strongest link.*, \+([\d.]+)", said
             ).groups()
             assert (head, token, int(source)) == (copies.part, "1", copies.source)
             assert float(value) == pytest.approx(copies.value, rel=0.01)

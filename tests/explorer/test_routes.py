@@ -63,6 +63,16 @@ def same_heads(got, expected):
     assert got == expected
 
 
+def test_analyses_of_a_prompt_are_shown_as_their_commands_print_them(server, run):
+    listed = server.json("analyses")["analyses"]
+    assert {"attention", "lens", "trace"} <= set(listed) and "patch" not in listed
+    body = server.json(f"run/{run}/analysis/lens")
+    (table,) = body["parts"]
+    assert table["headings"][0] == "layer" and "<svg" in body["picture"]
+    assert table["rows"][0][0] == "embedding"
+    assert server.ask(f"/inside/run/{run}/analysis/patch")[0] == 400
+
+
 @pytest.mark.ledger("F2")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_live_views_are_recorded_views(family):

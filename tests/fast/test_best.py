@@ -10,7 +10,7 @@ from clearhead.run.generate.beam import beam_search
 from clearhead.run.generate.decode import Ends, Prompts
 from clearhead.run.generate.request import Request
 from clearhead.run.kernels import library
-from clearhead.run.kernels.best import best_tokens
+from clearhead.run.kernels.native import best_tokens
 
 pytestmark = [
     pytest.mark.skipif(library.library() is None, reason="no C compiler, or other threads than GNU's"),

@@ -18,13 +18,10 @@ from clearhead.run.generate.decode import Prompts, decode
 from clearhead.run.generate.engine import decode_compiled
 from clearhead.run.generate.request import Request
 from clearhead.run.generate.steps import Steps
-from clearhead.run.kernels.choosing import choose
-from clearhead.run.kernels.codes import laid
-from clearhead.run.kernels.few_bits import few_rows
-from clearhead.run.kernels.kernels import step_linear
-from clearhead.run.kernels.prepare import StepBlock, prepared
+from clearhead.run.kernels.kernels import choose, step_linear
+from clearhead.run.kernels.prepare import StepBlock, few_rows, prepared
 from clearhead.run.quant.apply import dequantized, quantize_model
-from clearhead.run.quant.grid import Grid, nearest_codes
+from clearhead.run.quant.grid import Grid, laid, nearest_codes
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 RUNS = importlib.util.find_spec("triton") is not None and (

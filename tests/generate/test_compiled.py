@@ -15,7 +15,7 @@ from clearhead.run.generate.decode import Ends, Prompts, decode, length_buckets
 from clearhead.run.generate.engine import decode_compiled
 from clearhead.run.generate.request import Request
 from clearhead.run.generate.steps import Steps, rows_bucket, slots_bucket
-from clearhead.run.kernels.forms import HeadForm
+from clearhead.run.kernels.fixed_cache import HeadConfig
 from clearhead.run.kernels.kernels import step_attend, step_linear
 from clearhead.run.kernels.prepare import StepBlock, prepared
 
@@ -130,7 +130,7 @@ def test_the_formulas_of_the_kernels_are_those_of_the_model():
     seen = torch.cat([keys[:, :, :5], turned[1]], 2), torch.cat([values[:, :, :5], v], 2)
     wanted = fused(turned[0], *seen, mask[:, None, None, :6])
     qkv = torch.cat([part.reshape(3, 1, -1) for part in (q, k, v)], -1)
-    form = HeadForm(angles.cos(), angles.sin(), "half", 4, 8**-0.5, None)
+    form = HeadConfig(angles.cos(), angles.sin(), "half", 4, 8**-0.5, None)
     ours = step_attend(qkv, keys, values, torch.tensor([5]), mask, form)
     torch.testing.assert_close(ours, wanted.reshape(3, 1, -1))
     torch.testing.assert_close(keys[:, :, 5], turned[1][:, :, 0])

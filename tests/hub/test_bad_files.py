@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 import clearhead as ch
-from clearhead.hub import weights, writing
+from clearhead.hub import weights
 from clearhead.hub.checkpoint import describe
 
 transformers.logging.set_verbosity_error()
@@ -661,9 +661,9 @@ def test_a_fault_while_saving_changes_nothing(
         real_replace(source, destination)
 
     if fault == "weights":
-        monkeypatch.setattr(writing.SafetensorsWriter, "add", failing)
+        monkeypatch.setattr(weights.SafetensorsWriter, "add", failing)
     elif fault == "config":
-        monkeypatch.setattr("clearhead.hub.export.write_json", failing)
+        monkeypatch.setattr("clearhead.hub.checkpoint.write_json", failing)
     elif fault == "sync":
         monkeypatch.setattr(os, "fsync", failing)
     elif fault == "no space for a folder":

@@ -19,7 +19,7 @@ from torch import Tensor
 
 import clearhead as ch
 from clearhead.hub.architecture import is_among
-from clearhead.hub.export import export_state
+from clearhead.hub.checkpoint import export_state
 from tests.parity.harness import GRADIENTS, HIDDEN, LOGITS, batch, close, positions_of
 
 # Models that count positions by themselves, from the padding id.

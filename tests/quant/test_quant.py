@@ -15,7 +15,7 @@ from clearhead.run.kernels import library
 from clearhead.run.kernels.native import NativeBlock, NativeQuantized, NativeQuantizedTwice
 from clearhead.run.kernels.parts import like
 from clearhead.run.kernels.prepare import prepared
-from clearhead.run.quant import gptq
+from clearhead.run.quant import methods
 from clearhead.run.quant.apply import dequantized, quantize_model
 from clearhead.run.quant.calibrate import drawn_sizes
 from clearhead.run.quant.grid import BLOCK, Grid, fitted, nearest_codes, pack, unpack
@@ -127,11 +127,13 @@ def test_gptq_chooses_the_codes_of_the_formula_and_fits_grids_by_least_squares()
     moment, grid = x.t() @ x / len(x), Grid(4, 32, False)
     order = moment.diagonal().argsort(descending=True)
     scales, offsets = fitted(grid, grid.split(weight), torch.ones(3, 32))
-    damped = gptq._damped(moment)
-    root = gptq._inverse_root(damped[order][:, order])
-    codes = gptq._codes(grid, weight, root, order, scales, offsets)
+    damped = methods._damped(moment)
+    root = methods._inverse_root(damped[order][:, order])
+    codes = methods._codes(grid, weight, root, order, scales, offsets)
     left = weight.double().clone()  # the plain formula: the inverse loses each column that was rounded
-    inverse = (moment.double() + gptq.DAMPING * moment.diagonal().double().mean() * torch.eye(70)).inverse()
+    inverse = (
+        moment.double() + methods.DAMPING * moment.diagonal().double().mean() * torch.eye(70)
+    ).inverse()
     for d in order.tolist():
         scale, offset = scales[:, d // 32].double(), offsets[:, d // 32].double()
         code = ((left[:, d] - offset) / scale).round().clamp(-8, 7)
@@ -142,7 +144,7 @@ def test_gptq_chooses_the_codes_of_the_formula_and_fits_grids_by_least_squares()
     # Of one group, the best scale and offset are those of a least-squares fit to the outputs.
     weight, codes, x = weight[:, :32], codes[:, :32], x[:, :32]
     first = scales[:, :1], offsets[:, :1]
-    found = gptq._refitted(grid, weight, codes, x.t() @ x / len(x), *first)
+    found = methods._refitted(grid, weight, codes, x.t() @ x / len(x), *first)
     for n in range(5):
         basis = torch.stack([x @ codes[n], x.sum(1)], 1).double()
         best = torch.linalg.lstsq(basis, (x @ weight[n]).double()[:, None]).solution[:, 0]

@@ -221,10 +221,7 @@ def prompt_view(run: Any, name: str) -> dict[str, Any]:
             f'no analysis of a prompt is called "{name[:40]}": there are {", ".join(of_prompts())}'
         )
     function = ROWS[name].function
-    given: dict[str, Any] = {"text": run.prepared, "target": run.target, "pair": run.pair}
-    taken = inspect.signature(function).parameters
-    model = ModelArgument(run.m.folder or Path("model"), lambda: run.m)
-    view = function(model=model, **{name: value for name, value in given.items() if name in taken})
+    view = function(ModelArgument(run.m.folder or Path("model"), lambda: run.m), run.prepared)
     return {
         "name": name,
         "summary": ROWS[name].summary,

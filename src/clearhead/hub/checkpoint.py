@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,16 +20,32 @@ from torch.overrides import TorchFunctionMode
 
 from clearhead.core.config import ModelConfig
 from clearhead.core.transformer import Transformer
-from clearhead.errors import CheckpointError, ClearheadError, ConfigError, nearest
-from clearhead.hub import gguf_architectures
-from clearhead.hub.architecture import SECTION, Architecture, check_sizes, is_among
-from clearhead.hub.files import read_json, refuse
+from clearhead.errors import (
+    CheckpointError,
+    ClearheadError,
+    ConfigError,
+    MissingExtraError,
+    nearest,
+    no_model,
+)
+from clearhead.hub import gguf_architectures, preprocessor, sentences
+from clearhead.hub.architecture import (
+    SECTION,
+    Architecture,
+    as_stored,
+    check_bounds,
+    check_sizes,
+    common_dtype,
+    equal,
+    is_among,
+)
+from clearhead.hub.files import read_json, read_json_if_any, refuse, write_json
 from clearhead.hub.gguf import is_gguf, open_gguf, read_header
 from clearhead.hub.quantized import Packed, is_packed, place_like, unpacked
-from clearhead.hub.registry import ARCHITECTURES, ONE_TOWER, architecture_of, tower_path
+from clearhead.hub.registry import ARCHITECTURES, ONE_TOWER, architecture_of, nearest_to, tower_path
 from clearhead.hub.rules import Rule, Shape, matches
-from clearhead.hub.stored import as_stored, check_bounds, common_dtype, equal
-from clearhead.hub.weights import Entry, allocated, cast, finite, held, open_weights
+from clearhead.hub.tokenizer import load_tokenizer, open_tokenizer, read_settings, special_ids
+from clearhead.hub.weights import Entry, Outgoing, allocated, cast, finite, held, open_weights
 from clearhead.learn.data.files import RECIPE
 from clearhead.run.kernels.transpose import is_transposed, lay_out_when_trained, row_major
 
@@ -189,7 +205,7 @@ def load_model(
     with ThreadPoolExecutor(READERS) as pool:
         for share in pool.map(lambda share: list(map(read, share)), shares):
             for tensors in share:
-                _put(parts, tensors)
+                put_parameters(parts, tensors)
     model.tie()
     if not mapped:
         carried = {name: held(entry.read()) for name, entry in description.carried.items()}
@@ -263,7 +279,7 @@ def open_model(
     dtypes = {name: dtype or entry.dtype for rule, entry in sources for name in rule.ours}
     others = {name: dtypes[name] for name, parameter in parameters.items() if parameter.dtype != dtypes[name]}
     empty = {name: torch.empty(shapes[name], dtype=other, device="meta") for name, other in others.items()}
-    _put(dict(model.named_modules()), empty)
+    put_parameters(dict(model.named_modules()), empty)
     model.tie()
     place_like(model, dtype or next(iter(dtypes.values()), torch.float32))
     return model.eval(), description, Unread(folder, description.config, shapes, sources)
@@ -284,7 +300,7 @@ def _open(folder: Path, description: Description, mapped: bool) -> tuple[Descrip
     return dataclasses.replace(description, theirs=theirs), entries
 
 
-def _put(parts: Mapping[str, nn.Module], tensors: Mapping[str, Tensor]) -> None:
+def put_parameters(parts: Mapping[str, nn.Module], tensors: Mapping[str, Tensor]) -> None:
     """Make tensors the parameters of these names; `parts` are the model's modules by their names."""
     for name, tensor in tensors.items():
         path, _, last = name.rpartition(".")
@@ -365,3 +381,161 @@ def matching_rules(model: Transformer, architecture: Architecture) -> Iterator[R
 def more(names: Collection[str]) -> str:
     """Say how many names there are beside the first."""
     return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+
+
+# Writing ----------------------------------------------------------------------------------------------------
+
+
+def exported(config: ModelConfig, original: Description | None = None) -> Description:
+    """Return what a model is saved as: its architecture and config.json, and tensors of other heads.
+
+    A model that is as it was loaded is saved as it came, with keys that we have no word for. Where no
+    architecture expresses all of our config, a section of our own does.
+    """
+    if original is not None and original.config == config:
+        return original
+    architecture, differences = nearest_to(config)
+    own = {SECTION: {"config": config.to_dict()}}
+    theirs = None if architecture is None or differences else architecture.write(config)
+    if architecture is None or theirs is None:
+        return Description(
+            {"architectures": list(OWN.classes), "model_type": SECTION, **own}, config, SECTION
+        )
+    if architecture.read(theirs) != config:  # it computes the same, and would train differently
+        theirs |= own
+    return Description(theirs, config, architecture.model_type)
+
+
+def explain_export(config: ModelConfig, original: Description | None = None) -> tuple[str, str]:
+    """Return what a model is saved as, and the fields that keep it from being a Hugging Face architecture."""
+    saved = exported(config, original)
+    if saved.kind != SECTION:
+        return f"{saved.theirs['architectures'][0]} ({saved.kind})", ""
+    closest, differences = nearest_to(config)
+    if closest is None:
+        return SECTION, (
+            "no Hugging Face architecture has this family and head, "
+            "so config.json has clearhead's own section"
+        )
+    listed = ", ".join(differences[:6]) + (", ..." if len(differences) > 6 else "")
+    return SECTION, (
+        f"the nearest Hugging Face architecture is {closest.model_type}, which cannot express {listed}"
+    )
+
+
+def outgoing(
+    model: Transformer, description: Description, dtype: torch.dtype | None = None
+) -> dict[str, Outgoing]:
+    """Return the tensors that a model is written as, by name; carried ones stay as they are.
+
+    Their sources are names of parameters. The weights themselves are not read.
+    """
+    architecture, carried = description.stored or description.architecture, description.carried
+    parameters = dict(model.named_parameters())
+    base = architecture.prefix if model.config.head in ("none", "embedding") else ""
+
+    def kept(name: str, entry: Entry) -> Outgoing:
+        given = dtype or entry.dtype
+        return Outgoing(entry.shape, given, (), lambda sources: cast(entry.read(), given, name))
+
+    rules = export_state(model, architecture).values()
+    tensors = {rule.theirs: outgoing_tensor(rule, parameters, model.config, dtype) for rule in rules}
+    tensors |= {name: kept(name, entry) for name, entry in carried.items()}
+    return {name.removeprefix(base): one for name, one in tensors.items()}
+
+
+def outgoing_tensor(
+    rule: Rule, parameters: Mapping[str, Tensor], config: ModelConfig, dtype: torch.dtype | None
+) -> Outgoing:
+    """Return the tensor that a rule makes of parameters, to be written in `dtype`, else in theirs."""
+    ours = [parameters[name] for name in rule.ours]
+    stored = dtype or ours[0].dtype
+    empty = [torch.empty(parameter.shape, dtype=stored, device="meta") for parameter in ours]
+
+    def make(sources: list[Tensor]) -> Tensor:
+        return rule.operation.save([cast(source, stored, rule.theirs) for source in sources], config)[0]
+
+    return Outgoing(tuple(rule.operation.save(empty, config)[0].shape), stored, rule.ours, make)
+
+
+class Stated(Protocol):
+    """What has a config.json."""
+
+    @property
+    def theirs(self) -> dict[str, Any]: ...  # noqa: D102
+
+
+def write_config(folder: Path, description: Stated, tensors: Mapping[str, Outgoing]) -> None:
+    """Write config.json of a model that is written as these tensors."""
+    first = str(next((one.dtype for one in tensors.values() if one.dtype.is_floating_point), torch.float32))
+    write_json(folder / "config.json", {**description.theirs, "dtype": first.removeprefix("torch.")})
+
+
+def export_state(model: Transformer, architecture: Architecture) -> dict[str, Rule]:
+    """Return the rule that makes each tensor of the checkpoint, by name; each parameter is written once."""
+    made: dict[str, Rule] = {}
+    written: set[str] = set()
+    for rule in matching_rules(model, architecture):
+        if rule.ours[0] not in written or rule.copy:
+            written.update(rule.ours)
+            made[rule.theirs] = rule
+    missing = [name for name, _ in model.named_parameters() if name not in written]
+    if missing:
+        raise CheckpointError(f"no rule of {architecture.model_type} writes {missing[0]}{more(missing)}")
+    return made
+
+
+# Files beside the weights -----------------------------------------------------------------------------------
+
+
+GENERATION = "generation_config.json"
+
+
+def read_tokenizer_and_settings(
+    path: Path, description: Description, tokenizer: str | Path | None
+) -> dict[str, Any]:
+    """Return the fields of a `Bundle` that are read from files beside the weights, by name.
+
+    `tokenizer` names one that lies elsewhere. Of a tower, the files are those of both.
+    """
+    part = tower_path(path)
+    folder = path if part is None else part[0]
+    generation = read_json_if_any(folder / GENERATION)
+    empty = (folder / GENERATION).exists() and not generation
+    refuse(empty, f"{folder / GENERATION} is empty: remove it, and config.json counts")
+    if tokenizer is None:
+        found, settings = load_tokenizer(folder), read_settings(folder)
+    else:
+        found, settings = open_tokenizer(Path(tokenizer), folder)
+    return {
+        "tokenizer": found,
+        "generation": generation,
+        "special": special_ids(found, settings, generation, description.theirs),
+        "settings": settings,
+        "labels": class_labels(description),
+        "sentences": sentences.read_sentences(folder, description.config.d_model),
+        "images": preprocessor.read_preprocessor(folder),
+    }
+
+
+def download(name: str) -> Path:
+    """Return the directory that holds a model of the Hub, fetched where it is not there yet."""
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        raise MissingExtraError("downloading needs huggingface_hub: pip install 'clearhead[hub]'") from None
+    patterns = ["*.json", "*.safetensors", "*.model", "*.spm", "*.txt", "*.jinja"]
+    try:
+        return Path(snapshot_download(name, allow_patterns=patterns))
+    except Exception as error:
+        raise CheckpointError(f"{name} could not be downloaded: {str(error).splitlines()[0]}") from None
+
+
+def local_or_downloaded(name: str | Path, allow_download: bool) -> Path:
+    """Return a directory or GGUF file that is here; any other name is fetched, where that is allowed."""
+    path = Path(name)
+    if path.is_dir() or is_gguf(path) or tower_path(path) is not None:
+        return path
+    refuse(path.is_file(), no_model(path))
+    refuse(not allow_download, f"{no_model(path)}, or in Python by load with allow_download=True")
+    return download(str(name))

@@ -23,7 +23,7 @@ from clearhead.hub.files import refuse
 from clearhead.hub.gguf import GgufHeader, open_gguf
 from clearhead.hub.llama import BLOCK, QKV
 from clearhead.hub.registry import ARCHITECTURES
-from clearhead.hub.rules import EXPERTS, SAME, Operation, Rule, Shape, Tensors, joined, same
+from clearhead.hub.rules import EXPERTS, SAME, Operation, Rule, Shape, Tensors, joined, same, stack_rules
 
 
 @dataclass(frozen=True)
@@ -70,45 +70,38 @@ WITH_ONE = Operation(
 
 # Tensors ----------------------------------------------------------------------------------------------------
 
-THEIRS = "blk.{i}"
+LAYER = "blk.{i}"
+NORMS = {"norm": "output_norm", "pre_norms": "{attn,ffn}_norm"}
+QK_NORMS, OUTPUT_NORMS = {"qk_norms": "attn_{q,k}_norm"}, {"output_norms": "post_{attention,ffw}_norm"}
 
 
-def of_block(pairs: Mapping[str, str], operation: Operation = SAME) -> tuple[Rule, ...]:
-    """Return rules for modules of a block, {theirs: ours}."""
-    return same({f"{THEIRS}.{theirs}": f"{BLOCK}.{ours}" for theirs, ours in pairs.items()}, operation)
+def gguf_rules(**modules: str) -> tuple[Rule, ...]:
+    """Return the rules of a file's tensors; `modules` are those that differ (see `stack_rules`)."""
+    usual = {
+        **{"tokens": "token_embd", "qkv": "attn_{q,k,v}", "out": "attn_output"},
+        "gated": "ffn_{gate,up,down}",
+    }
+    return stack_rules("decoder", LAYER, **{**usual, **NORMS, **modules})
 
 
-EMBEDDING = Rule("token_embd.weight", ("decoder.embedding.front.tokens.weight",))
-EDGES = (EMBEDDING, *same({"output_norm": "decoder.norm"}))
-NORM_PAIRS = {"attn_norm": "attention_residual.before", "ffn_norm": "feedforward_residual.before"}
-AFTER_PAIRS = {
-    "post_attention_norm": "attention_residual.inside",
-    "post_ffw_norm": "feedforward_residual.inside",
-}
-QK_PAIRS = {f"attn_{x}_norm": f"attention.{x}_norm" for x in "qk"}
-PROJECTIONS = of_block({f"attn_{x}": f"attention.{x}" for x in "qkv"})
-JOINED = joined(f"{THEIRS}.attn_qkv", QKV)
-OUT = of_block({"attn_output": "attention.out"})
-FEEDFORWARD = of_block({f"ffn_{x}": f"feedforward.{x}" for x in ("gate", "up", "down")})
+PLAIN_RULES = gguf_rules()
+UNSPLIT = joined(f"{LAYER}.attn_qkv", QKV)
+JOINED_RULES = (*gguf_rules(qkv=""), *UNSPLIT)
 PAIRED = tuple(
-    Rule(f"{THEIRS}.attn_{x}.{kind}", (f"{BLOCK}.attention.{x}.{kind}",), operation)
+    Rule(f"{LAYER}.attn_{x}.{kind}", (f"{BLOCK}.attention.{x}.{kind}",), operation)
     for x, operation in (("q", PAIRED_QUERIES), ("k", PAIRED_KEYS), ("v", SAME))
     for kind in ("weight", "bias")
 )
-EXPERT = f"{BLOCK}.feedforward.experts.{{J}}"
+LLAMA_RULES = (*gguf_rules(qkv=""), *PAIRED)
 MIXTURE = (
-    Rule(f"{THEIRS}.ffn_gate_inp.weight", (f"{BLOCK}.feedforward.router.weight",)),
+    Rule(f"{LAYER}.ffn_gate_inp.weight", (f"{BLOCK}.feedforward.router.weight",)),
     *(
-        Rule(f"{THEIRS}.ffn_{x}_exps.weight", (f"{EXPERT}.{x}.weight",), EXPERTS)
+        Rule(f"{LAYER}.ffn_{x}_exps.weight", (f"{BLOCK}.feedforward.experts.{{J}}.{x}.weight",), EXPERTS)
         for x in ("gate", "up", "down")
     ),
 )
-NORMS = of_block(NORM_PAIRS)
-LLAMA_RULES = (*EDGES, *NORMS, *PAIRED, *OUT, *FEEDFORWARD)
-PLAIN_RULES = (*EDGES, *NORMS, *PROJECTIONS, *OUT, *FEEDFORWARD)
-GEMMA_NORMS = (EMBEDDING, *same({"output_norm": "decoder.norm"}, WITH_ONE), *of_block(NORM_PAIRS, WITH_ONE))
-GEMMA_RULES = (*GEMMA_NORMS, *PROJECTIONS, *OUT, *FEEDFORWARD)
-SANDWICH_RULES = (*GEMMA_RULES, *of_block(AFTER_PAIRS, WITH_ONE))
+GEMMA_RULES = (*gguf_rules(norm="", pre_norms=""), *stack_rules("decoder", LAYER, WITH_ONE, **NORMS))
+SANDWICH_RULES = (*GEMMA_RULES, *stack_rules("decoder", LAYER, WITH_ONE, **OUTPUT_NORMS))
 
 # Keys -------------------------------------------------------------------------------------------------------
 
@@ -134,7 +127,7 @@ LLAMA = Dialect("llama", WIDE, LLAMA_RULES, told={**BIASES, "mlp_bias": "blk.0.f
 MIXTRAL = Dialect(
     "mixtral",
     {**WIDE, "expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
-    (*EDGES, *NORMS, *PAIRED, *OUT, *MIXTURE),
+    (*gguf_rules(qkv="", gated=""), *PAIRED, *MIXTURE),
 )
 GPT2 = Dialect(
     "gpt2",
@@ -147,16 +140,13 @@ GPT2 = Dialect(
         "attention.layer_norm_epsilon": "layer_norm_epsilon",
         "vocab_size": "vocab_size",
     },
-    (
-        *(*EDGES, *NORMS, *JOINED, *OUT, *FEEDFORWARD),
-        Rule("position_embd.weight", ("decoder.positions.table.weight",)),
-    ),
+    (*JOINED_RULES, *stack_rules(positions="position_embd")),
     tied=True,
 )
 GEMMA3 = Dialect(
     "gemma3_text",
     {**WIDE, **WINDOW, "final_logit_softcapping": "final_logit_softcapping"},
-    (*SANDWICH_RULES, *of_block(QK_PAIRS, WITH_ONE)),
+    (*SANDWICH_RULES, *stack_rules("decoder", LAYER, WITH_ONE, **QK_NORMS)),
     TANH,
     tied=True,
 )
@@ -169,20 +159,9 @@ FALCON = Dialect(
         "attention.layer_norm_epsilon": "layer_norm_epsilon",
     },
     (
-        *(*EDGES, *JOINED, *OUT, *FEEDFORWARD),
-        *(
-            Rule(
-                f"{THEIRS}.{theirs}.{kind}",
-                (f"{BLOCK}.{ours}.before.{kind}",),
-                when={"parallel_norms": norms},
-            )
-            for theirs, ours, norms in (
-                ("attn_norm", "attention_residual", 1),
-                ("attn_norm_2", "attention_residual", 2),
-                ("attn_norm", "feedforward_residual", 2),
-            )
-            for kind in ("weight", "bias")
-        ),
+        *(*gguf_rules(qkv="", pre_norms=""), *UNSPLIT),
+        *stack_rules("decoder", LAYER, SAME, {"parallel_norms": 1}, pre_norm="attn_norm"),
+        *stack_rules("decoder", LAYER, SAME, {"parallel_norms": 2}, pre_norms="{attn_norm_2,attn_norm}"),
     ),
     {"parallel_attn": True, "alibi": False},
     tied=True,
@@ -190,7 +169,7 @@ FALCON = Dialect(
 DIALECTS: dict[str, tuple[Dialect, ...]] = {
     "llama": (LLAMA, MIXTRAL),
     "qwen2": (Dialect("qwen2", WIDE, PLAIN_RULES),),
-    "qwen3": (Dialect("qwen3", WIDE, (*PLAIN_RULES, *of_block(QK_PAIRS)), told=BIASES),),
+    "qwen3": (Dialect("qwen3", WIDE, gguf_rules(**QK_NORMS), told=BIASES),),
     "gpt2": (GPT2,),
     "gemma": (Dialect("gemma", WIDE, GEMMA_RULES, TANH, BIASES, tied=True),),
     "gemma2": (Dialect("gemma2", {**WIDE, **WINDOW, **CAPS}, SANDWICH_RULES, TANH, BIASES, tied=True),),
@@ -202,7 +181,7 @@ DIALECTS: dict[str, tuple[Dialect, ...]] = {
                 **{**SIZES, **LAYER_EPS, "rope.freq_base": "rotary_emb_base"},
                 "use_parallel_residual": "use_parallel_residual",
             },
-            (*EDGES, *NORMS, *JOINED, *OUT, *FEEDFORWARD),
+            JOINED_RULES,
             told={"attention_bias": "blk.0.attn_qkv.bias"},
             fraction="rotary_pct",
         ),
@@ -212,7 +191,7 @@ DIALECTS: dict[str, tuple[Dialect, ...]] = {
         Dialect(
             "phi",
             {**SHARED, **LAYER_EPS},
-            (*EDGES, *NORMS, *PROJECTIONS, *JOINED, *OUT, *FEEDFORWARD),
+            (*PLAIN_RULES, *UNSPLIT),
             fraction="partial_rotary_factor",
         ),
     ),
@@ -221,8 +200,9 @@ DIALECTS: dict[str, tuple[Dialect, ...]] = {
             "phi3",
             {**RMS, **WINDOW},
             (
-                *(*EDGES, *NORMS, *JOINED, *PROJECTIONS, *OUT, *of_block({"ffn_down": "feedforward.down"})),
-                *joined(f"{THEIRS}.ffn_up", [f"{BLOCK}.feedforward.gate", f"{BLOCK}.feedforward.up"]),
+                *UNSPLIT,
+                *gguf_rules(gated="", down="ffn_down"),
+                *joined(f"{LAYER}.ffn_up", [f"{BLOCK}.feedforward.gate", f"{BLOCK}.feedforward.up"]),
             ),
             fraction="partial_rotary_factor",
         ),
@@ -231,7 +211,7 @@ DIALECTS: dict[str, tuple[Dialect, ...]] = {
         Dialect(
             "olmo2",
             RMS,
-            (*EDGES, *of_block({**AFTER_PAIRS, **QK_PAIRS}), *PROJECTIONS, *OUT, *FEEDFORWARD),
+            gguf_rules(pre_norms="", **OUTPUT_NORMS, **QK_NORMS),
             told=BIASES,
         ),
     ),

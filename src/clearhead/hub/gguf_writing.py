@@ -18,8 +18,7 @@ from torch import Tensor
 from clearhead.core.config import ModelConfig
 from clearhead.core.transformer import Transformer
 from clearhead.errors import CheckpointError, first_line
-from clearhead.hub.checkpoint import Description
-from clearhead.hub.export import outgoing
+from clearhead.hub.checkpoint import Description, outgoing
 from clearhead.hub.files import refuse
 from clearhead.hub.gguf import (
     BYTE,
@@ -45,8 +44,8 @@ from clearhead.hub.gguf_architectures import (
     llama3_factors,
     written_fields,
 )
-from clearhead.hub.weights import cast
-from clearhead.hub.writing import Outgoing
+from clearhead.hub.tokenizer import templates_of
+from clearhead.hub.weights import Outgoing, cast
 from clearhead.run.quant.apply import refuse_quantized
 
 TYPES = {"F32": 0, "F16": 1, "Q8_0": 7, "Q4_0": 2}  # with the number of general.file_type
@@ -211,7 +210,10 @@ def tokenizer_fields(
         f"{FIELD}token_type": [_kind(number, names, added, special, fallback) for number in range(size)],
         **{f"{FIELD}{ROLES[role]}_token_id": number for role, number in special.items() if role in ROLES},
         **_around(tokenizer, special),
-        **_templates(settings),
+        **{
+            "tokenizer.chat_template" + ("" if name == "default" else f".{name}"): text
+            for name, text in templates_of(settings).items()
+        },
     }
     if fallback:
         ranks = {first + second: -float(rank) for rank, (first, second) in reversed([*enumerate(merges)])}
@@ -258,18 +260,6 @@ def _around(tokenizer: Tokenizer, special: Mapping[str, int]) -> dict[str, bool]
         for role, place in (("bos", 0), ("eos", -1))
     )
     return {f"{FIELD}add_bos_token": begins, f"{FIELD}add_eos_token": ends}
-
-
-def _templates(settings: Mapping[str, Any]) -> dict[str, str]:
-    stated = settings.get("chat_template") or {}
-    if isinstance(stated, list):
-        stated = {str(one.get("name")): one.get("template") for one in stated if isinstance(one, dict)}
-    named = stated if isinstance(stated, dict) else {"default": stated}
-    return {
-        "tokenizer.chat_template" + ("" if name == "default" else f".{name}"): text
-        for name, text in named.items()
-        if isinstance(text, str)
-    }
 
 
 def _agrees(tokenizer: Tokenizer, fields: dict[str, Any]) -> bool:

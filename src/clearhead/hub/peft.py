@@ -26,8 +26,7 @@ from clearhead.hub.architecture import Architecture
 from clearhead.hub.checkpoint import empty_model, matching_rules, more
 from clearhead.hub.files import read_json, refuse, whole_folder, write_json
 from clearhead.hub.rules import JOINED_TRANSPOSED, TRANSPOSED, Rule
-from clearhead.hub.weights import Entry, open_tensors
-from clearhead.hub.writing import Outgoing, write_tensors
+from clearhead.hub.weights import Entry, Outgoing, open_tensors, write_tensors
 from clearhead.run.kernels.lora import LoraLinear, merge
 
 # Settings ---------------------------------------------------------------------------------------------------

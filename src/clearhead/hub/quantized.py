@@ -22,8 +22,7 @@ from clearhead.errors import CheckpointError, ClearheadError
 from clearhead.hub.architecture import QUANTIZATION, SECTION
 from clearhead.hub.fields import Json
 from clearhead.hub.files import refuse
-from clearhead.hub.weights import Entry
-from clearhead.hub.writing import Outgoing
+from clearhead.hub.weights import Entry, Outgoing
 from clearhead.run.quant.grid import Grid
 from clearhead.run.quant.layers import PARTS, QuantizedLinear, QuantizedTable, empty_layer, quantized_parts
 

@@ -6,19 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
-from clearhead.core.config import ModelConfig
 from clearhead.core.transformer import Transformer
 from clearhead.errors import CheckpointError
-from clearhead.hub import checkpoint, export
+from clearhead.hub import checkpoint
+from clearhead.hub.architecture import common_dtype
 from clearhead.hub.files import read_json, read_json_if_any, refuse
 from clearhead.hub.registry import TOWERS
-from clearhead.hub.rules import Rule, matches
-from clearhead.hub.stored import common_dtype
+from clearhead.hub.rules import matches
 from clearhead.hub.vision import PREFIXES, Tower, TowersTable
-from clearhead.hub.weights import cast, finite, open_weights
-from clearhead.hub.writing import Outgoing
+from clearhead.hub.weights import Outgoing, cast, finite, open_weights
 from clearhead.variants.towers import Towers, TowersConfig
 
 
@@ -85,13 +82,12 @@ class JoinedTowers(Towers):
         parameters, tensors = dict(self.named_parameters()), dict[str, Outgoing]()
         towers: tuple[tuple[Tower, Transformer], ...] = (("text", self.text), ("image", self.image))
         for name, tower in towers:
-            for bare, one in export.outgoing(tower, self.description.tower(name), dtype).items():
+            for bare, one in checkpoint.outgoing(tower, self.description.tower(name), dtype).items():
                 sources = tuple(f"{name}.{source}" for source in one.sources)
                 tensors[PREFIXES[name] + bare] = dataclasses.replace(one, sources=sources)
         own = [name for name in parameters if not name.startswith(("text.", "image."))]
         for rule in matches(self.description.table.rules, own):
-            ours = [parameters[each] for each in rule.ours]
-            tensors[rule.theirs] = _made(rule, ours, self.config.image, dtype)
+            tensors[rule.theirs] = checkpoint.outgoing_tensor(rule, parameters, self.config.image, dtype)
         return tensors
 
 
@@ -111,7 +107,7 @@ def load_towers(
         for tower in ("text", "image")
     )
     model = JoinedTowers(config, text, image, description)
-    parameters = dict(model.named_parameters())
+    parameters, modules = dict(model.named_parameters()), dict(model.named_modules())
     own = {name for name in parameters if not name.startswith(("text.", "image."))}
     for rule in matches(table.rules, own):
         refuse(
@@ -132,22 +128,8 @@ def load_towers(
         loaded = rule.operation.load([read], shapes, config.image)
         for name, shape, tensor in zip(rule.ours, shapes, loaded):
             own.discard(name)
-            _put(model, name, cast(tensor, dtype or entry.dtype, rule.theirs).clone().reshape(shape))
+            whole = cast(tensor, dtype or entry.dtype, rule.theirs).clone().reshape(shape)
+            checkpoint.put_parameters(modules, {name: whole})
     for name in [*found["joint"], *own][:1]:
         raise CheckpointError(f"{folder}: tensor {name} has no place: config.json and weights do not fit")
     return model.eval()
-
-
-def _put(model: Towers, name: str, tensor: Tensor) -> None:
-    path, last = ("." + name).rsplit(".", 1)
-    setattr(model.get_submodule(path[1:]), last, nn.Parameter(tensor))
-
-
-def _made(rule: Rule, ours: list[nn.Parameter], config: ModelConfig, dtype: torch.dtype | None) -> Outgoing:
-    given = dtype or ours[0].dtype
-
-    def make(sources: list[Tensor]) -> Tensor:
-        return rule.operation.save([cast(one, given, rule.theirs) for one in sources], config)[0]
-
-    empty = [torch.empty(one.shape, dtype=given, device="meta") for one in ours]
-    return Outgoing(tuple(rule.operation.save(empty, config)[0].shape), given, rule.ours, make)

@@ -9,6 +9,7 @@ import base64
 import json
 import warnings
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,59 +28,136 @@ from clearhead.hub.sentencepiece import (
     token_text,
 )
 
-# Special tokens ---------------------------------------------------------------------------------------------
-
-
-ROLES = (
-    "bos",
-    "eos",
-    "unk",
-    "sep",
-    "pad",
-    "cls",
-    "mask",
-)  # in the order in which those without an id get one
+Settings = dict[str, Any]
+# In the order in which special tokens without an id get one.
+ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")  # of an added token
 
-# Classes whose mask takes the space before it, unless a file says otherwise.
-MASK_TAKES_SPACE = ("BigBird", "Camembert", "MPNet")
+# Classes ----------------------------------------------------------------------------------------------------
 
-# The special tokens that a class has without any file naming them.
+
+@dataclass(frozen=True)
+class TokenizerClass:
+    """What a class of tokenizers has without any file saying so.
+
+    In a template, $A and $B are texts, and a number after a colon is the type id.
+    """
+
+    special: Mapping[str, str] = field(default_factory=dict)  # special tokens, by role
+    model_types: tuple[str, ...] = ()  # models whose tokenizer has this class where no file names one
+    units: str = ""  # the kind of model that it takes from a tokenizer.json; empty: the file stands as it is
+    unk_id: int = 0  # of such a model
+    template: tuple[str, str] | None = None  # around one text and around a pair; None: as settings say
+    around: tuple[str, ...] = ()  # roles around each text, where there is no template
+    keeps_frame: bool = False  # it takes what a tokenizer.json puts around a text
+    reads_unknown: bool = False  # its model looks up the unknown token by its text
+    mask_takes_space: bool = False  # the one before it, unless a file says otherwise
+    own_roles: Mapping[str, str] = field(default_factory=dict)  # special tokens of further roles, by key
+
+
 BERT = {"unk": "[UNK]", "sep": "[SEP]", "pad": "[PAD]", "cls": "[CLS]", "mask": "[MASK]"}
 FAIRSEQ = {
     **{"bos": "<s>", "eos": "</s>", "sep": "</s>", "cls": "<s>"},
     **{"unk": "<unk>", "pad": "<pad>", "mask": "<mask>"},
 }
 LLAMA = {"unk": "<unk>", "bos": "<s>", "eos": "</s>"}
-USUAL: dict[str, dict[str, str]] = {
-    "Roberta": FAIRSEQ,
-    "XLMRoberta": FAIRSEQ,
-    "Camembert": FAIRSEQ,
-    "MPNet": {**FAIRSEQ, "unk": "[UNK]"},
-    "GPT2": dict.fromkeys(("unk", "bos", "eos"), "<|endoftext|>"),
-    "Qwen2": dict.fromkeys(("unk", "eos", "pad"), "<|endoftext|>"),
-    "GPTNeoX": {**dict.fromkeys(("unk", "bos", "eos"), "<|endoftext|>"), "pad": "<|padding|>"},
-    "T5": {"eos": "</s>", "unk": "<unk>", "pad": "<pad>"},
-    "Siglip": {"eos": "</s>", "unk": "<unk>", "pad": "</s>"},
-    "CLIP": {**dict.fromkeys(("unk", "eos", "pad"), "<|endoftext|>"), "bos": "<|startoftext|>"},
-    "Marian": {"eos": "</s>", "unk": "<unk>", "pad": "<pad>"},
-    "Llama": LLAMA,
-    "CodeLlama": LLAMA,
-    "Gemma": {"unk": "<unk>", "bos": "<bos>", "eos": "<eos>", "pad": "<pad>", "mask": "<mask>"},
-    "Albert": {**BERT, "unk": "<unk>", "pad": "<pad>", "bos": "[CLS]", "eos": "[SEP]"},
-    "BigBird": {**BERT, "unk": "<unk>", "pad": "<pad>", "bos": "<s>", "eos": "</s>"},
-    "Bert": BERT,
-    "DebertaV2": {**BERT, "bos": "[CLS]", "eos": "[SEP]"},
+END = "<|endoftext|>"
+CLS_SEP = ("cls $A sep", "cls $A sep $B:1 sep:1")
+BOS_EOS, EOS = ("bos $A eos", "bos $A eos eos $B eos"), ("$A eos", "$A eos $B eos")
+CLASSES: dict[str, TokenizerClass] = {
+    "Bert": TokenizerClass(
+        BERT, ("bert", "distilbert", "electra"), "WordPiece", template=CLS_SEP, reads_unknown=True
+    ),
+    "Roberta": TokenizerClass(FAIRSEQ, ("roberta", "bart", "longformer"), "BPE", around=("cls", "sep")),
+    "XLMRoberta": TokenizerClass(FAIRSEQ, ("xlm-roberta",), "Unigram", 3, BOS_EOS),
+    "Camembert": TokenizerClass(
+        FAIRSEQ, ("camembert",), "Unigram", 3, BOS_EOS, reads_unknown=True, mask_takes_space=True
+    ),
+    "MPNet": TokenizerClass(
+        {**FAIRSEQ, "unk": "[UNK]"},
+        ("mpnet",),
+        "WordPiece",
+        around=("cls", "sep"),
+        reads_unknown=True,
+        mask_takes_space=True,
+    ),
+    "GPT2": TokenizerClass(
+        dict.fromkeys(("unk", "bos", "eos"), END),
+        ("gpt2", "phi", "opt", "gptj", "gpt_neo", "starcoder2"),
+        "BPE",
+        keeps_frame=True,
+    ),
+    "Qwen2": TokenizerClass(
+        dict.fromkeys(("unk", "eos", "pad"), END),
+        ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"),
+        "BPE",
+        keeps_frame=True,
+    ),
+    "GPTNeoX": TokenizerClass(
+        {**dict.fromkeys(("unk", "bos", "eos"), END), "pad": "<|padding|>"}, ("gpt_neox", "olmoe"), "BPE"
+    ),
+    "T5": TokenizerClass(
+        {"eos": "</s>", "unk": "<unk>", "pad": "<pad>"}, ("t5", "mt5"), "Unigram", 2, template=EOS
+    ),
+    "Siglip": TokenizerClass({"eos": "</s>", "unk": "<unk>", "pad": "</s>"}, ("siglip",), template=EOS),
+    "CLIP": TokenizerClass(
+        {**dict.fromkeys(("unk", "eos", "pad"), END), "bos": "<|startoftext|>"},
+        ("clip",),
+        "BPE",
+        around=("bos", "eos"),
+        reads_unknown=True,
+    ),
+    "Marian": TokenizerClass(
+        {"eos": "</s>", "unk": "<unk>", "pad": "<pad>"},
+        ("marian",),
+        template=("$A eos", "$A $B eos"),
+        reads_unknown=True,
+    ),
+    "Llama": TokenizerClass(LLAMA, ("llama", "mistral", "mixtral"), "BPE", keeps_frame=True),
+    "CodeLlama": TokenizerClass(
+        LLAMA,
+        units="BPE",
+        reads_unknown=True,
+        own_roles={
+            **{"prefix_token": "▁<PRE>", "middle_token": "▁<MID>", "suffix_token": "▁<SUF>"},
+            **{"eot_token": "▁<EOT>", "fill_token": "<FILL_ME>"},
+        },
+    ),
+    "Gemma": TokenizerClass(
+        {"unk": "<unk>", "bos": "<bos>", "eos": "<eos>", "pad": "<pad>", "mask": "<mask>"},
+        ("gemma", "gemma2", "gemma3_text"),
+        "BPE",
+        keeps_frame=True,
+        reads_unknown=True,
+    ),
+    "Albert": TokenizerClass(
+        {**BERT, "unk": "<unk>", "pad": "<pad>", "bos": "[CLS]", "eos": "[SEP]"},
+        *(("albert",), "Unigram", 1, CLS_SEP),
+        keeps_frame=True,
+    ),
+    "BigBird": TokenizerClass(
+        {**BERT, "unk": "<unk>", "pad": "<pad>", "bos": "<s>", "eos": "</s>"},
+        *(("big_bird",), "Unigram", 0, CLS_SEP),
+        reads_unknown=True,
+        mask_takes_space=True,
+    ),
+    "DebertaV2": TokenizerClass(
+        {**BERT, "bos": "[CLS]", "eos": "[SEP]"},
+        *(("deberta-v2",), "Unigram", 1, CLS_SEP),
+        reads_unknown=True,
+    ),
 }
-
-
-# Special tokens for roles of a class's own, by their keys.
-OWN_ROLES: dict[str, dict[str, str]] = {
-    "CodeLlama": {
-        **{"prefix_token": "▁<PRE>", "middle_token": "▁<MID>", "suffix_token": "▁<SUF>"},
-        **{"eot_token": "▁<EOT>", "fill_token": "<FILL_ME>"},
-    }
+UNKNOWN_CLASS = TokenizerClass()
+CLASS_OF_MODEL = {model: name for name, entry in CLASSES.items() for model in entry.model_types}
+LIKE = {
+    **dict.fromkeys(("Bart", "Longformer", "LED"), "Roberta"),
+    **dict.fromkeys(("DistilBert", "Electra"), "Bert"),
 }
+# Models whose tokenizer.json stands as it is, whatever class is named.
+AS_IT_STANDS = ("mistral", "mixtral", "phi3", "olmo2", "stablelm", "granite")
+NO_CLASS = ("", "PreTrained", "Tokenizers", "PreTrainedTokenizerFast", "TokenizersBackend")
+
+# Special tokens ---------------------------------------------------------------------------------------------
 
 
 def special_tokens(settings: Mapping[str, Any], kind: str = "") -> dict[str, str]:
@@ -90,7 +168,7 @@ def special_tokens(settings: Mapping[str, Any], kind: str = "") -> dict[str, str
 
 def _by_role(settings: Mapping[str, Any], kind: str) -> dict[str, Any]:
     """Return special tokens by role, as files state them: null is no token, not the one of the class."""
-    usual = USUAL.get(kind, {})
+    usual = CLASSES.get(kind, UNKNOWN_CLASS).special
     return {role: settings.get(f"{role}_token", usual.get(role)) for role in ROLES}
 
 
@@ -113,7 +191,7 @@ def extra_tokens(settings: Mapping[str, Any], kind: str = "") -> list[Any]:
 def _model_tokens(settings: Mapping[str, Any], kind: str) -> list[Any]:
     """Return special tokens whose role is the model's own, such as `image_token`."""
     roles = {f"{role}_token" for role in ROLES}
-    stated = {**OWN_ROLES.get(kind, {}), **settings}
+    stated = {**CLASSES.get(kind, UNKNOWN_CLASS).own_roles, **settings}
     own = [value for key, value in stated.items() if key.endswith("_token") and key not in roles]
     named = settings.get("extra_special_tokens")
     return [value for value in own if isinstance(value, str)] + [
@@ -131,7 +209,7 @@ def add_named(
     """
     roles = {role: settings.get(f"{role}_token") for role in ROLES}
     by_role = _by_role(settings, kind)
-    if kind in MASK_TAKES_SPACE and isinstance(by_role["mask"], str):
+    if CLASSES.get(kind, UNKNOWN_CLASS).mask_takes_space and isinstance(by_role["mask"], str):
         by_role["mask"] = {"content": by_role["mask"], "lstrip": True}
     named = [*by_role.values(), *_model_tokens(settings, kind)]
     others = extra_tokens(settings, kind)
@@ -178,62 +256,6 @@ def _added(token: Any, **flags: bool) -> AddedToken:
 
 
 PIECES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "sentencepiece.model", "spm.model")
-Settings = dict[str, Any]
-
-# The class that a model's tokenizer has when no file names it.
-CLASSES = {
-    **dict.fromkeys(("bert", "distilbert", "electra"), "Bert"),
-    **dict.fromkeys(("gpt2", "phi", "opt", "gptj", "gpt_neo", "starcoder2"), "GPT2"),
-    **dict.fromkeys(("gpt_neox", "olmoe"), "GPTNeoX"),
-    **dict.fromkeys(("roberta", "bart", "longformer"), "Roberta"),
-    **dict.fromkeys(("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"), "Qwen2"),
-    **dict.fromkeys(("t5", "mt5"), "T5"),
-    **dict.fromkeys(("llama", "mistral", "mixtral"), "Llama"),
-    **dict.fromkeys(("gemma", "gemma2", "gemma3_text"), "Gemma"),
-    "xlm-roberta": "XLMRoberta",
-    **{"camembert": "Camembert", "mpnet": "MPNet", "deberta-v2": "DebertaV2"},
-    "albert": "Albert",
-    "big_bird": "BigBird",
-    "marian": "Marian",
-    **{"clip": "CLIP", "siglip": "Siglip"},
-}
-LIKE = {
-    **dict.fromkeys(("Bart", "Longformer", "LED"), "Roberta"),
-    **dict.fromkeys(("DistilBert", "Electra"), "Bert"),
-}
-# Models whose tokenizer.json stands as it is, whatever class is named.
-AS_IT_STANDS = ("mistral", "mixtral", "phi3", "olmo2", "stablelm", "granite")
-# The kind of model, and the id of the unknown token, that a class takes from tokenizer.json.
-MODELS = {
-    **dict.fromkeys(("Bert", "MPNet"), ("WordPiece", 0)),
-    **dict.fromkeys(
-        ("Roberta", "GPT2", "Qwen2", "GPTNeoX", "Llama", "CodeLlama", "Gemma", "CLIP"), ("BPE", 0)
-    ),
-    **dict.fromkeys(("XLMRoberta", "Camembert"), ("Unigram", 3)),
-    **{"T5": ("Unigram", 2), "Albert": ("Unigram", 1)},
-    **{"BigBird": ("Unigram", 0), "DebertaV2": ("Unigram", 1)},
-}
-KEEPS_FRAME = (
-    "GPT2",
-    "Qwen2",
-    "Llama",
-    "Gemma",
-    "Albert",
-)  # classes that take what the file puts around a text
-NO_CLASS = ("", "PreTrained", "Tokenizers", "PreTrainedTokenizerFast", "TokenizersBackend")
-
-# The special tokens around one text $A and around a pair $A, $B; a number after a colon is the type id.
-TEMPLATES = {
-    "Bert": ("cls $A sep", "cls $A sep $B:1 sep:1"),
-    "Albert": ("cls $A sep", "cls $A sep $B:1 sep:1"),
-    "BigBird": ("cls $A sep", "cls $A sep $B:1 sep:1"),
-    "DebertaV2": ("cls $A sep", "cls $A sep $B:1 sep:1"),
-    "XLMRoberta": ("bos $A eos", "bos $A eos eos $B eos"),
-    "Camembert": ("bos $A eos", "bos $A eos eos $B eos"),
-    "T5": ("$A eos", "$A eos $B eos"),
-    "Siglip": ("$A eos", "$A eos $B eos"),
-    "Marian": ("$A eos", "$A $B eos"),
-}
 QWEN2_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -259,7 +281,7 @@ def from_folder(folder: Path, settings: Settings) -> Tokenizer | None:
         kind = kind or "GPT2"
         units = BPE.read_file(str(folder / "vocab.json"), str(folder / "merges.txt"))
         return completed(folder, _byte_level(*units, kind, settings), kind, settings)
-    if pieces is not None and (kind in FAMILIES or kind in MODELS):
+    if pieces is not None and (kind in FAMILIES or CLASSES.get(kind, UNKNOWN_CLASS).units):
         family = kind if kind in FAMILIES else ""
         return completed(folder, from_pieces(pieces, family, settings), family, settings)
     return None
@@ -271,7 +293,7 @@ def from_piece_file(path: Path, folder: Path, settings: Settings) -> tuple[Token
     if path.suffix == ".bin":
         kind = "Llama"
         settings = {
-            **{f"{role}_token": text for role, text in USUAL[kind].items()},
+            **{f"{role}_token": text for role, text in CLASSES[kind].special.items()},
             **{"add_bos_token": True, **settings},
         }
     tokenizer = from_pieces(path, kind if kind in FAMILIES else "", settings)
@@ -290,7 +312,7 @@ def class_of(folder: Path, settings: Settings, beside_json: bool = False) -> str
     if beside_json and (model_type in AS_IT_STANDS or (not named and model_type == "llama")):
         return ""
     if kind in NO_CLASS:
-        kind = "" if beside_json and named else CLASSES.get(str(model_type), "")
+        kind = "" if beside_json and named else CLASS_OF_MODEL.get(str(model_type), "")
     elif model_type == "qwen2":  # whose files often name another
         kind = "Qwen2"
     return LIKE.get(kind, kind)
@@ -312,14 +334,14 @@ def from_json(folder: Path, stated: Tokenizer, settings: Settings) -> Tokenizer:
     pieces = from_folder(folder, settings) if kind == "Siglip" else None
     if pieces is not None:  # its class reads the SentencePiece file, whatever stands beside it
         return pieces
-    if kind not in MODELS:
+    if not CLASSES.get(kind, UNKNOWN_CLASS).units:
         _check_claims(folder, stated, kind, settings)
         add_named(folder, stated, "", settings, stated)
         if not kind and read_json_if_any(folder / "config.json").get("model_type") == "qwen2":
             _warn_of_qwen2(folder, stated, settings)
         return stated
     made = completed(folder, _surrounded(folder, stated, kind, settings), kind, settings, stated)
-    if kind in KEEPS_FRAME and frame is not None:
+    if CLASSES[kind].keeps_frame and frame is not None:
         made.post_processor = frame
     return made
 
@@ -338,7 +360,7 @@ def _warn_of_qwen2(folder: Path, stated: Tokenizer, settings: Settings) -> None:
 def _surrounded(folder: Path, stated: Tokenizer, kind: str, settings: Settings) -> Tokenizer:
     """Return a tokenizer with the vocabulary of `stated`, and a class's own parts around it."""
     model = json.loads(stated.model.__getstate__())
-    wanted, unk_id = MODELS[kind]
+    wanted, unk_id = CLASSES[kind].units, CLASSES[kind].unk_id
     refuse(
         model["type"] != wanted,
         f"{folder / 'tokenizer.json'} holds a {model['type']} model and {kind}Tokenizer reads {wanted}: "
@@ -450,29 +472,25 @@ def _marian(folder: Path, settings: Settings) -> Tokenizer:
 # Special tokens ---------------------------------------------------------------------------------------------
 
 
-# Classes whose model looks up the unknown token by its text.
-READS_UNKNOWN = ("Bert", "MPNet", "CLIP", "Camembert", "BigBird", "DebertaV2", "Gemma", "CodeLlama", "Marian")
-AROUND = {"Roberta": {"cls", "sep"}, "MPNet": {"cls", "sep"}, "CLIP": {"bos", "eos"}}  # each text
-
-
 def completed(
     folder: Path, tokenizer: Tokenizer, kind: str, settings: Settings, stated: Tokenizer | None = None
 ) -> Tokenizer:
     """Add the tokens that files name beside the vocabulary, and put special tokens around each text."""
     special = special_tokens(settings, kind)
-    around = AROUND.get(kind) or {*TEMPLATES.get(kind, ("",))[0].split()}
-    for role in (*around.difference({"$A"}), *(["unk"] if kind in READS_UNKNOWN else [])):
+    known = CLASSES.get(kind, UNKNOWN_CLASS)
+    around = known.around or ((known.template or ("",))[0].replace("$A", "").split())
+    for role in (*around, *(["unk"] if known.reads_unknown else [])):
         refuse(
             role not in special,
             f"{folder / 'tokenizer_config.json'} has {role}_token {settings.get(f'{role}_token')!r}, and "
             f"{kind}Tokenizer needs one: name it, or leave the key out",
         )
-    for role in USUAL.get(kind, {}):
+    for role in known.special:
         refuse(
             settings.get(f"{role}_token") == "",
             f"{folder / 'tokenizer_config.json'} has an empty {role}_token: name a token, or null for none",
         )
-    for key, usual in OWN_ROLES.get(kind, {}).items():
+    for key, usual in known.own_roles.items():
         refuse(
             settings.get(key) not in (None, usual),
             f"{folder / 'tokenizer_config.json'} has {key} {settings.get(key)!r}: "
@@ -514,7 +532,7 @@ def _frame(
     end = " eos" if settings.get("add_eos_token", False) else ""
     single = f"{begin}$A{end}"
     second = " ".join(f"{part}:1" for part in f"{begin}$B{end}".split())
-    templates = TEMPLATES.get(kind, (single, f"{single} {second}"))
+    templates = CLASSES.get(kind, UNKNOWN_CLASS).template or (single, f"{single} {second}")
     parts = [[part.partition(":") for part in template.split()] for template in templates]
     names = {name for template in parts for name, _, _ in template} - {"$A", "$B"}
     if not names or any(ids.get(name) is None for name in names):

@@ -1,7 +1,7 @@
-"""Weights on disk: safetensors, mapped or read; pickles that hold only tensors; shards and their index.
+"""Weights on disk, read and written: safetensors, read or mapped; pickles that hold only tensors; shards.
 
 Nothing here runs code from a file. Every mistake in a file is one line that names the file and what is wrong
-with it.
+with it. Several processes may write together: each has its own files, and helps with the others' tensors.
 """
 
 import itertools
@@ -10,11 +10,13 @@ import math
 import mmap
 import os
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -29,6 +31,7 @@ from clearhead.hub.files import (
     read_json,
     reading,
     refuse,
+    write_json,
 )
 from clearhead.run.kernels.transpose import copied
 
@@ -105,7 +108,7 @@ def open_weights(folder: Path, mapped: bool = True) -> dict[str, Entry]:
 
 
 def open_tensors(folder: Path, stem: str) -> dict[str, Entry]:
-    """Return what `writing.write_tensors` wrote beside a model: mapped, in one file or several."""
+    """Return what `write_tensors` wrote beside a model: mapped, in one file or several."""
     found = _opened(folder, f"{stem}.safetensors", index_of(stem), open_safetensors)
     if found is None:
         raise CheckpointError(f"{folder} holds no {stem}.safetensors and no {index_of(stem)}")
@@ -339,3 +342,122 @@ def cast(tensor: Tensor, dtype: torch.dtype, name: str, into: Tensor | None = No
             "choose bfloat16 or float32"
         )
     return new
+
+
+# Writing ----------------------------------------------------------------------------------------------------
+
+
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+Fetch = Callable[[str, int], Tensor | None]  # brings a whole tensor to a process; the others get None
+
+
+@dataclass(frozen=True)
+class Outgoing:
+    """A tensor to be written: its form, and how it is made of others."""
+
+    shape: Shape
+    dtype: torch.dtype
+    sources: tuple[str, ...]
+    make: Callable[[list[Tensor]], Tensor] = lambda sources: sources[0]
+
+    @property
+    def size(self) -> int:
+        """Bytes in the file."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class SafetensorsWriter:
+    """One file, to which tensors are added in the order of `tensors`."""
+
+    def __init__(self, path: Path, tensors: Mapping[str, Outgoing]) -> None:
+        ends = list(itertools.accumulate((one.size for one in tensors.values()), initial=0))
+        header = {"__metadata__": {"format": "pt"}} | {
+            name: {"dtype": NAMES[one.dtype], "shape": list(one.shape), "data_offsets": ends[place:][:2]}
+            for place, (name, one) in enumerate(tensors.items())
+        }
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)  # tensors begin at multiples of 8 bytes
+        self.file = path.open("wb")
+        self.file.write(len(text).to_bytes(8, "little") + text)
+
+    def add(self, tensor: Tensor) -> None:
+        """Write the next tensor."""
+        if tensor.numel():
+            self.file.write(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self.file:
+            self.file.flush()
+            os.fsync(self.file.fileno())
+
+
+def write_tensors(
+    folder: Path,
+    stem: str,
+    tensors: Mapping[str, Outgoing],
+    fetch: Fetch,
+    shard_size: float = math.inf,
+    rank: int = 0,
+    processes: int = 1,
+) -> None:
+    """Write tensors as `stem`.safetensors, or as several files of about `shard_size` bytes with an index.
+
+    Each of `processes` calls it with the same tensors and its `rank`, and writes some of the files. A process
+    that fails to write goes on to help the others, and raises at the end.
+    """
+    files = _files(stem, tensors, shard_size, processes)
+    failure: Exception | None = None
+    for first in range(0, len(files), processes):
+        some = files[first : first + processes]
+        with ExitStack() as stack:
+            try:
+                if rank < len(some):
+                    name, names = some[rank]
+                    writer = stack.enter_context(
+                        SafetensorsWriter(folder / name, {each: tensors[each] for each in names})
+                    )
+            except OSError as error:
+                failure = error
+            # One tensor of each file in turn, so that all processes write at once.
+            for row in itertools.zip_longest(*(names for _, names in some)):
+                for owner, name in ((owner, name) for owner, name in enumerate(row) if name is not None):
+                    whole = [fetch(source, owner) for source in tensors[name].sources]
+                    if owner == rank and failure is None:
+                        try:
+                            writer.add(tensors[name].make([one for one in whole if one is not None]))
+                        except Exception as error:
+                            failure = error
+    if failure is not None:
+        raise failure
+    if rank == 0 and len(files) > 1:
+        weight_map = {name: file for file, names in files for name in names}
+        total = sum(one.size for one in tensors.values())
+        write_json(folder / index_of(stem), {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def _files(
+    stem: str, tensors: Mapping[str, Outgoing], shard_size: float, processes: int
+) -> Sequence[tuple[str, list[str]]]:
+    """Return the files to write, each with the names of its tensors; wide numbers first, for alignment."""
+    shards: list[list[str]] = [[]]
+    total, begun, filled = sum(one.size for one in tensors.values()), 0, 0
+    for name, one in tensors.items():
+        share = processes > 1 and begun >= total * len(shards) / processes  # the next process's turn
+        if shards[-1] and (share or filled + one.size > shard_size):
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        begun, filled = begun + one.size, filled + one.size
+    count = len(shards)
+    return [
+        (
+            f"{stem}.safetensors" if count == 1 else f"{stem}-{number:05}-of-{count:05}.safetensors",
+            sorted(names, key=lambda name: -tensors[name].dtype.itemsize),
+        )
+        for number, names in enumerate(shards, start=1)
+    ]

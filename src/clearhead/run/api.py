@@ -10,8 +10,7 @@ from torch import Tensor
 
 from clearhead.errors import refuse
 from clearhead.hub import checkpoint, peft
-from clearhead.hub.beside import read_beside
-from clearhead.hub.download import here_or_fetched
+from clearhead.hub.checkpoint import local_or_downloaded, read_tokenizer_and_settings
 from clearhead.hub.preprocessor import Image
 from clearhead.hub.towers import has_towers, load_towers
 from clearhead.learn.tasks import chat, generation, reading, results, speech, towers
@@ -334,7 +333,7 @@ def load(
     Weights that are NaN or infinite are refused unless `check_finite` is False.
     """
     cast, place, rounding = float_dtype(dtype), best_device(device), plan_of(quantize, parallel is not None)
-    path = here_or_fetched(folder, allow_download)
+    path = local_or_downloaded(folder, allow_download)
     if peft.is_adapter(path):
         refuse(bool(parallel or rounding), f"{path} is an adapter: merge it, clearhead convert {path} OUT")
         adapted = load(peft.base_of(path), dtype, device, False, tokenizer, mapped, check_finite=check_finite)
@@ -352,12 +351,12 @@ def load(
         refuse(rounding is not None, f"{path} has two towers: they are not quantized; load {path / 'text'}")
         joined = load_towers(path, cast, mapped, check_finite).to(place)
         described = joined.description.tower("text")
-        beside = read_beside(path, described, tokenizer)
+        beside = read_tokenizer_and_settings(path, described, tokenizer)
         return Model(joined.text, description=described, folder=path, towers=joined, **beside)
     model, description = checkpoint.load_model(
         path, checkpoint.describe(path), cast, mapped, check_finite=check_finite
     )
-    beside = read_beside(path, description, tokenizer)
+    beside = read_tokenizer_and_settings(path, description, tokenizer)
     model = model if place.type == "cpu" else model.to(place)
     return Model(rounded(model, rounding), description=description, folder=path, **beside)
 
@@ -367,5 +366,5 @@ def open_empty(
 ) -> tuple[Model, checkpoint.Unread]:
     """Return the model of a directory with parameters on the meta device, and its weights, still on disk."""
     model, description, unread = checkpoint.open_model(folder, checkpoint.describe(folder), dtype)
-    beside = read_beside(folder, description, tokenizer)
+    beside = read_tokenizer_and_settings(folder, description, tokenizer)
     return Model(model, description=description, folder=folder, **beside), unread

@@ -18,7 +18,7 @@ from clearhead.core.config import ModelConfig
 from clearhead.core.taps import unwrapped
 from clearhead.core.transformer import Transformer
 from clearhead.errors import InputError, refuse
-from clearhead.hub import checkpoint, export, files, quantized
+from clearhead.hub import checkpoint, files, quantized
 from clearhead.hub.architecture import SECTION
 from clearhead.hub.checkpoint import default_names
 from clearhead.hub.gguf import SUFFIX
@@ -30,7 +30,7 @@ from clearhead.hub.sentences import Sentences, write_sentences
 from clearhead.hub.tokenizer import check_infilling, encode, framed, save_tokenizer, stop_ids, truncation_side
 from clearhead.hub.tokens.text import clean, decoded
 from clearhead.hub.towers import JoinedTowers
-from clearhead.hub.writing import Outgoing, write_tensors
+from clearhead.hub.weights import Outgoing, write_tensors
 from clearhead.learn.batches.padding import padded, real_tokens
 from clearhead.learn.parallel.shards import is_split
 from clearhead.run.generate.engine import Engine
@@ -319,7 +319,7 @@ class Bundle:
                 parameters = dict(self.towers.named_parameters())
                 tensors = self.towers.outgoing(float_dtype(dtype))
             else:
-                tensors = export.outgoing(self.model, described, float_dtype(dtype))
+                tensors = checkpoint.outgoing(self.model, described, float_dtype(dtype))
                 tensors |= outgoing_codes(self.model)
             write_tensors(
                 work, files.MODEL, tensors, lambda name, owner: parameters[name].detach().cpu(), shard_size
@@ -333,7 +333,7 @@ class Bundle:
 
     def described(self) -> checkpoint.Description:
         """Return what the model is saved as: its architecture and config.json."""
-        saved = export.exported(self.config, self.description)
+        saved = checkpoint.exported(self.config, self.description)
         if quantized_parts(self.model):  # no architecture of others has such tensors
             saved = checkpoint.Description(quantized.described(self.model, self.config), self.config, SECTION)
         theirs = dict(saved.theirs)
@@ -350,7 +350,7 @@ class Bundle:
         self, folder: Path, described: checkpoint.Description, tensors: Mapping[str, Outgoing]
     ) -> None:
         """Write all of a directory but the weights, which are written as `tensors`."""
-        export.write_config(folder, self.towers or described, tensors)
+        checkpoint.write_config(folder, self.towers or described, tensors)
         if self.tokenizer is not None:
             save_tokenizer(folder, self.tokenizer, self.special, self.settings, self.config.max_positions)
         generation = self._stated if self.generation else {}

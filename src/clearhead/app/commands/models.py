@@ -107,7 +107,7 @@ def convert(
         f"{target} holds a model already: choose another directory, or add --overwrite",
         CheckpointError,
     )
-    from clearhead.hub.export import explain_export
+    from clearhead.hub.checkpoint import explain_export
     from clearhead.learn.parallel.estimate import read_bytes
 
     limit = read_bytes(shard_size)

@@ -268,7 +268,7 @@ def _pruned(
 
 def _comparison(model: ch.Model, smaller: ch.Model, judged: Examples | None, out: Path) -> dict[str, Any]:
     """Return the size and quality of a model before and after pruning, and how it was saved."""
-    from clearhead.hub.export import explain_export
+    from clearhead.hub.checkpoint import explain_export
     from clearhead.inside.ablation import judge
     from clearhead.inside.names import all_heads
 

@@ -33,7 +33,12 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-ASIDE = ("looks/", "trace", "neurons")  # views with a pass of their own, which no other view waits for
+ASIDE = (
+    "looks/",
+    "trace",
+    "neurons",
+    "analysis/",
+)  # with a pass of their own: no other view waits for them
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 LARGEST_BODY = 8_000_000  # bytes
 MOST_LABELS = 2000

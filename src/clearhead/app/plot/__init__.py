@@ -90,8 +90,8 @@ def heatmap(
     `low`, `high`, `diverging` and `root` are as in `draw`. `numbers` writes each value into its cell.
     """
     table = np.asarray(values, dtype=float)
-    width = min(max(0.28 * table.shape[1] + 2.8, 4.5), 20)
-    height = min(max(0.24 * table.shape[0] + 1.8, 3.0), 20)
+    width = min(max(0.28 * table.shape[1] + 2.8, 4.5), 13)  # wider, the words would be too small to read
+    height = min(max(0.24 * table.shape[0] + 1.8, 3.0), 12)
     figure, axes = single(width, height, title, column_name, row_name)
     image = draw(axes, table, low, high, diverging, root, rows, columns, numbers="{:.2f}" if numbers else "")
     figure.colorbar(image, ax=axes, label=scale, fraction=0.046)
@@ -147,7 +147,8 @@ def label_axis(axes: Axes, names: Sequence[object], side: Literal["x", "y"], mos
 
 def legend(axes: Axes, size: float = 7, columns: int = 2) -> None:
     """Write the legend below the axes, where it covers no line."""
-    axes.legend(fontsize=size, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=columns, frameon=False)
+    place: Any = {"loc": "upper center", "bbox_to_anchor": (0.5, 0), "borderaxespad": 40 / size}  # points
+    axes.legend(fontsize=size, ncols=columns, frameon=False, **place)
 
 
 def number_ticks(axes: Axes, side: Literal["x", "y"], unit: str = "") -> None:

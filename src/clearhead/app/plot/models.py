@@ -477,14 +477,16 @@ def draw_quantization(found: QuantReport, title: str) -> Figure:
     what = "outputs" if outputs else "weights"
     canvas.name(axes, f"error of {what}", "layer", "length of the error, % of the length", size=9)
     axes.set_ylim(bottom=0)
+    axes.set_xticks(sorted({layer for points in lines.values() for layer, _ in points}))
     axes.grid(alpha=0.3)
-    canvas.legend(axes)
+    canvas.legend(axes, columns=3)
     if found.before is not None and found.after is not None:
         values = [found.before.perplexity, found.after.perplexity]
         bars = grid[0][1].bar(["before", "after"], values, color=[canvas.BLUE, canvas.RED])
         grid[0][1].bar_label(bars, [f"{value:.2f}" for value in values], fontsize=8)
-        kl = f"KL {found.after.divergence:.4f} nats a token"
-        canvas.name(grid[0][1], f"perplexity; {kl}", f"{found.before.tokens:,} tokens", size=9)
+        grid[0][1].margins(y=0.1)
+        kl = f"KL {found.after.divergence:.2g} nats a token"
+        canvas.name(grid[0][1], f"perplexity\n{kl}", f"{found.before.tokens:,} tokens", size=9)
     return figure
 
 

@@ -19,8 +19,7 @@ from clearhead.core.config.resolve import derive
 from clearhead.core.config.typed import hints_of, shaped
 from clearhead.core.transformer import Transformer
 from clearhead.errors import ConfigError, nearest, refuse
-from clearhead.hub.checkpoint import Description, describe
-from clearhead.hub.export import exported
+from clearhead.hub.checkpoint import Description, describe, exported
 from clearhead.hub.gguf import is_gguf
 from clearhead.hub.tokens.training import begin_texts
 from clearhead.hub.towers import has_towers

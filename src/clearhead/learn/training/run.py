@@ -15,8 +15,7 @@ from torch import Tensor
 from clearhead.core.config.typed import plain
 from clearhead.errors import CheckpointError, ConfigError, TrainingError, refuse
 from clearhead.hub.files import MODEL, whole_folder, write_text
-from clearhead.hub.weights import open_tensors
-from clearhead.hub.writing import Outgoing, write_tensors
+from clearhead.hub.weights import Outgoing, open_tensors, write_tensors
 from clearhead.learn.data import corpora, files
 from clearhead.learn.data.files import RECIPE
 from clearhead.learn.data.given import Given, given_or_paths

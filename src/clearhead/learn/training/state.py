@@ -28,8 +28,7 @@ from clearhead.core.transformer import Transformer
 from clearhead.errors import CheckpointError, ClearheadError, first_line, refuse
 from clearhead.hub.checkpoint import Description
 from clearhead.hub.files import MODEL, read_json, whole_folder
-from clearhead.hub.weights import open_tensors
-from clearhead.hub.writing import Outgoing, write_tensors
+from clearhead.hub.weights import Outgoing, open_tensors, write_tensors
 from clearhead.learn.parallel import shards
 from clearhead.learn.parallel.shards import Exchange, Part, part_of
 from clearhead.learn.training.events import OnEvent, Saved

@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from clearhead.core.dtypes import wide
 from clearhead.core.transformer import Transformer
 from clearhead.errors import CheckpointError, nearest, refuse
-from clearhead.hub.checkpoint import Description
-from clearhead.hub.export import outgoing
-from clearhead.hub.writing import Outgoing
+from clearhead.hub.checkpoint import Description, outgoing
+from clearhead.hub.weights import Outgoing
 from clearhead.learn.parallel.shards import local, part_like, put
 from clearhead.run.kernels.lora import LoraLinear, merged
 

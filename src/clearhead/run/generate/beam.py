@@ -34,7 +34,7 @@ from clearhead.run.generate.decode import (
 )
 from clearhead.run.generate.request import REMOVED, Request
 from clearhead.run.generate.sampling import Standing, adjust, adjust_by, check_best
-from clearhead.run.kernels.best import best_tokens
+from clearhead.run.kernels.native import best_tokens
 
 # Beams carried on together. Prompts are taken in the order of their length, so that less is padding. On a CPU
 # more rows gain nothing.

@@ -39,7 +39,7 @@ from clearhead.run.generate.grammar import Grammars
 from clearhead.run.generate.request import Request
 from clearhead.run.generate.sampling import NOT_NUMBERS, adjust_by, best_of
 from clearhead.run.generate.steps import Running, Steps, warn_uncompiled
-from clearhead.run.kernels.forms import NOTHING
+from clearhead.run.kernels.fixed_cache import NOTHING
 from clearhead.run.kernels.kernels import without_plans
 from clearhead.run.kernels.library import library
 from clearhead.run.kernels.parts import JoinedLinear, PackedLinear, fingerprint, same

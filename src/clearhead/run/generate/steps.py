@@ -20,9 +20,9 @@ from clearhead.core.cache import Cache
 from clearhead.core.transformer import Transformer
 from clearhead.errors import first_line
 from clearhead.run.generate.decode import turns_by_length
-from clearhead.run.kernels.choosing import choose
+from clearhead.run.kernels.cuda_graph import never_waiting
 from clearhead.run.kernels.fixed_cache import FixedCache
-from clearhead.run.kernels.graphs import never_waiting
+from clearhead.run.kernels.kernels import choose
 
 SMALLEST = 512  # slots of the smallest cache; larger ones double
 SHARE = 0.25  # of a GPU's memory, for the keys of captured CUDA graphs that no call uses

@@ -3,6 +3,8 @@
 Shapes: B batch, K key/value heads, T new tokens, S slots, E head width.
 """
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as nnf
 from torch import Tensor
@@ -205,3 +207,27 @@ class FixedKeys(LayerKeys):
         """Replace row i by row `rows[i]`, in place."""
         self.k.copy_(self.k[rows])
         self.v.copy_(self.v[rows])
+
+
+# Arguments and results of kernels ---------------------------------------------------------------------------
+
+NOTHING = -1  # in place of a token: the logits are not numbers
+
+
+class HeadConfig(NamedTuple):
+    """How heads attend: rotation, scale, soft-cap, and the norm of each head's queries and keys.
+
+    `cos` and `sin` are [B|1, 1, 1, R], for the first R columns of a head; `layout` says how they pair.
+    `q_norm` and `k_norm` [E] scale an RMS norm, where there is one.
+    """
+
+    cos: Tensor | None
+    sin: Tensor | None
+    layout: str
+    n_heads: int
+    scale: float
+    softcap: float | None
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+    eps: float = 0.0
+    unit_offset: bool = False

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from clearhead.core import attention, feedforward, norms, positions
 from clearhead.core.attention import without_cudnn
-from clearhead.run.kernels.codes import Codes
-from clearhead.run.kernels.forms import HeadForm
+from clearhead.run.kernels.fixed_cache import NOTHING, HeadConfig
+from clearhead.run.quant.grid import Codes
 
 MOST_ROWS = 2  # rows for which our product, with norm and gate in the same kernel, beats all others
 MOST_TOGETHER = 32  # rows for which our product on matrix units, in bfloat16, beats the library's
@@ -241,7 +241,7 @@ def _few_bits(
 
 
 def step_attend(
-    qkv: Tensor, keys: Tensor, values: Tensor, slot: Tensor, mask: Tensor, form: HeadForm
+    qkv: Tensor, keys: Tensor, values: Tensor, slot: Tensor, mask: Tensor, form: HeadConfig
 ) -> Tensor:
     """Attend with one token's queries, keys and values, side by side: [B, 1, (H+K)·E + K·Ev] -> [B, 1, H·Ev].
 
@@ -289,11 +289,11 @@ def _attend(
     eps: float,
     unit_offset: bool,
 ) -> Tensor:
-    """`step_attend` as an operator, whose arguments are the fields of a `HeadForm` one by one."""
+    """`step_attend` as an operator, whose arguments are the fields of a `HeadConfig` one by one."""
     if available(qkv):
         from clearhead.run.kernels import triton_attend
 
-        form = HeadForm(cos, sin, layout, n_heads, scale, softcap, q_norm, k_norm, eps, unit_offset)
+        form = HeadConfig(cos, sin, layout, n_heads, scale, softcap, q_norm, k_norm, eps, unit_offset)
         return triton_attend.attend(qkv, keys, values, slot, mask, form)
     B, K, _, E = keys.shape
     q, k, v = torch.split_with_sizes(qkv, [n_heads * E, K * E, K * values.shape[3]], dim=-1)
@@ -319,7 +319,7 @@ def paged_attend(
     place: Tensor,
     size: int,
     reach: int,
-    form: HeadForm,
+    form: HeadConfig,
 ) -> Tensor:
     """Attend as `step_attend`, to keys in a pool: [B, 1, (H+K)·E + K·Ev] -> [B, 1, H·Ev].
 
@@ -327,9 +327,9 @@ def paged_attend(
     [B] says where its new token stands. Keys further than `reach` before it are not seen; 0: all are.
     """
     if available(qkv):
-        from clearhead.run.kernels import triton_paged
+        from clearhead.run.kernels import triton_attend
 
-        return triton_paged.paged_attend(qkv, keys, values, table, place, size, reach, form)
+        return triton_attend.paged_attend(qkv, keys, values, table, place, size, reach, form)
     places = torch.arange(table.shape[1] * size, device=table.device)[None]  # 1 M·size
     slots = (table[:, :, None] * size + torch.arange(size, device=table.device)).flatten(1)  # B M·size
     k, v = (x[0][:, slots].transpose(0, 1) for x in (keys, values))  # B K M·size E
@@ -345,3 +345,22 @@ def paged_attend(
     for pool, buffer in ((keys, k), (values, v)):
         pool[0, :, slot] = buffer[:, :, -1].transpose(0, 1)
     return z
+
+
+# The next token ---------------------------------------------------------------------------------------------
+
+
+def choose(logits: Tensor, index: Tensor, made: Tensor, ids: Tensor, kept: Tensor) -> None:
+    """Keep the most probable token of each row: logits [B, V] -> `made` [B, S] at `index` [1], `ids` [B, 1].
+
+    `made` has -1 where a logit is not a number. The logits are kept too, in `kept` [B, V].
+    """
+    if not torch.compiler.is_compiling() and available(logits):
+        from clearhead.run.kernels import triton_step
+
+        return triton_step.choose(logits, index, made, ids, kept)
+    chosen = logits.argmax(-1, keepdim=True)
+    best = logits.gather(1, chosen)  # not a number where any logit is not
+    kept.copy_(logits)
+    made.index_copy_(1, index, torch.where(best.isnan(), NOTHING, chosen))
+    ids.copy_(chosen)

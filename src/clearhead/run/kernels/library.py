@@ -22,7 +22,7 @@ from torch import nn
 from clearhead.errors import nearest, refuse
 
 SOURCE = Path(__file__).with_name("step.c")
-INCLUDED = [SOURCE.with_name(f"{name}.h") for name in ("transpose", "panels", "quantized", "best")]
+INCLUDED = [SOURCE.with_name(f"{name}.h") for name in ("transpose", "gemm", "quantized", "topk")]
 # Comparisons set no flags that anyone reads: without them loops with a choice become vectors.
 FLAGS = ("-O3", "-fno-trapping-math", "-shared", "-fPIC")
 OFF = "CLEARHEAD_NATIVE"  # in the environment: 0 leaves the library out

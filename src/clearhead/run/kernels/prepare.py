@@ -8,7 +8,7 @@ Shapes: B batch, T length, D model, N width out.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,18 +16,18 @@ from torch import Tensor, nn
 from clearhead.core import masks, norms, positions
 from clearhead.core.attention import Attention
 from clearhead.core.cache import Cache, CrossKeys, LayerKeys
-from clearhead.core.config.kinds import Kind
+from clearhead.core.config.kinds import Full, Kind, Windowed
 from clearhead.core.feedforward import ACTIVATIONS, FeedForward
+from clearhead.core.heads import LanguageHead
+from clearhead.core.masks import View
+from clearhead.core.positions import Rotary
 from clearhead.core.stack import Block, Residual, Stack
-from clearhead.core.taps import SILENT, Tap
-from clearhead.core.transformer import Transformer
+from clearhead.core.taps import SILENT, Tap, tap_for
+from clearhead.core.transformer import Output, Transformer
 from clearhead.errors import refuse
 from clearhead.run.kernels import library
 from clearhead.run.kernels import native as in_c
-from clearhead.run.kernels.codes import Codes
-from clearhead.run.kernels.few_bits import FewBitsLinear, FewBitsTable, can_join
-from clearhead.run.kernels.fixed_cache import FixedCache, FixedKeys
-from clearhead.run.kernels.forms import HeadForm
+from clearhead.run.kernels.fixed_cache import FixedCache, FixedKeys, HeadConfig
 from clearhead.run.kernels.kernels import (
     MOST_ROWS,
     available,
@@ -36,7 +36,7 @@ from clearhead.run.kernels.kernels import (
     step_linear,
     step_norm,
 )
-from clearhead.run.kernels.native_stack import NativeStack
+from clearhead.run.kernels.native import NativeStack
 from clearhead.run.kernels.parts import (
     Direct,
     FusedAttention,
@@ -47,9 +47,9 @@ from clearhead.run.kernels.parts import (
     direct,
     like,
 )
-from clearhead.run.kernels.stepping import StepModel
 from clearhead.run.kernels.training import OF_TRAINING, all_known, original
 from clearhead.run.kernels.transpose import lay_out_rows
+from clearhead.run.quant.grid import Codes, laid
 from clearhead.run.quant.layers import QuantizedLinear, QuantizedTable
 from clearhead.variants.routing import Experts, Router
 
@@ -120,9 +120,9 @@ def _replacement(part: nn.Module, way: Way) -> nn.Module:
     if way.native and kind is QuantizedLinear:
         return like(part, in_c.NativeQuantizedTwice if part in way.exact else in_c.NativeQuantized)
     if way.kernels and kind is QuantizedLinear:
-        return FewBitsLinear(cast(QuantizedLinear, part))
+        return PackedQuantizedLinear(cast(QuantizedLinear, part))
     if way.kernels and kind is QuantizedTable:
-        return FewBitsTable(cast(QuantizedTable, part))
+        return PackedQuantizedTable(cast(QuantizedTable, part))
     if way.packs and isinstance(part, nn.Linear):
         return PackedLinear(part)
     if way.kernels and kind is nn.Linear:
@@ -171,7 +171,7 @@ def joining(layers: Sequence[Any], kernels: bool) -> Callable[..., nn.Module] | 
     """Return what makes one layer of these; None where they stay as they are."""
     if all(isinstance(layer, nn.Linear) for layer in layers):
         return JoinedLinear
-    return FewBitsLinear if kernels and can_join(*layers) else None
+    return PackedQuantizedLinear if kernels and can_join(*layers) else None
 
 
 # All that the kernels compute, by class and attribute. A block with anything more, such as an option added
@@ -264,10 +264,10 @@ class StepBlock(Direct, Block):
         assert isinstance(self.attention, FusedAttention)
         return _normed(x, self.attention_residual.before, self.attention.qkv)
 
-    def formula(self, view: masks.View) -> HeadForm:
+    def formula(self, view: masks.View) -> HeadConfig:
         """Return how this block attends, as the kernels of attention are told."""
         attention = cast(Attention, self.attention)
-        return HeadForm(
+        return HeadConfig(
             None if view.rotary is None else view.rotary.cos,
             None if view.rotary is None else view.rotary.sin,
             attention.layout,
@@ -306,7 +306,7 @@ def _normed(x: Tensor, norm: nn.Module | None, layer: nn.Module, gate: str | Non
 
 def weights_of(layer: nn.Module) -> tuple[Tensor | Codes, Tensor | None]:
     """Return the weight of a linear layer, of few bits or not, and its bias."""
-    if isinstance(layer, FewBitsLinear):
+    if isinstance(layer, PackedQuantizedLinear):
         return layer.codes, layer.bias
     assert isinstance(layer, nn.Linear)
     return layer.weight, layer.bias
@@ -318,3 +318,136 @@ def _head_norms(attention: Attention) -> tuple[Tensor | None, Tensor | None, flo
     if not isinstance(q, norms.RMSNorm) or not isinstance(k, norms.RMSNorm):
         return None, None, 0.0, False
     return q.weight, k.weight, q.eps, q.unit_offset
+
+
+# Quantized layers for a GPU ---------------------------------------------------------------------------------
+
+
+def can_join(*layers: nn.Module | None) -> bool:
+    """Return True if these layers can be one: of one grid, and with inputs as they come."""
+    few = [layer for layer in layers if isinstance(layer, QuantizedLinear)]
+    alike = len({layer.grid for layer in few}) == 1 and not any(layer.smooth is not None for layer in few)
+    return len(few) == len(layers) and alike
+
+
+class PackedQuantizedLinear(Direct):
+    """A linear layer of few bits; of several, their outputs are concatenated.
+
+    Up to `kernels.MOST_FEW` rows, codes become numbers in registers. For more, such as a prompt's, the weight
+    is made first, and the library's product is used.
+    """
+
+    def __init__(self, *layers: QuantizedLinear) -> None:
+        super().__init__()
+        first, biased = layers[0], any(layer.bias is not None for layer in layers)
+        self.codes = laid([layer.made for layer in layers])
+        self.smooth = first.smooth
+        self.bias = torch.cat([_bias_of(layer) for layer in layers]) if biased else None
+        self.in_features, self.out_features = first.in_features, len(self.codes.words)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., D] -> [..., N]."""
+        return step_linear(x if self.smooth is None else (x * self.smooth).to(x.dtype), self.codes, self.bias)
+
+
+def _bias_of(layer: QuantizedLinear) -> Tensor:
+    if layer.bias is not None:
+        return layer.bias.detach()
+    return torch.zeros(layer.out_features, dtype=layer.place.dtype, device=layer.place.device)
+
+
+def few_rows(weight: Codes, ids: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return some rows of a weight of few bits: ids [n] -> [n, D]."""
+    if torch.compiler.is_compiling() or not (weight.words.is_cuda or available(weight.scales)):
+        offsets = None if weight.offsets is None else weight.offsets[ids]
+        chosen = Codes(weight.bits, weight.columns, weight.words[ids], weight.scales[ids], offsets)
+        return chosen.weight(dtype)
+    from clearhead.run.kernels import triton_codes
+
+    return triton_codes.spread(weight, dtype, ids)
+
+
+class PackedQuantizedTable(Direct):
+    """A token table of few bits."""
+
+    def __init__(self, table: QuantizedTable) -> None:
+        super().__init__()
+        self.codes, self.smooth, self.dtype = laid([table.made]), table.smooth, table.place.dtype
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """[...] -> [..., D]."""
+        rows = few_rows(self.codes, ids.flatten(), self.dtype)
+        rows = rows if self.smooth is None else (rows * self.smooth).to(self.dtype)
+        return rows.view(*ids.shape, self.codes.columns)
+
+
+# A decoder with few small kernels ---------------------------------------------------------------------------
+#
+# The model's own way writes down order, positions and padding of the new token, and computes masks and
+# angles, in some forty operations, whatever the number of rows. Where each takes a kernel, that is a tenth of
+# a step.
+
+
+class StepModel(Direct, Transformer):
+    """A model whose steps with a fixed cache do their bookkeeping in one kernel, where that suits."""
+
+    def forward(
+        self,
+        ids: Tensor,
+        *more: Any,
+        cache: Any = None,
+        logits: Literal["all", "last", "none"] = "all",
+        **named: Any,
+    ) -> Output:
+        """Run the model; see `Transformer.forward`."""
+        if more or named or not self._suits(ids, cache):
+            named |= {"logits": logits} if cache is None else {"logits": logits, "cache": cache}
+            return super().forward(ids, *more, **named)
+        stack, spec = self.main, self.main.spec
+        cache.room_for(1)
+        x = stack.embedding(ids, None, lambda: None, None, SILENT)  # B 1 D
+        views = {}
+        for kind in spec.whole_kinds:
+            views[kind] = marked(cache, self._angles(cache, kind.reach), kind.reach or 0)
+        for layer, (block, kind) in enumerate(zip(stack.layers(), spec.kinds)):
+            view = views[kind]
+            turned = view.unrotated() if layer in spec.rope_skips else view
+            x = block(x, turned, keys=cache.layer(layer, kind))
+        cache.advance()
+        hidden = x if stack.norm is None else stack.norm(x)
+        return Output(None if logits == "none" else self.head(hidden, None), hidden)
+
+    def _suits(self, ids: Tensor, cache: object) -> bool:
+        """Return True if one kernel computes what the model's own bookkeeping would."""
+        if torch.compiler.is_compiling() or not isinstance(cache, FixedCache) or self.encoder is not None:
+            return False
+        spec, kinds = self.main.spec, self.main.spec.whole_kinds
+        plain = all(isinstance(kind, Full | Windowed) and not kind.kept_first for kind in kinds)
+        return (
+            ids.shape[1] == 1
+            and spec.input == "tokens"
+            and spec.positions == "rope"
+            and plain
+            and len(kinds) == 1
+            and all(block.router is None for block in self.main.layers())
+            and isinstance(self.head, LanguageHead)
+            and not cache.packed
+            and available(next(self.parameters()))
+            and tap_for(self) is SILENT
+        )
+
+    def _angles(self, cache: FixedCache, reach: int | None) -> Rotary:
+        """Return the rotation of every position that the cache has room for, computed once."""
+        if reach not in cache.angles:
+            every = torch.arange(cache.capacity, device=cache.cursor.device)[None]
+            found = cast(Rotary, self.main.positions.rotary(every, reach))
+            cache.angles[reach] = Rotary(found.cos.contiguous(), found.sin.contiguous())
+        return cache.angles[reach]
+
+
+def marked(cache: FixedCache, angles: Rotary, reach: int) -> View:
+    """Put one more token into the slots of each row; return what it sees and how it is turned."""
+    from clearhead.run.kernels import triton_step
+
+    mask, rotary = triton_step.mark(cache, angles, reach)
+    return View(mask=mask, rotary=rotary)

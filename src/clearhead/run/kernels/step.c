@@ -215,7 +215,7 @@ static int64_t lines(int64_t count) { return (count + 15) / 16 * 16; }
 static float *in_lines(int64_t count) { return aligned_alloc(64, lines(count) * sizeof(float)); }
 
 #include "transpose.h"
-#include "panels.h"
+#include "gemm.h"
 #include "quantized.h"
 
 /* Where a thread rounds inputs of layers of few bits, or lays rows side by side, and what is there now. */
@@ -346,7 +346,7 @@ static inline float exponential(float x) {
     return x != x ? x : found;
 }
 
-#include "best.h"
+#include "topk.h"
 
 /* Add to z [width] the values of slots that are seen, times their weights; sums stay in registers. */
 #define MIX(C)                                                                                             \

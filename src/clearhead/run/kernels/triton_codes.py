@@ -19,9 +19,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from clearhead.run.kernels.codes import Codes
-from clearhead.run.kernels.triton_launch import launched, lets_next, processors, waits
-from clearhead.run.kernels.triton_step import ACTIVATION_NUMBERS, Tile, _activate
+from clearhead.run.kernels.triton_step import (
+    ACTIVATION_NUMBERS,
+    Tile,
+    _activate,
+    launched,
+    lets_next,
+    processors,
+    waits,
+)
+from clearhead.run.quant.grid import Codes
 
 # Whether the device has no instruction for four products of bytes.
 SPELLED = tl.constexpr(torch.version.cuda is None or os.environ.get("TRITON_INTERPRET") == "1")

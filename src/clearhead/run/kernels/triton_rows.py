@@ -17,10 +17,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from clearhead.run.kernels.codes import Codes
 from clearhead.run.kernels.triton_codes import columns_of, numbers
-from clearhead.run.kernels.triton_launch import counters, follow, launched, lets_next, processors, waits
-from clearhead.run.kernels.triton_step import ACTIVATION_NUMBERS, _activate
+from clearhead.run.kernels.triton_step import (
+    ACTIVATION_NUMBERS,
+    _activate,
+    counters,
+    follow,
+    launched,
+    lets_next,
+    processors,
+    waits,
+)
+from clearhead.run.quant.grid import Codes
 
 
 class Cut(NamedTuple):

@@ -1,11 +1,21 @@
-"""The kernels of `kernels` around attention, in Triton: products, norm, gate. Imported only where Triton is.
+"""The kernels of `kernels` around attention, in Triton: matmuls, norm, gate, a step's bookkeeping.
 
-Shapes: B rows, D width in, N width out.
+Imported only where Triton is.
+
+From compute capability 9 on, a kernel may start while the one before it still runs. At level 1 it is launched
+then and waits; at level 2 it also lets the next one start. All kernels that are launched so wait for the one
+before them: by that, what came earlier has ended as well.
+
+Before it waits, a kernel may read what no kernel of the step writes: weights, what earlier steps have kept,
+and what came before the first kernel that lets others start, such as positions and masks.
+
+Shapes: B rows, D width in, N width out, S slots, R rotated columns, V vocabulary.
 """
 
 # mypy: ignore-errors
 # Triton reads these functions as a language of its own, whose types are not Python's.
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -13,7 +23,53 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from clearhead.run.kernels.triton_launch import follow, launched, lets_next, processors, waits
+from clearhead.core.positions import Rotary
+from clearhead.run.kernels.fixed_cache import NOTHING, FixedCache
+
+
+@triton.jit
+def lets_next(AHEAD: tl.constexpr):
+    """Let the next kernel start."""
+    if AHEAD > 1:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def waits(AHEAD: tl.constexpr):
+    """Wait until the kernel before has ended."""
+    if AHEAD > 0:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def follow(AHEAD: tl.constexpr):
+    """Let the next kernel start, and wait until the one before has ended."""
+    lets_next(AHEAD)
+    waits(AHEAD)
+
+
+@functools.cache
+def _ahead(device: int) -> bool:
+    return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def launched(x: Tensor, level: int = 1) -> dict[str, int | bool]:
+    """Return what a kernel on this tensor's device is launched with."""
+    ahead = level if x.is_cuda and _ahead(x.device.index) else 0
+    return {"AHEAD": ahead, "launch_pdl": True} if ahead else {"AHEAD": 0}
+
+
+@functools.cache
+def counters(device: torch.device) -> Tensor:
+    """Return zeros in which programs of one kernel count who is last; that one sets its own back to zero."""
+    return torch.zeros(4096, dtype=torch.int32, device=device)
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """Return how many processors a GPU has."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
 
 ACTIVATION_NUMBERS = {"relu": 0, "gelu": 1, "gelu_tanh": 2, "silu": 3, "quick_gelu": 4, "relu2": 5}
 
@@ -224,3 +280,87 @@ def gated(y: Tensor, gate: str) -> Tensor:
     grid = (out.numel() // N, triton.cdiv(N, 1024))
     _gate_kernel[grid](y, out, N, KIND=ACTIVATION_NUMBERS[gate], BLOCK=1024, **launched(y))
     return out
+
+
+# A step's bookkeeping ---------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _mark_kernel(
+    cursor, order, positions, real, documents, index, mask, cos_of, sin_of, cos, sin,
+    S: tl.constexpr, R: tl.constexpr, WIDE: tl.constexpr, REACH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One row: the new token's order, its slot, what it sees of the others, and its angles."""
+    b, slot = tl.program_id(0).to(tl.int64), tl.load(cursor)
+    best = tl.full([BLOCK], -1, tl.int64)
+    for start in tl.static_range(0, S, BLOCK):
+        s = start + tl.arange(0, BLOCK)
+        seen = tl.load(real + b * S + s, mask=s < slot, other=0) != 0
+        best = tl.maximum(best, tl.where(seen, tl.load(order + b * S + s, mask=s < slot, other=-1), -1))
+    mine = tl.max(best, 0) + 1
+    for start in tl.static_range(0, S, BLOCK):
+        s = start + tl.arange(0, BLOCK)
+        seen = tl.load(real + b * S + s, mask=s < slot, other=0) != 0
+        if REACH > 0:
+            seen = seen & (tl.load(positions + b * S + s, mask=s < slot, other=0) > mine - REACH)
+        tl.store(mask + b * S + s, (seen | (s == slot)).to(tl.uint8), mask=s < S)
+    r = tl.arange(0, WIDE)
+    tl.store(cos + b * R + r, tl.load(cos_of + mine * R + r, mask=r < R), mask=r < R)
+    tl.store(sin + b * R + r, tl.load(sin_of + mine * R + r, mask=r < R), mask=r < R)
+    tl.debug_barrier()  # what was read is not written before
+    tl.store(order + b * S + slot, mine)
+    tl.store(positions + b * S + slot, mine)
+    tl.store(real + b * S + slot, 1)
+    tl.store(documents + b * S + slot, 0)
+    tl.store(index, slot)
+
+
+def mark(cache: FixedCache, angles: Rotary, reach: int) -> tuple[Tensor, Rotary]:
+    """Put one more token into the slots of each row; return its mask [B, 1, 1, S] and its rotation.
+
+    `angles` [1, 1, S, R] are those of all positions. The slot is kept as `cache.index`.
+    """
+    slots, (B, S), R = cache.tokens, cache.tokens.order.shape, angles.cos.shape[-1]
+    mask = torch.empty(B, 1, 1, S, dtype=torch.bool, device=slots.order.device)
+    turned = Rotary(*(torch.empty(B, 1, 1, R, device=mask.device) for _ in range(2)))
+    cache.index = torch.empty(1, dtype=torch.long, device=mask.device)
+    _mark_kernel[(B,)](
+        cache.cursor, slots.order, slots.positions, slots.real.view(torch.uint8), slots.documents,
+        cache.index, mask.view(torch.uint8), *angles, *turned,
+        S=S, R=R, WIDE=triton.next_power_of_2(R), REACH=reach, BLOCK=min(4096, triton.next_power_of_2(S)),
+    )  # fmt: skip
+    return mask, turned
+
+
+@triton.jit
+def _choose_kernel(
+    logits, index, made, ids, kept, S, V: tl.constexpr, BLOCK: tl.constexpr, NONE: tl.constexpr,
+    AHEAD: tl.constexpr,
+):  # fmt: skip
+    """One row: the most probable token, the first of those alike."""
+    follow(AHEAD)
+    b = tl.program_id(0).to(tl.int64)
+    best = tl.full([BLOCK], float("-inf"), tl.float32)
+    place = tl.full([BLOCK], V, tl.int32)
+    wrong = tl.zeros([BLOCK], tl.int32)
+    for start in tl.static_range(0, V, BLOCK):
+        v = start + tl.arange(0, BLOCK)
+        given = tl.load(logits + b * V + v, mask=v < V, other=float("-inf"))
+        tl.store(kept + b * V + v, given, mask=v < V)
+        value = given.to(tl.float32)
+        wrong = wrong | (value != value).to(tl.int32)
+        place = tl.where((value > best) | ((place == V) & (v < V)), v, place)
+        best = tl.maximum(best, value)
+    highest = tl.max(best, 0)
+    chosen = tl.min(tl.where(best == highest, place, V - 1), 0).to(tl.int64)
+    tl.store(ids + b, chosen)
+    tl.store(made + b * S + tl.load(index), tl.where(tl.max(wrong, 0) > 0, NONE, chosen))
+
+
+def choose(logits: Tensor, index: Tensor, made: Tensor, ids: Tensor, kept: Tensor) -> None:
+    """See `choosing.choose`."""
+    B, V = logits.shape
+    _choose_kernel[(B,)](
+        logits.contiguous(), index, made, ids, kept, made.shape[1], V=V,
+        BLOCK=min(8192, triton.next_power_of_2(V)), NONE=NOTHING, num_warps=16, **launched(logits),
+    )  # fmt: skip

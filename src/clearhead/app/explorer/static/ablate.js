@@ -4,7 +4,7 @@ import { ATLAS_ASKED, atlasName, beforeAfter, cellText, effectRows, effectsAt, e
 import { amountColour } from "./colour.js";
 import { el, figure, replace } from "./dom.js";
 import { scaleBar } from "./heatmap.js";
-import { asks } from "./near.js";
+import { asks } from "./query.js";
 import { columnOf } from "./selection.js";
 
 const ABLATE_KINDS = { self: "", encoder: "encoder ", cross: "cross " };
@@ -30,7 +30,7 @@ export const ablateSection = {
     const answer = el("div", { id: "ablate-answer", "aria-live": "polite" });
     const progress = jobProgress("Switching each part off by itself");
     const how = el("select", { id: "ablate-how", onchange: () => app.store.set("how", how.value) });
-    const howBox = el("div", {}, el("label", { for: "ablate-how" }, "What is off is"), how);
+    const howBox = el("div", {}, el("label", { for: "ablate-how" }, "Replace with"), how);
     const reset = el("button", { type: "button", id: "ablate-reset", onclick: () => app.store.set("off", "") }, "All on");
     const legend = el("div", { id: "ablate-scale" });
     replace(root, el("div", { class: "row toolbar" }, howBox, reset), problem, el("div", { class: "panes" }, el("div", { class: "pane-grid" }, grid, legend, where, progress.root), answer));

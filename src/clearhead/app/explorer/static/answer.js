@@ -1,7 +1,7 @@
-// The answer, beside the text: the likeliest choices at the chosen token. One can be pinned, and another set against it.
+// The answer, next to the text: the likeliest choices at the chosen token. One can be pinned, and compared with another.
 
 import { el, percent, replace } from "./dom.js";
-import { asks } from "./near.js";
+import { asks } from "./query.js";
 import { plainOf } from "./sampling.js";
 import { columnOf } from "./selection.js";
 
@@ -11,7 +11,7 @@ const ANSWER_ASKED = { next: (label) => ["After ", label, " comes"], fill: (labe
 export const answerSection = {
   id: "answer",
   title: "Answer",
-  hint: "Choose one to see where it came from; “against” asks why this one and not that.",
+  hint: "Choose one to see where it came from; “compare with” asks why this one and not that.",
   applies: (model) => model.task !== "embed",
 
   mount(root, app) {
@@ -25,7 +25,7 @@ export const answerSection = {
       const label = body.labels[place];
       const foil = app.store.get("foil") === id;
       const pin = el("button", { type: "button", class: "answer-pin", "data-id": id, "aria-pressed": String(id === pinned), onclick: () => pinAnswer(id) }, el("span", { class: "mono token", dir: "auto" }, label), el("span", { class: "number", "data-value": p }, percent(p)), el("span", { class: "bar", style: { width: `${(100 * p) / most}%` } }));
-      const against = id === pinned ? null : el("button", { type: "button", class: "answer-foil", "data-foil": id, "aria-pressed": String(foil), "aria-label": `against ${label}`, onclick: () => app.store.set("foil", foil ? null : id) }, "against");
+      const against = id === pinned ? null : el("button", { type: "button", class: "answer-foil", "data-foil": id, "aria-pressed": String(foil), "aria-label": `compare with ${label}`, onclick: () => app.store.set("foil", foil ? null : id) }, "compare with");
       return el("li", {}, pin, against);
     }
 
@@ -45,7 +45,7 @@ export const answerSection = {
       replace(list, shown.map((id, place) => row(id, place, probabilities[id], most, pinned)));
       const name = (id) => (body.top.includes(id) ? body.labels[body.top.indexOf(id)] : `id ${id}`);
       const foil = app.store.get("foil");
-      more.textContent = foil === null ? `Explained: ${name(pinned)}` : `Explained: ${name(pinned)} rather than ${name(foil)}`;
+      more.textContent = foil === null ? `Explaining “${name(pinned)}”` : `Explaining “${name(pinned)}” rather than “${name(foil)}”`;
     }
 
     function failed(error) {

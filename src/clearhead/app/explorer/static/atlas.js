@@ -139,7 +139,7 @@ export function beforeAfter(rows, id) {
       el("th", { scope: "row", class: "mono token", dir: "auto" }, entry.label),
       el("td", { class: "number", "data-before": entry.before }, percent(entry.before)),
       el("td", { class: "number", "data-after": entry.after }, percent(entry.after)),
-      el("td", { class: `number ${change < 0 ? "less" : "more"}` }, `${change < 0 ? "−" : "+"}${percent(Math.abs(change))}`),
+      el("td", { class: `number ${change < 0 ? "less" : "more"}` }, `${change < 0 ? "−" : "+"}${(100 * Math.abs(change)).toFixed(1)} points`),
       el("td", { class: "fill" }, bar(entry.before, "before"), bar(entry.after, "after")),
     );
   };

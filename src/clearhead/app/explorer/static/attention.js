@@ -1,12 +1,12 @@
 // The head atlas: every head small, coloured by choice; one head large, or two side by side; and all layers rolled into one.
 
 import { ATLAS_COLOURS, atlasName, cellText, colourPath, colourValues, jobProgress, paintCell, partGrid, roleColours } from "./atlas.js";
-import { besidePanel } from "./beside.js";
+import { besidePanel } from "./compare.js";
 import { amountColour, signedColour } from "./colour.js";
 import { el, figure, replace } from "./dom.js";
 import { enlarged } from "./enlarged.js";
 import { paintAt, scaleBar } from "./heatmap.js";
-import { askAhead, asks, whenNear } from "./near.js";
+import { askAhead, asks, whenNear } from "./query.js";
 import { leadingHead } from "./selection.js";
 import { headPattern, unpack } from "./source.js";
 
@@ -280,7 +280,7 @@ export const attentionSection = {
         const { body, head, matrix } = found;
         const does = roleOf(head.name) || head.role;
         if (other) return showPair(found, other, run);
-        const words = `Entropy ${figure(head.entropy)} bits: ${head.entropy < 1 ? "it looks at one or two places" : `as if it looked at ${figure(2 ** head.entropy, 2)} places alike`}.${body.aggregated > 1 ? ` Each cell stands for ${body.aggregated} tokens.` : ""}`;
+        const words = `Entropy ${figure(head.entropy)} bits: ${head.entropy < 1 ? "on one or two tokens" : `spread over about ${figure(Math.round(2 ** head.entropy), 2)} tokens`}.${body.aggregated > 1 ? ` Each cell stands for ${body.aggregated} tokens.` : ""}`;
         return show({ name: head.name, title: `Head ${head.name}${does ? `: ${does}` : ""}`, words, matrix, rows: body.rows, columns: body.columns, scale: "attention weight" }, run, body.aggregated);
       });
     }

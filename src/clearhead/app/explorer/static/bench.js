@@ -4,7 +4,7 @@ import { jobProgress } from "./atlas.js";
 import { el, figure, percent, press, replace, tokenText } from "./dom.js";
 import { heatmap, scaleBar } from "./heatmap.js";
 import { inputFile } from "./input.js";
-import { asks } from "./near.js";
+import { asks } from "./query.js";
 import { plainOf } from "./sampling.js";
 import { columnOf } from "./selection.js";
 import { unpack } from "./source.js";
@@ -45,7 +45,7 @@ export const compareSection = {
     const problem = el("p", { role: "alert", class: "problem" });
     const shown = el("div", { id: "compare-shown" });
     const whichBox = el("div", {}, el("label", { for: "compare-model" }, "Model"), which);
-    const textBox = el("div", { class: "grow" }, el("label", { for: "compare-text" }, "Second text; empty: the same"), text);
+    const textBox = el("div", { class: "grow" }, el("label", { for: "compare-text" }, "Second text (blank: same text)"), text);
     const imageBox = el("div", { class: "grow" }, el("label", { for: "compare-image" }, "Second image; none: the same"), image);
     const controls = el("div", { class: "row toolbar" }, textBox, imageBox, whichBox, go);
     const part = el("select", { id: "patch-part", onchange: () => patched(patchTokens) }, Object.entries(BENCH_PATCHES).map(([value, words]) => el("option", { value }, words)));

@@ -1,7 +1,7 @@
 // What the model takes at a chosen length: parameters, FLOPs, memory and cache, counted from its config.
 
 import { bytes, el, figure, replace, svg } from "./dom.js";
-import { asks } from "./near.js";
+import { asks } from "./query.js";
 
 const COST_PARTS = ["embedding", "positions", "attention", "cross", "feedforward", "norms", "head"];
 const COST_DTYPES = { float32: 4, bfloat16: 2, float16: 2 };

@@ -1,20 +1,20 @@
-// Drawers: the neurons that matter to the pinned answer, steering by the difference of two texts, the token among its neighbours.
+// Neurons and more: the neurons that matter to the pinned answer, steering, the token among its neighbours, and every analysis of a prompt as its command shows it.
 
 import { css, signedColour } from "./colour.js";
 import { el, figure, percent, replace, svg } from "./dom.js";
-import { asks } from "./near.js";
+import { asks } from "./query.js";
 import { saveButtons } from "./picture.js";
 import { askedOf } from "./selection.js";
 
 /** A drawer: opened, it asks; `load(run, body, wait)` fills it for each selection. */
-function drawer(app, root, { id, title, words, keys, load }) {
+function drawer(app, root, { id, title, words, keys, load, path = `${id}?` }) {
   const body = el("div", { class: "body" });
   const problem = el("p", { role: "alert", class: "problem" });
   const box = el("details", { id: `drawer-${id}`, class: "drawer" }, el("summary", {}, title), el("p", { class: "soft" }, words), problem, body);
   const ask = asks(body, () => ["run", ...keys].map((key) => app.store.get(key)), (error) => { replace(body); problem.textContent = error.message; });
   const look = () => {
     const run = app.store.get("run");
-    if (run && !app.source.live) box.hidden = !app.source.list(`run/${run.run}/${id}?`).length; // a file shows what it has
+    if (run && !app.source.live) box.hidden = !app.source.list(`run/${run.run}/${path}`).length; // a file shows what it has
     if (!run || box.hidden || !box.open || !root.offsetParent) return;
     problem.textContent = "";
     ask((wait) => load(app.store.get("run"), body, wait));
@@ -44,6 +44,15 @@ async function showMap(app, run, body, wait) {
   const [x, y] = [scale(0, width), scale(1, height)];
   const drawing = svg("svg", { viewBox: `0 0 ${width} ${height}`, class: "chart map", role: "img", "aria-label": "Token vectors on the plane in which they differ most" }, found.labels.map((label, place) => svg("g", { class: `map-${found.kinds[place]}`, "data-label": label }, svg("circle", { cx: x(found.points[place][0]), cy: height - y(found.points[place][1]), r: found.kinds[place] === "chosen" ? 6 : 3.5 }), svg("text", { x: x(found.points[place][0]) + 7, y: height - y(found.points[place][1]) + 4, class: "mono" }, label))));
   replace(body, el("figure", { class: "wide", tabindex: "0", role: "group", "aria-label": "The map" }, drawing), el("p", {}, "Nearest by cosine: ", found.near.slice(0, 8).map((one, number) => [number ? ", " : "", el("span", { class: "mono" }, one.label), " ", el("span", { class: "number", "data-value": one.cosine }, one.cosine.toFixed(2))])), el("p", { class: "soft" }, `The plane has ${percent(found.explained[0] + found.explained[1])} of the variance.`), saveButtons(() => drawing, "map"));
+}
+
+/** An analysis of the prompt, as its command prints and draws it: tables, lines and a picture. */
+async function showAnalysis(app, name, run, body, wait) {
+  const found = await wait(app.source.get(`run/${run.run}/analysis/${name}`));
+  const row = (cells) => el("tr", {}, cells.map((cell) => el("td", { class: "mono", dir: "auto" }, cell)));
+  const table = (part) => el("div", { class: "wide", tabindex: "0", role: "group", "aria-label": part.title || name }, el("table", {}, part.title ? el("caption", {}, part.title) : null, el("thead", {}, el("tr", {}, part.headings.map((heading) => el("th", { scope: "col" }, heading)))), el("tbody", {}, part.rows.map(row))), part.caption ? el("p", { class: "soft" }, part.caption) : null);
+  const picture = found.picture ? el("img", { class: "wide", alt: found.summary, src: `data:image/svg+xml;utf8,${encodeURIComponent(found.picture)}` }) : null;
+  replace(body, found.parts.map((part) => (typeof part === "string" ? el("p", { class: "soft" }, part) : table(part))), picture);
 }
 
 /** Steering: two texts, a layer, a strength. */
@@ -76,16 +85,25 @@ function steerDrawer(app) {
 
 export const drawersSection = {
   id: "drawers",
-  title: "Drawers",
-  hint: "More to look into: neurons, steering, the map of token vectors. Each opens on its own.",
-  applies: (model, live, source, run) => model.family !== "encoder-decoder" && model.input !== "patches" && model.task !== "embed" && (live || ["neurons", "map"].some((id) => source.list(`run/${run?.run || "recorded"}/${id}?`).length)),
+  title: "Neurons and more",
+  hint: "More to look into: neurons, steering, the map of token vectors, and what the commands print and draw. Each opens on its own.",
+  applies: (model, live, source, run) => model.family !== "encoder-decoder" && model.input !== "patches" && model.task !== "embed" && (live || ["neurons?", "map?", "analysis/"].some((path) => source.list(`run/${run?.run || "recorded"}/${path}`).length)),
 
   mount(root, app) {
+    const analyses = el("div", { id: "analyses" });
+    let listed = null; // the source whose analyses are listed
+    app.store.on("run", async () => {
+      if (listed === app.source) return;
+      listed = app.source;
+      const { analyses: summaries } = await app.source.get("analyses").catch(() => ({ analyses: {} }));
+      replace(analyses, Object.entries(summaries).map(([name, summary]) => drawer(app, root, { id: `analysis-${name}`, path: `analysis/${name}`, title: `clearhead ${name}: ${summary}`, words: "As the command prints and draws it.", keys: [], load: (run, body, wait) => showAnalysis(app, name, run, body, wait) })));
+    });
     replace(
       root,
       drawer(app, root, { id: "neurons", title: "Neurons that matter here", words: "What single neurons of the feed-forwards add to the pinned answer, what they promote, and what fires them elsewhere.", keys: ["position", "target", "foil"], load: (run, body, wait) => showNeurons(app, run, body, wait) }),
       app.source.live ? steerDrawer(app) : null,
       drawer(app, root, { id: "map", title: "The chosen token among its neighbours", words: "Vectors of the input table, on the plane in which these differ most.", keys: ["position"], load: (run, body, wait) => showMap(app, run, body, wait) }),
+      analyses,
     );
   },
 };

@@ -2,7 +2,7 @@
 
 import { bytes, el, figure, replace } from "./dom.js";
 import { heatmap, scaleBar } from "./heatmap.js";
-import { askAhead, asks, whenNear } from "./near.js";
+import { askAhead, asks, whenNear } from "./query.js";
 import { unpack } from "./source.js";
 
 /** Steps as a tree along their paths: {name, steps, groups, parameters, flops, bytes, seconds}. */
@@ -27,7 +27,7 @@ function flowTree(steps) {
 /** A group's name as people say it: "encoder.blocks.3" is "block 3". */
 function flowTitle(name) {
   const last = name.split(".").at(-1);
-  return /^\d+$/.test(last) ? `block ${last}` : { feedforward: "feed-forward", cross: "cross-attention", view: "who sees whom" }[last] || last;
+  return /^\d+$/.test(last) ? `block ${last}` : { feedforward: "feed-forward", cross: "cross-attention", view: "attention mask", head: "output layer" }[last] || last;
 }
 
 /** Where a group is drawn: a whole stack, a block on the stream, a sublayer beside it, something that every block uses, or any other part. */
@@ -239,7 +239,7 @@ export const flowSection = {
       totals.textContent = "The steps are being counted…";
       view = await wait(app.source.get(`run/${run.run}/trace`));
       if (!open.size) openFirst();
-      totals.textContent = `${view.steps.length} steps, ${figure(view.totals.parameters)} parameters, ${figure(view.totals.flops)} FLOPs, ${(1000 * view.totals.seconds).toFixed(1)} ms one by one`;
+      totals.textContent = `${view.steps.length} steps, ${figure(view.totals.parameters)} parameters, ${figure(view.totals.flops)} FLOPs, ${(1000 * view.totals.seconds).toFixed(1)} ms, step by step`;
       totals.dataset.parameters = String(view.totals.parameters);
       totals.dataset.flops = String(view.totals.flops);
       draw();

@@ -2,7 +2,7 @@
 
 import { amountColour, css, inkOn, signedColour } from "./colour.js";
 import { el, figure, percent, replace, tokenText } from "./dom.js";
-import { asks, whenNear } from "./near.js";
+import { asks, whenNear } from "./query.js";
 import { leadingHead } from "./selection.js";
 
 const HEAD_ROWS = 24; // sources that are listed; of more, those with the largest shares

@@ -3,7 +3,7 @@
 import { css, inkOn, signedColour } from "./colour.js";
 import { el, figure, press, replace, tokenText } from "./dom.js";
 import { patchImage, soundImage } from "./image.js";
-import { asks } from "./near.js";
+import { asks } from "./query.js";
 import { drawingPad } from "./pad.js";
 import { askedOf, columnOf, leadingEdge, openRun } from "./selection.js";
 
@@ -39,7 +39,7 @@ function inputMarked(text, span) {
   return [letters.slice(0, span[0]).join(""), el("mark", {}, letters.slice(span[0], span[1]).join("")), letters.slice(span[1]).join("")];
 }
 
-/** How one token came about, stage by stage. */
+/** How the text was split into one token, stage by stage. */
 function inputStages(stages, place) {
   if (!stages) return null;
   const final = stages.final[place];
@@ -260,7 +260,7 @@ export const inputSection = {
       const list = side === "source" ? run.source : run.tokens;
       const typed = side === "source" || !run.source ? stages && stages.text : stages && stages.target;
       replace(marked, inputMarked(list.text, list.spans[place]));
-      replace(made, el("h3", {}, "How ", el("span", { class: "mono", dir: "auto" }, list.labels[place]), " came about"), inputStages(typed, place) || el("p", { class: "soft" }, run.sound || list.ids.length ? `id ${list.ids[place]}` : list.special[place] ? "A mark that the model puts before the patches; what it gathers is what the classes are read from." : `The patch in row ${list.labels[place].split(",")[0]} and column ${list.labels[place].split(",")[1]}, both counted from 0.`));
+      replace(made, el("h3", {}, "How ", el("span", { class: "mono", dir: "auto" }, list.labels[place]), " was split from the text"), inputStages(typed, place) || el("p", { class: "soft" }, run.sound || list.ids.length ? `id ${list.ids[place]}` : list.special[place] ? "A mark that the model puts before the patches; what it gathers is what the classes are read from." : `The patch in row ${list.labels[place].split(",")[0]} and column ${list.labels[place].split(",")[1]}, both counted from 0.`));
       if (shownImage) shownImage.draw(null, place);
       if (quietly) return;
       for (const [list, own] of [[source, side === "source"], [tokens, side !== "source"]]) for (const chip of list.querySelectorAll(".chip")) press(chip, own && Number(chip.dataset.token) === place);
@@ -295,8 +295,8 @@ export const inputSection = {
       const edge = leadingEdge(found.edges);
       const run = app.store.get("run");
       const from = edge && (/^[a-z]/.test(edge.part) ? run.source : run.tokens).labels[edge.source];
-      const lead = edge && edge.value > 0 ? [el("button", { type: "button", class: "in-words", id: "input-lead", onclick: () => app.open("path") }, `Head ${edge.part}`), " brought most to ", word(found.choice), ", from ", word(from), ` (${edge.source}). `] : null;
-      replace(tinted, lead, "Tinted: what heads brought from each token to ", word(found.choice), found.against === null ? null : [" rather than ", word(found.against)], "; blue for it, red against it.");
+      const lead = edge && edge.value > 0 ? [el("button", { type: "button", class: "in-words", id: "input-lead", onclick: () => app.open("path") }, `Head ${edge.part}`), " moved most to ", word(found.choice), ", from ", word(from), ` (${edge.source}). `] : null;
+      replace(tinted, lead, "Tinted: what heads moved from each token to ", word(found.choice), found.against === null ? null : [" rather than ", word(found.against)], "; blue for it, red against it.");
     }
 
     function markChosen() {
@@ -360,7 +360,7 @@ export const inputSection = {
       showTokens(run);
       showPicture(run);
       replace(marked);
-      replace(made, el("p", { class: "soft" }, run.picture ? "Choose a patch to see where it is." : "Choose a token to see how it came about."));
+      replace(made, el("p", { class: "soft" }, run.picture ? "Choose a patch to see where it is." : "Choose a token to see how the text was split."));
       stages = null;
       if (text.value !== (first.text || first.ids.join(" "))) previewTokens(); // somebody has typed on meanwhile
       askStages(async (wait) => { stages = await wait(app.source.get(`run/${run.run}/stages`)); });

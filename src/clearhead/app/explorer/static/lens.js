@@ -3,7 +3,7 @@
 import { amountColour, css, inkOn, signedColour } from "./colour.js";
 import { el, figure, percent, replace, svg, tokenText } from "./dom.js";
 import { scaleBar } from "./heatmap.js";
-import { askAhead, asks, whenNear } from "./near.js";
+import { askAhead, asks, whenNear } from "./query.js";
 import { saveButtons } from "./picture.js";
 import { columnOf } from "./selection.js";
 import { LensTables } from "./source.js";
@@ -35,7 +35,7 @@ export const lensSection = {
   id: "lens",
   title: "Lens",
   applies: (model) => model.task !== "embed",
-  hint: "What the model would say if it stopped after each layer, at each position: the last norm and the head on every layer's state. The last layer, at the bottom, is what it says.",
+  hint: "What the model would say if it stopped after each layer, at each position: the last norm and the output layer on every layer's state. The last layer, at the bottom, is what it says.",
 
   mount(root, app) {
     const problem = el("p", { role: "alert", class: "problem" });
@@ -240,7 +240,7 @@ export const lensSection = {
       const highest = Math.max(0, ...rows.map((term) => term.value));
       const unit = (wide - left - right - (least ? right : 0)) / (least + highest || 1);
       const zero = left + (least ? right + least * unit : 0);
-      const names = { self: (term) => `head ${term.name}`, cross: (term) => `head ${term.name}`, encoder: (term) => `head ${term.name}`, feedforward: (term) => term.name.replace("feedforward", "feed-forward") };
+      const names = { self: (term) => `head ${term.name}`, cross: (term) => `head ${term.name}`, encoder: (term) => `head ${term.name}`, feedforward: (term) => term.name.replace("feedforward", "feed-forward"), bias: (term) => term.name.replace("head transform", "classifier layer").replace("head bias", "output bias") };
       const said = (term) => (names[term.kind] || (() => term.name))(term);
       const picture = svg(
         "svg",

@@ -11,7 +11,7 @@ import { flowSection } from "./flow.js";
 import { headSection } from "./head.js";
 import { inputSection } from "./input.js";
 import { lensSection } from "./lens.js";
-import { asks } from "./near.js";
+import { asks } from "./query.js";
 import { nextSection } from "./next.js";
 import { pathSection } from "./path.js";
 import { ribbonSection } from "./ribbon.js";
@@ -20,7 +20,7 @@ import { similarSection } from "./similar.js";
 import { LiveSource, RecordedSource } from "./source.js";
 import { Store } from "./store.js";
 import { startTour } from "./tour.js";
-import { worthSection } from "./worth.js";
+import { worthSection } from "./ablation.js";
 
 const STAYS = [inputSection, answerSection]; // at the left, in place
 const VIEWS = [ribbonSection, similarSection, pathSection, worthSection, attentionSection, headSection, lensSection, nextSection, ablateSection, compareSection, drawersSection, flowSection, costSection]; // at the right, one at a time

@@ -2,7 +2,7 @@
 // The logits are here; moving a slider asks nobody.
 
 import { el, percent, replace } from "./dom.js";
-import { asks } from "./near.js";
+import { asks } from "./query.js";
 import { diceFrom, distributionOf, drawFrom, plainOf } from "./sampling.js";
 import { columnOf, openRun } from "./selection.js";
 

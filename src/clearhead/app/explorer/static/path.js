@@ -3,7 +3,7 @@
 import { ATLAS_ASKED } from "./atlas.js";
 import { css, inkOn, signedColour } from "./colour.js";
 import { el, figure, replace, svg } from "./dom.js";
-import { asks, whenNear } from "./near.js";
+import { asks, whenNear } from "./query.js";
 import { saveButtons } from "./picture.js";
 import { askedOf, leadingEdge } from "./selection.js";
 import { LensTables } from "./source.js";
@@ -169,7 +169,7 @@ export const pathSection = {
     let chosen = -1;
     let leading = null; // the edge that the sentence names where none is chosen
     let [shownRun, shownAsked, shownWide] = [null, null, 0];
-    replace(root, problem, finding, why, picture, el("div", { class: "row path-below" }, key, el("div", { class: "slider" }, el("label", { for: "path-least" }, "from ", shown, " of the strongest"), least)), left, sum, table, saveButtons(() => drawing, "path"));
+    replace(root, problem, finding, why, picture, el("div", { class: "row path-below" }, key, el("div", { class: "slider" }, el("label", { for: "path-least" }, "Hide links below ", shown, " of the strongest"), least)), left, sum, table, saveButtons(() => drawing, "path"));
     showKey();
 
     const named = (side, place) => { const run = app.store.get("run"); return ((side === "source" ? run.source : run.tokens).labels[place]) ?? String(place); };
@@ -188,13 +188,14 @@ export const pathSection = {
     function showFinding(direct) {
       const edge = direct[chosen] || leading;
       if (!edge) return replace(finding);
-      const said = edge.value < 0 ? "speaks most against" : "brought most to";
-      const first = direct[chosen] ? `Head ${edge.part} ${edge.value < 0 ? "speaks against" : "brought"} ` : `Head ${edge.part} ${said} `;
+      const same = named(edge.from, edge.source).replace(/[·▁ ]/g, "").toLowerCase() === body.choice.replace(/[·▁ ]/g, "").toLowerCase();
+      const first = `Head ${edge.part} ${edge.value < 0 ? "lowered" : same ? "copied" : "raised"} `;
+      const strongest = direct[chosen] ? "" : "the strongest link to another token, ";
       const token = (side, place) => el("span", { class: "mono token", dir: "auto" }, named(side, place));
       const place = edge.to === "main" ? [] : [" at ", token(edge.to, edge.reader)];
       const own = edge.from === edge.to && edge.source === edge.reader ? ", which it reads itself" : "";
       const whose = edge.from === "source" ? " of the encoder" : "";
-      return replace(finding, el("p", { class: "path-said" }, el("strong", {}, first), el("strong", { class: "mono", dir: "auto" }, body.choice), ": ", el("strong", { class: "mono" }, logits(edge.value)), " from ", token(edge.from, edge.source), el("span", { class: "soft" }, ` (token ${edge.source}${whose})`), own, ...place, "."), el("div", { class: "path-acts" }, actsOf(edge, direct.indexOf(edge), edge === direct[chosen])), direct[chosen] ? null : besides(edge));
+      return replace(finding, el("p", { class: "path-said" }, el("strong", {}, first), el("strong", { class: "mono", dir: "auto" }, body.choice), " from ", token(edge.from, edge.source), el("span", { class: "soft" }, ` (token ${edge.source}${whose})`), own, ...place, `: ${strongest}`, el("strong", { class: "mono" }, logits(edge.value)), "."), el("div", { class: "path-acts" }, actsOf(edge, direct.indexOf(edge), edge === direct[chosen])), direct[chosen] ? null : besides(edge));
     }
 
     /** What has to be said beside the sentence: that a head gave more without moving anything, or that heads themselves carried little. */
@@ -203,8 +204,8 @@ export const pathSection = {
       const part = body.terms.reduce((most, term) => (most && Math.abs(most.value) >= Math.abs(term.value) ? most : term), null);
       const little = part && Math.abs(edge.value) < PATH_LITTLE * Math.abs(part.value);
       return [
-        still ? el("p", { class: "soft path-besides" }, `Head ${still.part} gave more, ${logits(still.value)}, but of `, el("span", { class: "mono", dir: "auto" }, named(still.to, still.reader)), " itself: it moved nothing.") : null,
-        little ? el("p", { class: "soft path-besides" }, `Most came by no head: “${part.name}” gave ${logits(part.value)}. What heads had brought to it before counts as its own`, offered() ? [": ", el("button", { type: "button", class: "in-words", onclick: () => { app.store.set("colour", "off"); app.open("attention"); } }, "see what is lost without each head"), "."] : ".") : null,
+        still ? el("p", { class: "soft path-besides" }, `Head ${still.part} contributed more, ${logits(still.value)}, but read only the current token, `, el("span", { class: "mono", dir: "auto" }, named(still.to, still.reader)), ".") : null,
+        little ? el("p", { class: "soft path-besides" }, `The largest part came from ${part.name.replace("feedforward", "feed-forward")}: ${logits(part.value)}. What heads had moved into it before counts as its own`, offered() ? [": ", el("button", { type: "button", class: "in-words", onclick: () => { app.store.set("colour", "off"); app.open("attention"); } }, "see what is lost without each head"), "."] : ".") : null,
       ];
     }
 
@@ -263,7 +264,7 @@ export const pathSection = {
 
     /** What can be done with the head of an edge. */
     function actsOf(edge, number, pressed) {
-      return [has(`looks/${keyOf(edge)}`) && el("button", { type: "button", "aria-pressed": String(pressed && why.childElementCount > 0), "aria-label": `Why head ${edge.part} looks there`, onclick: () => explain(edge, number) }, "Why?"), el("button", { type: "button", "aria-label": `Open head ${edge.part}`, onclick: () => openHead(edge, "attention") }, "Open"), has(`stops/${edge.part}/${edge.reader}`) && el("button", { type: "button", "aria-label": `Inside head ${edge.part}`, onclick: () => openHead(edge, "head") }, "Inside"), offered() && el("button", { type: "button", "aria-label": `Switch head ${edge.part} off`, onclick: () => takeOff(edge, "zero") }, "Off"), offered() && second() && el("button", { type: "button", "aria-label": `Take head ${edge.part} from the second text`, onclick: () => takeOff(edge, "second") }, "From B")];
+      return [has(`looks/${keyOf(edge)}`) && el("button", { type: "button", "aria-pressed": String(pressed && why.childElementCount > 0), "aria-label": `Why head ${edge.part} looks there`, onclick: () => explain(edge, number) }, "Why?"), el("button", { type: "button", "aria-label": `Show attention of head ${edge.part}`, onclick: () => openHead(edge, "attention") }, "Show attention"), has(`stops/${edge.part}/${edge.reader}`) && el("button", { type: "button", "aria-label": `Step through head ${edge.part}`, onclick: () => openHead(edge, "head") }, "Step through"), offered() && el("button", { type: "button", "aria-label": `Turn off head ${edge.part}`, onclick: () => takeOff(edge, "zero") }, "Turn off"), offered() && second() && el("button", { type: "button", "aria-label": `Take head ${edge.part} from the second text`, onclick: () => takeOff(edge, "second") }, "From B")];
     }
 
     function tableOf(direct) {

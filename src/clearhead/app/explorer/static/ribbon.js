@@ -1,7 +1,7 @@
 // The alignment ribbon of an encoder-decoder: what was read above, what was written below, bands where cross-attention looks.
 
 import { el, percent, replace, svg } from "./dom.js";
-import { asks, whenNear } from "./near.js";
+import { asks, whenNear } from "./query.js";
 import { saveButtons } from "./picture.js";
 import { unpack } from "./source.js";
 

@@ -3,7 +3,7 @@
 import { css, inkOn, signedColour } from "./colour.js";
 import { el, figure, replace, tokenText } from "./dom.js";
 import { scaleBar } from "./heatmap.js";
-import { asks, whenNear } from "./near.js";
+import { asks, whenNear } from "./query.js";
 import { unpack } from "./source.js";
 
 const SIMILAR_MOST = 40; // tokens a side

@@ -3,7 +3,7 @@
 import { css, signedColour } from "./colour.js";
 import { el, figure, replace } from "./dom.js";
 import { patchImage } from "./image.js";
-import { asks, whenNear } from "./near.js";
+import { asks, whenNear } from "./query.js";
 import { columnOf } from "./selection.js";
 
 const WORTH_HALF = 50; // % of a track on each side of zero
