@@ -30,10 +30,9 @@ from clearhead.learn.losses import batch_loss
 from clearhead.learn.recipe import TrainPlan
 from clearhead.learn.tasks.table import TASKS
 from clearhead.learn.training.events import Event, Stepped, read_log
-from clearhead.learn.training.loop import learn
+from clearhead.learn.training.loop import TrainingRun, learn
 from clearhead.learn.training.machine import choose_precision, quick_attention, suit_float8
 from clearhead.learn.training.optim import make_optimizer
-from clearhead.learn.training.running import TrainingRun
 from clearhead.run.kernels.float8 import FLOAT8
 from clearhead.run.kernels.training import join_projections, suit_compiled
 

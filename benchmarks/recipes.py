@@ -22,13 +22,12 @@ from pathlib import Path
 import torch
 
 import clearhead as ch
+from clearhead.learn.training.captured import capture_steps
 from clearhead.learn.training.events import Event, Note, Stepped
-from clearhead.learn.training.loop import learn
+from clearhead.learn.training.loop import PlainStep, TrainingRun, learn
 from clearhead.learn.training.optim import make_optimizer
 from clearhead.learn.training.prepare import _compile, prepare
-from clearhead.learn.training.recorded import record_steps
 from clearhead.learn.training.run import planned
-from clearhead.learn.training.running import PlainStep, TrainingRun
 from clearhead.learn.training.state import State
 
 # recipes --------------------------------------------------------------------------------------------------
@@ -362,7 +361,7 @@ def timed(run: TrainingRun, weights: dict[str, torch.Tensor], name: str, way: st
     if "compiled" in way:
         _compile(run, watch)
     if "recorded" in way or way == "padded":
-        record_steps(run)
+        capture_steps(run)
     if way == "padded":
         run.stepping = PlainStep
     profiler = cProfile.Profile()

@@ -46,7 +46,7 @@ FILES = (
     "test_positions.py",
     "test_taps.py",
     "training/test_device.py",
-    "training/test_recorded.py",
+    "training/test_captured.py",
     "test_variants.py",
 )
 VERDICTS = ("passed", "failed", "error", "skipped")

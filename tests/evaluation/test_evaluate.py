@@ -26,8 +26,7 @@ from clearhead.errors import InputError
 from clearhead.learn.batches.batch import IGNORE, Batch, Batches
 from clearhead.learn.data.examples import Pair
 from clearhead.learn.data.plan import DataPlan
-from clearhead.learn.evaluation.evaluate import data_plan
-from clearhead.learn.evaluation.examples import examine
+from clearhead.learn.evaluation.evaluate import data_plan, examine
 from clearhead.learn.evaluation.metrics import Figures, count_classes
 from clearhead.learn.losses import batch_loss
 from clearhead.learn.tasks.table import TASKS, open_data

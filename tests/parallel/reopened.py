@@ -20,7 +20,8 @@ from typing import Any
 import torch
 
 from clearhead.learn.parallel.world import World, joined
-from clearhead.learn.training import loop, resume
+from clearhead.learn.training import loop
+from clearhead.learn.training import run as training
 from clearhead.learn.training.state import newest
 from tests.parallel import generated, meshes
 
@@ -59,8 +60,8 @@ def perform(job: dict[str, Any], world: World) -> None:
     folder = Path(job["from"])
     checkpoint = newest(folder)
     assert checkpoint is not None
-    recipe = resume.changed_recipe(folder, job["settings"])
-    run = resume.restore(recipe, folder, checkpoint, lambda event: None, world)
+    recipe = training.changed_recipe(folder, job["settings"])
+    run = training.restore(recipe, folder, checkpoint, lambda event: None, world)
     run.folder = Path(job["out"])
     loop.save(run)
     run.saver.finish(wait=True)

@@ -12,8 +12,14 @@ from transformers.optimization import Adafactor
 import clearhead as ch
 from clearhead.errors import InputError
 from clearhead.learn.recipe import TrainPlan
-from clearhead.learn.training.muon import orthogonal
-from clearhead.learn.training.optim import freeze, make_optimizer, parameter_groups, set_rate, step_if_finite
+from clearhead.learn.training.optim import (
+    freeze,
+    make_optimizer,
+    orthogonal,
+    parameter_groups,
+    set_lr,
+    step_if_finite,
+)
 from tests.harness import build, config, some_ids, worst
 
 CPU = torch.device("cpu")
@@ -90,7 +96,7 @@ def test_rates_fall_layer_by_layer_from_the_head_down():
     assert scale["encoder.embedding.front.tokens.weight"] == 0.0625 == min(scale.values())
     assert scale["decoder.positions.table.weight"] == 0.125
     optimizer = make_optimizer(model, TrainPlan(layer_decay=0.5), CPU)
-    set_rate(optimizer, 8.0)
+    set_lr(optimizer, 8.0)
     assert sorted({group["lr"] for group in optimizer.param_groups}) == [0.5, 1.0, 2.0, 4.0, 8.0]
     assert len(parameter_groups(model, TrainPlan())) == 2
 
@@ -175,7 +181,7 @@ def test_adamw_is_the_loop_by_hand(plan):
     vector = adamw(model.bias.tolist(), [d[6:].tolist() for d in drawn], 0.01, plan.betas, plan.eps, 0.0)
     for gradient in drawn:
         model.weight.grad, model.bias.grad = gradient[:6].view(2, 3).clone(), gradient[6:].clone()
-        set_rate(optimizer, 0.01)
+        set_lr(optimizer, 0.01)
         optimizer.step()
     assert worst(model.weight.flatten(), torch.tensor(matrix, dtype=torch.float64)) < 1e-12
     assert worst(model.bias, torch.tensor(vector, dtype=torch.float64)) < 1e-12
@@ -197,7 +203,7 @@ def test_adafactor_is_transformers(size):
             mine.grad = size * torch.randn_like(mine)
             mine.grad[0] = 0  # a row of a table that no token used
             yours.grad = mine.grad.clone()
-        set_rate(optimizer, 0.01)
+        set_lr(optimizer, 0.01)
         optimizer.step(), reference.step()
     for mine, yours in zip(ours.parameters(), theirs.parameters()):
         assert worst(mine, yours) < 1e-6
@@ -209,7 +215,7 @@ def test_adafactor_is_transformers(size):
 def test_a_gradient_that_is_not_finite_changes_nothing(optimizer):
     weight = torch.nn.Linear(3, 3)
     made = make_optimizer(weight, TrainPlan(optimizer=optimizer), CPU)
-    set_rate(made, 1e-2)
+    set_lr(made, 1e-2)
     nan, inf = math.nan, math.inf
     for loss, norm, changed in [
         (1.0, 2.0, True),
@@ -268,7 +274,7 @@ def test_muon_is_torchs_for_matrices_of_blocks_and_adamw_for_the_rest():
                 parameter.grad = gradient.clone()
         for optimizer in optimizers:
             if optimizer is not optimizers[-1]:
-                set_rate(optimizer, 0.01)
+                set_lr(optimizer, 0.01)
             optimizer.step()
     before, named, other = (dict(model.named_parameters()) for model in (first, ours, adamw))
     for name, parameter in named.items():

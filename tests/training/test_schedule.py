@@ -10,7 +10,7 @@ import torch
 from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_with_warmup, get_wsd_schedule
 
 from clearhead.learn.recipe import TrainPlan
-from clearhead.learn.training.optim import original_schedule, rate, warmup_steps
+from clearhead.learn.training.optim import lr_at, original_schedule, warmup_steps
 
 STEPS, WARMUP, LR = 200, 17, 3e-4
 
@@ -18,7 +18,7 @@ STEPS, WARMUP, LR = 200, 17, 3e-4
 def rates(schedule: str, steps: int = STEPS, **changes) -> list[float]:
     """The rate of every step, 0 to `steps`."""
     plan = TrainPlan(**{"schedule": schedule, "lr": LR, "warmup": WARMUP, "floor": 0.0, **changes})
-    return [rate(plan, step, steps, 64) for step in range(steps + 1)]
+    return [lr_at(plan, step, steps, 64) for step in range(steps + 1)]
 
 
 def theirs(make, **arguments) -> list[float]:
@@ -49,15 +49,15 @@ def test_transformers_gives_the_same_rates(schedule, reference):
 def test_original_is_the_papers_formula():
     plan = TrainPlan(schedule="original", lr=2.0, warmup=50)
     for step in (1, 49, 50, 51, 5000):
-        assert rate(plan, step, 100, 512) == pytest.approx(
+        assert lr_at(plan, step, 100, 512) == pytest.approx(
             2.0 * 512**-0.5 * min(step**-0.5, step * 50**-1.5), rel=1e-12
         )
-    every = [rate(plan, step, 100, 512) for step in range(1, 400)]
+    every = [lr_at(plan, step, 100, 512) for step in range(1, 400)]
     assert every.index(max(every)) + 1 == 50
     assert original_schedule(4000, 512) == pytest.approx((512 * 4000) ** -0.5)
     # The warm-up of "original" is 4,000 steps.
-    assert rate(TrainPlan(schedule="original", lr=1.0), 4000, 100, 512) == original_schedule(4000, 512)
-    assert math.isfinite(rate(TrainPlan(schedule="original", warmup=0), 1, 100, 512))
+    assert lr_at(TrainPlan(schedule="original", lr=1.0), 4000, 100, 512) == original_schedule(4000, 512)
+    assert math.isfinite(lr_at(TrainPlan(schedule="original", warmup=0), 1, 100, 512))
 
 
 @pytest.mark.ledger("H2")
@@ -70,7 +70,7 @@ def test_peak_floor_and_no_jumps(schedule):
     steepest = LR / min(WARMUP, STEPS // 5)
     assert max(abs(b - a) for a, b in itertools.pairwise(seen)) <= steepest * 1.0001
     plan = TrainPlan(schedule=schedule, lr=LR, warmup=WARMUP, floor=0.1)
-    assert rate(plan, STEPS + 50, STEPS, 64) == pytest.approx(seen[-1])  # past the end, it stays
+    assert lr_at(plan, STEPS + 50, STEPS, 64) == pytest.approx(seen[-1])  # past the end, it stays
 
 
 def test_wsd_is_stable_until_its_decay():
@@ -81,10 +81,10 @@ def test_wsd_is_stable_until_its_decay():
 
 def test_warmup_by_default_is_a_twentieth():
     assert warmup_steps(TrainPlan(), 1000) == 50
-    assert rate(TrainPlan(lr=LR), 50, 1000, 64) == LR
+    assert lr_at(TrainPlan(lr=LR), 50, 1000, 64) == LR
     # A run of 10 steps has no warm-up.
-    assert rate(TrainPlan(lr=LR), 1, 10, 64) == pytest.approx(
+    assert lr_at(TrainPlan(lr=LR), 1, 10, 64) == pytest.approx(
         LR * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi / 10)))
     )
     # The warm-up may be longer than the run.
-    assert [rate(TrainPlan(warmup=100, lr=1.0), step, 10, 64) for step in (1, 10)] == [0.01, 0.1]
+    assert [lr_at(TrainPlan(warmup=100, lr=1.0), step, 10, 64) for step in (1, 10)] == [0.01, 0.1]

@@ -16,10 +16,10 @@ import clearhead as ch
 from clearhead.app.cli import main
 from clearhead.learn.recipe import TrainPlan
 from clearhead.learn.tasks.table import TASKS
-from clearhead.learn.training import loop, machine, optim, prepare, recorded
+from clearhead.learn.training import captured, loop, machine, optim, prepare
 from clearhead.learn.training.events import Skipped, read_log
+from clearhead.learn.training.loop import TrainingRun
 from clearhead.learn.training.machine import Precision
-from clearhead.learn.training.running import TrainingRun
 from tests.harness import build
 from tests.training.test_faults import Cliff
 from tests.training.test_run import StopAt, run, same, weights
@@ -55,7 +55,7 @@ def kept(folder: Path, step: int) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("loss", [False, True], ids=["gradient", "loss"])
 @pytest.mark.parametrize("how", ["adamw", "adafactor", "muon", "recorded"])
 def test_a_step_that_is_not_finite_changes_nothing_and_is_told(text, tmp_path, plant, how, loss, monkeypatch):
-    monkeypatch.setattr(prepare, "recordable", lambda run: how == "recorded")
+    monkeypatch.setattr(prepare, "can_capture", lambda run: how == "recorded")
     plant({5, 8, 9}, loss)
     told = []
     more = () if how == "recorded" else (f"train.optimizer={how}",)
@@ -155,14 +155,14 @@ def test_what_is_recorded_has_an_optimizer_that_skips_by_itself(kind):
     model = build()
     made = optim.make_optimizer(model, TrainPlan(optimizer=kind), torch.device("cpu"))
     on_gpu = SimpleNamespace(
-        model=model,
+        loaded=SimpleNamespace(config=model.config),
         precision=Precision(torch.device("cuda"), torch.bfloat16, ""),
         world=SimpleNamespace(mesh=None),
         plan=TrainPlan(optimizer=kind),
         optimizer=made,
         task=TASKS["lm"],
     )
-    assert recorded.recordable(on_gpu) is (kind == "adamw")
+    assert captured.can_capture(on_gpu) is (kind == "adamw")
     if kind == "adamw":
         for one in model.parameters():
             one.grad = torch.full_like(one, math.nan)

@@ -65,8 +65,7 @@ from clearhead.learn.batches.batch import IGNORE, Batch
 from clearhead.learn.batches.padding import padded, real_tokens
 from clearhead.learn.data.examples import PAIRS, TEXT, Chunk, Corpus, Pair, Rows
 from clearhead.learn.data.plan import DataPlan
-from clearhead.learn.evaluation.evaluate import BATCH_TOKENS, PICTURES, data_plan, judged_batches, task_for
-from clearhead.learn.evaluation.examples import renamed
+from clearhead.learn.evaluation import evaluate
 from clearhead.learn.losses import arguments_for, default_chunk, summed
 from clearhead.learn.tasks.table import TASKS, open_examples
 from clearhead.run.api import Model
@@ -133,16 +132,16 @@ def examples_from(
         return _next_tokens(m, list(data)[:most])
     files = () if texts or isinstance(data, Corpus) else data
     named = (files,) if isinstance(files, str | Path) else tuple(files)
-    plan = data_plan(m.folder, named) if plan is None else plan
-    task = task_for(m, plan.task)
+    plan = evaluate.data_plan(m.folder, named) if plan is None else plan
+    task = evaluate.task_for(m, plan.task)
     plan = dataclasses.replace(
         plan,
         task=task,
         paths=tuple(map(str, named)) or plan.paths,
         validation=(),
         max_examples=None if TASKS[task].shape is TEXT else most,
-        batch_size=batch_size or PICTURES,
-        batch_tokens=None if batch_size else BATCH_TOKENS,
+        batch_size=batch_size or evaluate.PICTURES,
+        batch_tokens=None if batch_size else evaluate.BATCH_TOKENS,
     )
     if texts:
         corpus = _corpus(task, list(data))
@@ -150,9 +149,9 @@ def examples_from(
         corpus = data if isinstance(data, Corpus) else open_examples(plan, split=False)[0]
     notes = list(corpus.notes)
     if TASKS[task].classes:
-        corpus = renamed(corpus, m, plan, notes)
+        corpus = evaluate.renamed(corpus, m, plan, notes)
     with tempfile.TemporaryDirectory() as folder:
-        batches, *_ = judged_batches(m, task, plan, corpus, folder, seed, notes)
+        batches, *_ = evaluate.judged_batches(m, task, plan, corpus, folder, seed, notes)
         taken: list[Batch] = []
         for batch in batches.all():
             if most is not None and sum(map(len, taken)) >= most:
@@ -169,8 +168,8 @@ def _next_tokens(m: Model, texts: Sequence[str | Sequence[int]]) -> Examples:
         "a text of fewer than two tokens leaves nothing to guess: give longer texts",
     )
     batches = []
-    for start in range(0, len(rows), PICTURES):
-        some = rows[start : start + PICTURES]
+    for start in range(0, len(rows), evaluate.PICTURES):
+        some = rows[start : start + evaluate.PICTURES]
         ids, mask = padded(some, m.special.get("pad", 0)), real_tokens(some)  # B T+1
         targets = ids.masked_fill(~mask, IGNORE)[:, 1:]
         batches.append(Batch(ids[:, :-1], targets, None if mask.all() else mask[:, 1:]))

@@ -13,7 +13,7 @@ from clearhead.hub import checkpoint, peft
 from clearhead.hub.checkpoint import local_or_downloaded, read_tokenizer_and_settings
 from clearhead.hub.preprocessor import Image
 from clearhead.hub.towers import has_towers, load_towers
-from clearhead.learn.tasks import chat, generation, ranking, reading, results, speech, towers
+from clearhead.learn.tasks import chat, generation, reading, results, speech, towers
 from clearhead.learn.tasks.generation import (
     Cancel,
     GenerateOptions,
@@ -22,7 +22,7 @@ from clearhead.learn.tasks.generation import (
     TranslateOptions,
     generate,
 )
-from clearhead.learn.tasks.one_or_many import as_prompts, best_of_each, unwrapped
+from clearhead.learn.tasks.reading import as_prompts, best_of_each, unwrapped
 from clearhead.learn.tasks.results import Answer, Candidate, Classification, Generation, Score, Tags
 from clearhead.run.bundle import Bundle, best_device, float_dtype
 from clearhead.run.generate.request import Request
@@ -211,7 +211,7 @@ class Model(Bundle):
         self, query: str, texts: Sequence[str], top: int | None = None, batch_size: int = 32
     ) -> list[results.Ranked]:
         """Return the texts, best answers first, `top` at most: by a classifier of one class or by vectors."""
-        return ranking.rerank(self, query, texts, top, batch_size)
+        return reading.rerank(self, query, texts, top, batch_size)
 
     @overload
     def tag(self, text: str | list[str], batch_size: int = ...) -> Tags: ...

@@ -554,7 +554,7 @@ def _steps(model: Transformer, optimizer: Any, plan: TrainPlan, done: int, until
     for step in range(done + 1, until + 1):
         torch.manual_seed(step)
         model.train()
-        optim.set_rate(optimizer, optim.rate(plan, step, STEPS, model.config.d_model))
+        optim.set_lr(optimizer, optim.lr_at(plan, step, STEPS, model.config.d_model))
         loss, count = batch_loss(model, some_batch(model, step))
         (loss / count).backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), plan.clip)

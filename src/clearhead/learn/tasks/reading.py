@@ -5,7 +5,7 @@ Shapes: B batch, T length, C classes, D model.
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any, TypedDict
+from typing import Any, TypedDict, TypeVar
 
 import torch
 from tokenizers import Encoding
@@ -19,7 +19,16 @@ from clearhead.hub.tokenizer import encoding_of, windows
 from clearhead.hub.tokens.text import decoded
 from clearhead.learn.batches.padding import Rows, for_device, padded, real_tokens
 from clearhead.learn.data.tagging import Tagging, by_labels
-from clearhead.learn.tasks.results import Answer, Candidate, Classification, Span, Tags, Word
+from clearhead.learn.tasks.results import (
+    Answer,
+    Candidate,
+    Classification,
+    Generation,
+    Ranked,
+    Span,
+    Tags,
+    Word,
+)
 from clearhead.run.bundle import Bundle
 
 # What a model is used for, by its head; every model also embeds.
@@ -33,6 +42,7 @@ USES: dict[HeadName, tuple[str, ...]] = {
     "none": (),
 }
 WINDOW, STRIDE = 384, 128  # tokens of a window over a long context, and of the overlap of two
+Result = TypeVar("Result")
 
 
 def check_head(m: Bundle, task: str) -> None:
@@ -352,3 +362,67 @@ def _best_span(row: Encoding, logits: Tensor, context: str, max_tokens: int) -> 
     first, last = divmod(int(both.masked_fill(~valid, -1).argmax()), len(row.ids))
     start, end = row.offsets[first][0], row.offsets[last][1]
     return Answer(context[start:end], start, end, float(both[first, last])), float(both[0, 0])
+
+
+# One input or a list ----------------------------------------------------------------------------------------
+
+
+def as_prompts(given: Any) -> tuple[bool, list[Any]]:
+    """Return whether one prompt was given, and a list of all; tensors and arrays of ids count as lists."""
+    given = given.tolist() if hasattr(given, "tolist") else given
+    # What is no list of anything is one prompt, which will be refused.
+    first = given[0] if isinstance(given, Sequence) and given else None
+    several = isinstance(first, Sequence) or getattr(first, "ndim", 0) > 0
+    single = isinstance(given, str) or not isinstance(given, Sequence) or (len(given) > 0 and not several)
+    return single, [given] if single else list(given)
+
+
+def best_of_each(
+    made: list[list[Generation]], num_return: int, single: bool
+) -> Generation | list[Generation] | list[list[Generation]]:
+    """Return one generation of each prompt, or a list where several were asked for."""
+    kept: list[Any] = made if num_return > 1 else [row[0] for row in made]
+    return kept[0] if single else kept
+
+
+def unwrapped(made: list[Result], single: bool) -> Result | list[Result]:
+    """Return the only result of one input, or the list of several."""
+    return made[0] if single else made
+
+
+# Reranking --------------------------------------------------------------------------------------------------
+
+
+def reads_pairs(m: Bundle) -> bool:
+    """Return whether the model reads query and text together; refuse a classifier of several classes."""
+    pairs = m.config.head == "classifier"
+    refuse(
+        pairs and m.config.n_classes != 1,
+        f"this model tells {m.config.n_classes} classes apart: one that reranks has one",
+    )
+    return pairs
+
+
+def rerank(
+    m: Bundle, query: str, texts: Sequence[str], top: int | None = None, batch_size: int = 32
+) -> list[Ranked]:
+    """Return the texts with their scores, the best first; see `Model.rerank`."""
+    refuse(not isinstance(query, str), f"rerank was given the query {query!r:.60}: it takes one text")
+    refuse(isinstance(texts, str), "rerank was given one text: give a list of texts to choose from")
+    refuse(top is not None and top < 1, f"top {top} must be 1 or more")
+    if reads_pairs(m):
+        found = classify(m, [(query, text) for text in texts], batch_size)
+        return ranked([one.probability for one in found], texts, top)
+    return ranked(cosines(embed(m, [query, *texts], batch_size)), texts, top)
+
+
+def cosines(vectors: Tensor | Sequence[Tensor]) -> list[float]:
+    """Return the cosine of the angle between the first vector and each other one: [1 + N, D] -> N numbers."""
+    query, *others = (row / row.norm().clamp(min=1e-12) for row in vectors)
+    return [float(torch.dot(query, other)) for other in others]
+
+
+def ranked(scores: Sequence[float], texts: Sequence[str], top: int | None = None) -> list[Ranked]:
+    """Return each text with its score, the best first; of equal ones, the first given."""
+    order = sorted(range(len(scores)), key=lambda n: -scores[n])[: top or len(scores)]
+    return [Ranked(n, texts[n], scores[n]) for n in order]

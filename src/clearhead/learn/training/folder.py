@@ -13,9 +13,9 @@ from clearhead.hub.files import LOCK, locked_folder, write_text
 from clearhead.learn.data.files import RECIPE
 from clearhead.learn.data.given import ROWS
 from clearhead.learn.parallel import launch, restarts
+from clearhead.learn.training.departure import PICTURE
 from clearhead.learn.training.events import CURVE, LOG, Note, OnEvent
 from clearhead.learn.training.state import BEST, CACHE, CHECKPOINTS, LAST, PRETRAIN, newest
-from clearhead.learn.training.tries import PICTURE
 
 LAUNCH = ".launch"  # the name of the launch of several processes that writes the folder
 BEFORE = ".before"  # an earlier run, which waits for the first checkpoint of the one that replaces it

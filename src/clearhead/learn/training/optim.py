@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from clearhead.errors import ConfigError, nearest, refuse
+from clearhead.learn.parallel.shards import local, part_like, whole
 from clearhead.learn.recipe import TrainPlan
-from clearhead.learn.training.muon import Muon
 
 BLOCK = re.compile(r"^(.*?)blocks\.(\d+)\.")
 FUSED = ("cpu", "cuda", "mps", "xpu")  # devices on which AdamW updates all weights in one pass
@@ -22,6 +22,9 @@ ORIGINAL_WARMUP = 4000
 # PyTorch's default for the first, 1e-7, also bounds a gradient's mean square from below; language models have
 # smaller ones. Its square must be a float32 number, so that a gradient of 0 gives an update of 0.
 ADAFACTOR_EPS = (1e-16, 1e-3)
+MOMENTUM = 0.95
+ROUNDS, COEFFICIENTS = 5, (3.4445, -4.7750, 2.0315)  # singular values end between about 0.7 and 1.2
+LIKE_ADAMW = 0.2  # the root mean square of a usual update of AdamW
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
@@ -96,13 +99,13 @@ def make_optimizer(model: nn.Module, plan: TrainPlan, device: torch.device) -> O
     return torch.optim.AdamW(groups, lr=plan.lr, betas=plan.betas, eps=plan.eps, fused=device.type in FUSED)
 
 
-def set_rate(optimizer: Optimizer, rate: float) -> None:
-    """Set the learning rate of the next step to `rate`, times each group's scale."""
+def set_lr(optimizer: Optimizer, lr: float) -> None:
+    """Set the learning rate of the next step to `lr`, times each group's scale."""
     for group in optimizer.param_groups:
         if isinstance(group["lr"], Tensor):  # recorded steps read it on the device
-            group["lr"].fill_(rate * group["scale"])
+            group["lr"].fill_(lr * group["scale"])
         else:
-            group["lr"] = rate * group["scale"]
+            group["lr"] = lr * group["scale"]
 
 
 def step_if_finite(
@@ -169,7 +172,7 @@ def warmup_steps(plan: TrainPlan, steps: int) -> int:
     return usual if plan.warmup is None else plan.warmup
 
 
-def rate(plan: TrainPlan, step: int, steps: int, d_model: int) -> float:
+def lr_at(plan: TrainPlan, step: int, steps: int, d_model: int) -> float:
     """Return the learning rate of `step` (the first is 1) in a run of `steps`.
 
     The rate rises linearly to `plan.lr` during the warm-up. Then it stays there (constant), falls to the
@@ -190,3 +193,51 @@ def rate(plan: TrainPlan, step: int, steps: int, d_model: int) -> float:
         "cosine": 0.5 * (1 + math.cos(math.pi * progress)),
     }
     return plan.lr * (plan.floor + (1 - plan.floor) * heights[plan.schedule])
+
+
+# Muon -------------------------------------------------------------------------------------------------------
+
+
+class Muon(torch.optim.AdamW):
+    """Muon for groups that are `orthogonal`, AdamW for the others.
+
+    A matrix of which this process holds a part is gathered, and each of its processes orthogonalises it.
+    """
+
+    def __init__(
+        self, groups: list[dict[str, Any]], device: torch.device, dtype: torch.dtype, **settings: Any
+    ) -> None:
+        super().__init__(groups, **settings)
+        self.device, self.dtype = device, dtype  # of the products; weights may be in main memory
+
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
+        """Take a step; gradients of matrices are used up."""
+        for group in self.param_groups:
+            for parameter in group["params"] if group["orthogonal"] else ():
+                if parameter.grad is not None:
+                    self._move(parameter, group["lr"], group["weight_decay"])
+                    parameter.grad = None  # so that AdamW passes it over
+        return super().step(closure)
+
+    @torch.no_grad()
+    def _move(self, parameter: Tensor, rate: float, decay: float) -> None:
+        gradient, kept = parameter.grad, self.state[parameter]
+        assert gradient is not None
+        if not kept:
+            kept["momentum"] = torch.zeros_like(gradient)
+        local(kept["momentum"]).lerp_(local(gradient), 1 - MOMENTUM)
+        local(gradient).lerp_(local(kept["momentum"]), MOMENTUM)  # Nesterov's
+        update = part_like(orthogonal(whole(gradient).to(self.device, self.dtype)), parameter)
+        here, size = local(parameter), LIKE_ADAMW * math.sqrt(max(parameter.shape))
+        here.mul_(1 - rate * decay).add_(update.to(here.device), alpha=-rate * size)
+
+
+def orthogonal(matrix: Tensor) -> Tensor:
+    """Return a matrix [N, D] with the same singular vectors, and singular values near 1."""
+    x: Tensor = matrix / torch.linalg.matrix_norm(matrix).clamp(min=1e-7)
+    x = x.mT if matrix.shape[0] > matrix.shape[1] else x
+    a, b, c = COEFFICIENTS
+    for _ in range(ROUNDS):
+        square = x @ x.mT
+        x = torch.addmm(x, torch.addmm(square, square, square, beta=b, alpha=c), x, beta=a)
+    return x.mT if matrix.shape[0] > matrix.shape[1] else x

@@ -8,22 +8,24 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
 from tokenizers import Tokenizer
 from torch import nn
 
 from clearhead.core.heads import LanguageHead
-from clearhead.errors import ConfigError, refuse
+from clearhead.core.transformer import evaluating
+from clearhead.errors import CheckpointError, ConfigError, TrainingError, refuse
 from clearhead.hub.checkpoint import Unread
 from clearhead.hub.files import write_text
 from clearhead.hub.gguf import is_gguf
 from clearhead.hub.tokenizer import load_tokenizer, read_settings, special_ids, truncation_side
 from clearhead.hub.tokens.training import SPELLS_ALL, choose, train_tokenizer
-from clearhead.learn.batches.batch import Batches
+from clearhead.learn.batches.batch import Batch, Batches
 from clearhead.learn.batches.windows import FixedRows
 from clearhead.learn.data.examples import Corpus, Images
 from clearhead.learn.data.files import RECIPE
-from clearhead.learn.evaluation.examples import begun, sampler
+from clearhead.learn.evaluation.evaluate import begun, sampler
 from clearhead.learn.losses import default_chunk
 from clearhead.learn.parallel.pipeline import check as check_stages
 from clearhead.learn.parallel.pipeline import staged
@@ -32,15 +34,15 @@ from clearhead.learn.parallel.world import ALONE, World
 from clearhead.learn.recipe import BASE, Recipe, TrainPlan
 from clearhead.learn.tasks import table
 from clearhead.learn.tasks.chat import chat_template, template_for
+from clearhead.learn.tasks.entries.chats import PreferenceBatches
 from clearhead.learn.tasks.table import RenderedChats, Texts, open_examples
 from clearhead.learn.tasks.task import DECODER, ENCODER, ENCODER_DECODER, Side, Task
 from clearhead.learn.training import build, machine, optim, weights
+from clearhead.learn.training.captured import can_capture, capture_steps
+from clearhead.learn.training.departure import first_example
 from clearhead.learn.training.events import Note, OnEvent
-from clearhead.learn.training.recorded import record_steps, recordable
-from clearhead.learn.training.reference import keep_reference
-from clearhead.learn.training.running import TrainingRun
+from clearhead.learn.training.loop import TrainingRun
 from clearhead.learn.training.state import CACHE
-from clearhead.learn.training.tries import first_example
 from clearhead.run.api import Model
 from clearhead.run.bundle import best_device
 from clearhead.run.kernels.parts import like
@@ -50,6 +52,8 @@ from clearhead.variants.costs import cost
 FINGERPRINT = f"{CACHE}/fingerprint"  # of the data a run began with
 APART = 50  # steps between validations, at least, where the recipe does not say
 SIDES: tuple[Side, ...] = ("train", "validation")
+# How far two computations of one log-probability may be apart, as a share of it: padding differs.
+ALIKE = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 2e-3, "float8": 1e-1}
 
 
 def prepare(recipe: Recipe, folder: Path, on_event: OnEvent, world: World = ALONE) -> TrainingRun:
@@ -215,9 +219,9 @@ def assemble(
     if world.mesh is None and not compiled and not joined and machine.narrow(device):
         suit_narrow(loaded.model)
     bound = began.get("recorded", machine.host_bound(loaded.config, least))
-    recorded = not compiled and bound and recordable(run)
+    recorded = not compiled and bound and can_capture(run)
     if recorded:
-        record_steps(run)
+        capture_steps(run)
     run.state.choices = {
         **machine.place(device),
         "threads": threads,
@@ -416,3 +420,70 @@ def remarks(recipe: Recipe, task: Task, loaded: Model, base: Model | None) -> It
             yield f"model.{name} is {made}, by the data, not {value}"
     if base is not None and recipe.tokens.kind is not None and recipe.tokens.model is None:
         yield f"tokens are those of {base.folder}: tokens.kind {recipe.tokens.kind} has no effect"
+
+
+# The reference of preference tuning -------------------------------------------------------------------------
+
+
+def keep_reference(run: TrainingRun, on_event: OnEvent) -> None:
+    """Compute the reference of a new run of pairs, write it beside the run, and check it."""
+    for side, batches in _sides(run).items():
+        plan = run.world.plan
+        refuse(
+            plan.pipeline * plan.tensor * plan.context > 1,
+            "preference tuning splits no model: leave parallel.pipeline, tensor and context at 1",
+            ConfigError,
+        )
+        for batch in batches.all():
+            assert batch.numbers is not None
+            batches.reference[batch.numbers.numpy()] = logprobs(run, batch).cpu().numpy()
+        if run.world.first:
+            np.save(run.folder / CACHE / f"reference-{side}.npy", batches.reference, allow_pickle=False)
+        if side == "train":
+            on_event(Note(f"reference: the model itself before its first step; off by {_check(run):.1e}"))
+
+
+def read_reference(run: TrainingRun) -> None:
+    """Read the reference of a run that goes on."""
+    for side, batches in _sides(run).items():
+        path = run.folder / CACHE / f"reference-{side}.npy"
+        try:
+            found = np.load(path, allow_pickle=False)
+        except (OSError, ValueError):
+            raise CheckpointError(
+                f"{path} is missing or damaged, and the model it was computed with is gone: begin a new run"
+            ) from None
+        refuse(
+            found.shape != batches.reference.shape,
+            f"{path} holds other pairs than the data: begin a new run",
+            CheckpointError,
+        )
+        batches.reference[:] = found
+
+
+@torch.no_grad()
+def logprobs(run: TrainingRun, batch: Batch) -> torch.Tensor:
+    """Return the log-probabilities of the two answers of each row, [B, 2], as the run computes them."""
+    moved = batch.to(run.precision.device)
+    with evaluating(run.model), run.precision.autocast():
+        return run.task.outputs_of(run.model, moved, run.plan.loss_chunk).float()
+
+
+def _check(run: TrainingRun) -> float:
+    """Refuse a model that differs from its reference before the first step; return the share it is off by."""
+    first = run.train.at(0)
+    assert first.reference is not None
+    here = logprobs(run, first).cpu()
+    apart = float(((here - first.reference).abs() / first.reference.abs().clamp(min=1)).max())
+    refuse(
+        not apart <= ALIKE[run.precision.name],
+        f"the model differs from its reference by {apart:.1e} before the first step: "
+        "this is a fault of the precision or the kernels; set train.precision=float32",
+        TrainingError,
+    )
+    return apart
+
+
+def _sides(run: TrainingRun) -> dict[str, PreferenceBatches]:
+    both = {"validation": run.validation, "train": run.train}
+    return {side: one for side, one in both.items() if isinstance(one, PreferenceBatches)}

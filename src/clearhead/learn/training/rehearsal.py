@@ -13,9 +13,9 @@ from clearhead.learn.data.files import RECIPE
 from clearhead.learn.parallel.world import joined
 from clearhead.learn.recipe import Recipe, Settings, read_recipe
 from clearhead.learn.training.events import Note, OnEvent
+from clearhead.learn.training.loop import TrainingRun
 from clearhead.learn.training.prepare import prepare
 from clearhead.learn.training.run import planned, with_rows
-from clearhead.learn.training.running import TrainingRun
 from clearhead.variants.costs import LEARNING
 
 FILES = 100_000  # bytes of what lies beside the weights of a checkpoint: tokenizer, settings, counters

@@ -13,7 +13,8 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -24,12 +25,13 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from clearhead.core.transformer import Transformer
-from clearhead.errors import CheckpointError, first_line, refuse
+from clearhead.errors import CheckpointError, ClearheadError, first_line, refuse
 from clearhead.hub.checkpoint import Description
 from clearhead.hub.files import MODEL, read_json, whole_folder
 from clearhead.hub.weights import Outgoing, open_tensors, write_tensors
 from clearhead.learn.parallel import shards
 from clearhead.learn.parallel.shards import Exchange, Part, part_of
+from clearhead.learn.training.events import OnEvent, Saved
 from clearhead.learn.training.weights import merged_tensors
 from clearhead.run.api import Model
 from clearhead.run.bundle import SHARD_SIZE
@@ -223,3 +225,55 @@ def restore_optimizer(
         optimizer.state[parameters[owner]][key] = (
             tensors[name].clone() if on_cpu else shards.parted(tensors[name], parameters[owner])
         )
+
+
+# Written behind training ------------------------------------------------------------------------------------
+
+
+class Saver:
+    """One write at a time, in a thread of its own."""
+
+    def __init__(self) -> None:
+        self.thread: threading.Thread | None = None
+        self.event: Saved | None = None  # of what is written
+        self.error: ClearheadError | None = None
+
+    def begin(self, event: Saved, write: Callable[[], object]) -> None:
+        """Start to write a checkpoint; the one before must have been waited for."""
+
+        def run() -> None:
+            try:
+                write()
+            except ClearheadError as error:
+                self.error = error
+            except Exception as error:
+                self.error = CheckpointError(f"step {event.step} was not saved: {first_line(error)}")
+
+        self.event, self.thread = event, threading.Thread(target=run, name="saving", daemon=True)
+        self.thread.start()
+
+    @property
+    def failed(self) -> bool:
+        """True where the last write has failed; `finish` raises why."""
+        return self.error is not None
+
+    def finish(self, on_event: OnEvent = lambda event: None, wait: bool = False) -> None:
+        """Tell of a checkpoint that is written; `wait` until it is, and raise what its write failed with."""
+        if self.thread is None or (self.thread.is_alive() and not wait) or (self.failed and not wait):
+            return
+        self.thread.join()
+        self.thread = None
+        if self.error is not None:
+            raise self.error
+        assert self.event is not None
+        on_event(self.event)
+
+    @contextmanager
+    def completing(self) -> Iterator[None]:
+        """Let a write come to its end where a block ends in an error."""
+        try:
+            yield
+        except BaseException:
+            if self.thread is not None:
+                self.thread.join()
+            raise

@@ -19,7 +19,7 @@ from starlette.exceptions import HTTPException
 from clearhead.errors import BusyError, ClearheadError, InputError, nearest, refuse
 from clearhead.labs.retrieval.index import Index
 from clearhead.labs.retrieval.passages import before_prompt, cited
-from clearhead.learn.tasks import ranking, reading
+from clearhead.learn.tasks import reading
 from clearhead.learn.tasks.chat import chat_ids
 from clearhead.run.serve import answers, protocol
 from clearhead.run.serve.answers import (
@@ -224,18 +224,18 @@ def make_server(
     async def scored(body: protocol.PairsBody, request: Request) -> tuple[str, list[float]]:
         """Return how well each document answers the query, by a model of pairs or by the angle of answers."""
         name, engine = engine_of(body.model)
-        if ranking.reads_pairs(engine.m):
+        if reading.reads_pairs(engine.m):
             pairs = [(body.query, text) for text in body.documents]
             return name, [one.probability for one in await read(engine, pairs, reading.classify, request)]
         found = await read(engine, [body.query, *body.documents], answers.embedding(None), request)
-        return name, ranking.cosines([vector for vector, _ in found])
+        return name, reading.cosines([vector for vector, _ in found])
 
     @app.post("/v1/rerank")
     async def rerank(body: protocol.PairsBody, request: Request) -> Response:
         name, scores = await scored(body, request)
         results = [
             {"index": one.index, "document": {"text": one.text}, "relevance_score": one.score}
-            for one in ranking.ranked(scores, body.documents, body.top_n)
+            for one in reading.ranked(scores, body.documents, body.top_n)
         ]
         return JSONResponse({"model": name, "results": results})
 

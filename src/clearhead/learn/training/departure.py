@@ -1,22 +1,31 @@
 """What a finished run leaves beside its model: a card, and the adapter, where it trained low-rank updates."""
 
+import importlib
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from clearhead.hub.files import write_text
 from clearhead.hub.peft import RankUpdate, write_adapter
 from clearhead.hub.weights import open_tensors
+from clearhead.learn.data.examples import Corpus, Images
 from clearhead.learn.data.files import RECIPE
 from clearhead.learn.recipe import BASE, Recipe, read_recipe
+from clearhead.learn.tasks.task import Task
 from clearhead.learn.training.events import CURVE
-from clearhead.learn.training.running import TrainingRun
+from clearhead.learn.training.loop import TrainingRun
 from clearhead.learn.training.state import TENSORS
 from clearhead.run.api import Model
 
 ADAPTER, CARD = "adapter", "README.md"
 SECTIONS = ("data", "tokens", "train", "generate", "parallel")
+PICTURE = "example.png"  # written beside a model that reads pictures
+LETTERS = {"generate": 16, "fill": 60}  # of the example, at most; a prompt is to be continued
+USUAL = 200
+_PLACE = re.compile("TEXT|IMAGE|QUESTION CONTEXT")
 
 
 def leave_adapter(run: TrainingRun, chosen: Model, checkpoint: Path) -> None:
@@ -86,3 +95,46 @@ def _rows(head: tuple[str, str], rows: Iterable[tuple[str, Any]], without: tuple
         if name not in without
     ]
     return [f"| {head[0]} | {head[1]} |", "| --- | --- |", *body]
+
+
+# The command to try -----------------------------------------------------------------------------------------
+
+
+def first_example(corpus: Corpus) -> Any:
+    """Return the first example to validate on; of pictures, its pixels [H, W, C]."""
+    given: Any = corpus.validation
+    return given.pixels[0] if isinstance(given, Images) else next(iter(given), None)
+
+
+def command_to_try(task: Task, example: Any, model: Model, folder: Path) -> str:
+    """Return the command that uses a trained model, with this example in place of TEXT."""
+    command = task.command.format(folder=quote(str(folder)))
+    if task.tokens is None:
+        return _PLACE.sub(lambda found: _picture(example, folder) or found[0], command)
+    asked: tuple[str, ...] = getattr(example, "asked", tuple)()
+    verb = command.split()[0]
+    texts = [_shown(text, LETTERS.get(verb, USUAL)) for text in asked or example.texts()]
+    if verb == "fill" and model.tokenizer is not None:
+        mask = model.tokenizer.id_to_token(model.special["mask"])
+        texts = [" ".join([*texts[0].split(" ")[:-1], str(mask)])]
+    if not all(texts):
+        return command
+    arguments = (" " if asked else " --pair ").join(map(quote, texts))
+    return _PLACE.sub(lambda found: arguments, command)
+
+
+def _shown(text: str, most: int) -> str:
+    """Return the beginning of a text on one line, cut between words, that is no option of a command."""
+    line = " ".join(text.split()).lstrip("-").strip()
+    return line if len(line) <= most else line[:most].rpartition(" ")[0] or line[:most]
+
+
+def _picture(pixels: Any, folder: Path) -> str:
+    """Write a picture beside the model; return its path, or "" without Pillow."""
+    try:
+        image = importlib.import_module("PIL.Image")
+    except ImportError:
+        return ""
+    flat = pixels[..., 0] if pixels.shape[-1] == 1 else pixels
+    image.fromarray(flat).save(folder / PICTURE)
+    return quote(str(folder / PICTURE))

@@ -9,7 +9,7 @@ import clearhead as ch
 from clearhead.errors import TrainingError
 from clearhead.learn.batches.batch import IGNORE, Batch, padded_up, scored_up, size_above
 from clearhead.learn.losses import batch_loss
-from clearhead.learn.training import prepare, recorded
+from clearhead.learn.training import captured, prepare
 from clearhead.learn.training.events import Note
 from clearhead.run.kernels import cuda_graph
 from tests.harness import build
@@ -25,7 +25,7 @@ HERE = {"train.device": "auto", "train.steps": 10, "train.validate_every": 5}
 def recording(monkeypatch):
     """Count what is recorded and replayed, whatever the device."""
     counts = {"recorded": 0, "passes": 0}
-    first, again = recorded.RecordedStep._recorded, recorded.RecordedPass.__call__
+    first, again = captured.CapturedStep._recorded, captured.CapturedPass.__call__
 
     def count_first(self, *given):
         counts["recorded"] += 1
@@ -35,14 +35,14 @@ def recording(monkeypatch):
         counts["passes"] += 1
         again(self, batch)
 
-    monkeypatch.setattr(recorded.RecordedStep, "_recorded", count_first)
-    monkeypatch.setattr(recorded.RecordedPass, "__call__", count_again)
-    monkeypatch.setattr(prepare, "recordable", lambda run: True)
+    monkeypatch.setattr(captured.CapturedStep, "_recorded", count_first)
+    monkeypatch.setattr(captured.CapturedPass, "__call__", count_again)
+    monkeypatch.setattr(prepare, "can_capture", lambda run: True)
     return counts
 
 
 def plainly(monkeypatch) -> None:
-    monkeypatch.setattr(prepare, "recordable", lambda run: False)
+    monkeypatch.setattr(prepare, "can_capture", lambda run: False)
 
 
 def perform(family: str, data, out, **settings) -> None:
@@ -128,7 +128,7 @@ def test_what_cannot_be_recorded_goes_on_and_says_why(tmp_path, recording, monke
     def waits(self, batch):
         raise RuntimeError("called a synchronizing CUDA operation")
 
-    monkeypatch.setattr(recorded.RecordedStep, "_gradients", waits)
+    monkeypatch.setattr(captured.CapturedStep, "_gradients", waits)
     job = meshes.job("encoder-decoder", data, tmp_path / "run", settings=HERE)
     ch.train(job["data"], out=job["out"], settings=job["settings"], on_event=notes.append)
     lines = [event.line for event in notes if isinstance(event, Note) and "recorded" in event.line]

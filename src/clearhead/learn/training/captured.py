@@ -1,7 +1,7 @@
-"""Training steps recorded as CUDA graphs: the device runs a whole pass at one call of the host.
+"""Training steps captured as CUDA graphs: the device runs a whole pass at one call of the host.
 
 Handing over the kernels of a small model one by one takes the host longer than the device needs for them. So
-both passes are recorded once for each size of batch, and the update once. Batches are padded up to a few
+both passes are captured once for each size of batch, and the update once. Batches are padded up to a few
 sizes for it. What changes from step to step lies in tensors of fixed address: batch, rate, number of targets.
 Dropout goes on as it would: a replay takes the seed that the step has set.
 """
@@ -23,7 +23,7 @@ from clearhead.learn.batches.buckets import Bucketed
 from clearhead.learn.parallel.pipeline import MicroBatches
 from clearhead.learn.training import optim
 from clearhead.learn.training.events import Note, OnEvent
-from clearhead.learn.training.running import PlainStep, TrainingRun
+from clearhead.learn.training.loop import PlainStep, TrainingRun
 from clearhead.run.kernels.cuda_graph import GraphRecorder
 
 MOST = 256  # sizes of batches that are recorded; further ones run as they are
@@ -31,9 +31,9 @@ Launch: TypeAlias = Callable[[], object]
 Size: TypeAlias = tuple[object, ...]
 
 
-def record_steps(run: TrainingRun) -> None:
-    """Let a run take recorded steps."""
-    run.fit, run.stepping = functools.partial(fit, run), RecordedStep
+def capture_steps(run: TrainingRun) -> None:
+    """Let a run take captured steps."""
+    run.fit, run.stepping = functools.partial(fit, run), CapturedStep
 
 
 def fit(run: TrainingRun, batch: Batch) -> Batch:
@@ -47,8 +47,8 @@ def size_of(batch: Batch) -> Size:
     return (*shapes, batch.n_scored)
 
 
-def recordable(run: TrainingRun) -> bool:
-    """Return True if steps can be recorded, as far as that is known before the first one."""
+def can_capture(run: TrainingRun) -> bool:
+    """Return True if steps can be captured, as far as that is known before the first one."""
     config = run.loaded.config
     return bool(
         run.task.capturable
@@ -61,8 +61,8 @@ def recordable(run: TrainingRun) -> bool:
     )
 
 
-class RecordedStep(PlainStep):
-    """A step whose passes and update are replayed; each size of batch is recorded when it first comes.
+class CapturedStep(PlainStep):
+    """A step whose passes and update are replayed; each size of batch is captured when it first comes.
 
     The first update is not recorded: the optimizer makes its state in it. What cannot be recorded runs as it
     is, and is reported.
@@ -75,7 +75,7 @@ class RecordedStep(PlainStep):
             GraphRecorder() if device.type == "cuda" else None
         )  # None: what it would replay is run
         self.recording = True
-        self.passes: dict[Size, RecordedPass] = {}
+        self.passes: dict[Size, CapturedPass] = {}
         self.replay_update: Launch | None = None
         self.targets, self.total = torch.ones((), device=device), torch.zeros((), device=device)
         self.numbers = torch.zeros(3, device=device)  # see `optim.step_if_finite`
@@ -136,7 +136,7 @@ class RecordedStep(PlainStep):
 
         replay = self._recorded(passes, warm_up)
         if replay is not None:
-            self.passes[size_of(batch)] = RecordedPass(fixed, replay)
+            self.passes[size_of(batch)] = CapturedPass(fixed, replay)
 
     def _gradients(self, batch: Batch) -> tuple[Tensor, Sequence[Tensor | None]]:
         """Return the loss of a batch [], and the gradients of its share of the mean."""
@@ -163,7 +163,7 @@ class RecordedStep(PlainStep):
 
 
 @dataclass(frozen=True)
-class RecordedPass:
+class CapturedPass:
     """Both passes over batches of one size."""
 
     batch: Batch  # of fixed address
