@@ -19,6 +19,7 @@ from tests.parity.harness import batch, config_of, positions_of, reference
 from tests.parity.test_decoders import (
     DEEP,
     FALCON,
+    GPT,
     GROUPED,
     HALF,
     KINDS,
@@ -32,13 +33,12 @@ from tests.parity.test_encoder_decoders import BART, MARIAN, T5
 from tests.parity.test_encoder_decoders import DEEP as TALL
 from tests.parity.test_encoders import OPTIONS as ENCODERS
 from tests.parity.test_encoders import make
-from tests.parity.test_gpt2 import SMALL as GPT2
 from tests.parity.test_vit import OPTIONS as IMAGES
 
 PATTERN = 1e-5
 
 DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "GPT-2": ("GPT2", GPT2),
+    "GPT-2": ("GPT2", GPT),
     "Llama, grouped": ("Llama", {**GROUPED, "rope_scaling": LLAMA3}),
     "GPT-NeoX, parallel": ("GPTNeoX", SMALL),
     "Mistral, window": ("Mistral", {**GROUPED, "sliding_window": 7}),

@@ -199,7 +199,7 @@ def test_killed_at_ten_moments(text, tmp_path):
         if not ready:
             shutil.rmtree(folder, ignore_errors=True)
         action = (lambda: ch.train(resume=folder)) if ready else (lambda: run(text, folder, *often))
-        number = child(dying(action, folder, moments.randint(20, 160)))
+        number = child(dying(action, folder, moments.randint(15, 100)))
         assert os.waitstatus_to_exitcode(os.waitpid(number, 0)[1]) == -signal.SIGKILL
         if newest(folder) is not None:
             assert ch.load(newest(folder)).config.d_model == 16
