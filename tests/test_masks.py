@@ -87,6 +87,16 @@ def test_packed_documents_through_a_cache(positions, make):
 
 
 @pytest.mark.ledger("C2")
+def test_padding_after_a_document_of_full_length_needs_no_position():
+    model = build(positions="learned", max_positions=8)
+    ids, documents = some_ids(1, 13), torch.tensor([[0] * 3 + [1] * 10])
+    mask = torch.tensor([[True] * 11 + [False] * 2])
+    with torch.no_grad():
+        packed, alone = model(ids, mask=mask, documents=documents).logits, model(ids[:, 3:11]).logits
+    assert worst(packed[:, 3:11], alone) <= TOLERANCE
+
+
+@pytest.mark.ledger("C2")
 @pytest.mark.parametrize("family", ["decoder", "encoder"])
 def test_documents_with_gaps(family):
     """Padding inside packed documents takes no position and is not seen."""

@@ -120,7 +120,7 @@ def positions_in_documents(
 
     `before` are documents, positions and `real` of the tokens in a cache: a run that began there goes on.
     """
-    count = real.cumsum(1) - real.long()  # real tokens before this slot, in this pass
+    count = (real.cumsum(1) - 1).clamp(min=0)  # real tokens before this one; padding repeats the last
     starts = torch.ones_like(real)
     starts[:, 1:] = documents[:, 1:] != documents[:, :-1]
     positions = count - torch.where(starts, count, 0).cummax(1).values  # from the start of the run
