@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import clearhead as ch
+from clearhead.core.config import kinds as config_kinds
 from clearhead.inside.checks.reference_float64 import reference_logits
 from clearhead.variants import blocks
 from tests.harness import V, build, in_pieces, some_ids, worst
@@ -105,7 +106,7 @@ def by_formula(model: ch.Transformer, ids: torch.Tensor, given: dict[str, torch.
 @pytest.mark.ledger("J1", "J2", "C2", "C5")
 @pytest.mark.parametrize("seed", range(30))
 def test_any_kinds_in_any_rows_are_their_formula(seed, monkeypatch):
-    monkeypatch.setattr(blocks, "SMALLEST", 2)
+    monkeypatch.setattr(config_kinds, "SMALLEST", 2)
     monkeypatch.setattr(blocks, "WORTH", 1)
     draw = random.Random(seed)
     model = some_model(draw, seed)

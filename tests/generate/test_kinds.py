@@ -58,9 +58,9 @@ def test_beams_are_those_of_every_continuation(attention):
 
 def test_speculation_over_a_state_is_refused():
     m = ch.Model(build(attention=("full", "linear")))
-    with pytest.raises(ch.InputError, match="cannot take a wrong guess back"):
+    with pytest.raises(ch.InputError, match="cannot take a rejected token back"):
         m.generate([1, 2, 3], 4, lookup=2)
-    with pytest.raises(ch.InputError, match="cannot take a wrong guess back"):
+    with pytest.raises(ch.InputError, match="cannot take a rejected token back"):
         ch.Model(build()).generate([1, 2, 3], 4, draft=m)
 
 

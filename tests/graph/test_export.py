@@ -10,8 +10,8 @@ import torch
 
 import clearhead as ch
 from clearhead.app.cli import main
+from clearhead.hub import onnx as graph
 from clearhead.hub.onnx import Function, example, expected, sizes_of
-from clearhead.hub.onnx import export as graph
 from clearhead.hub.sentences import Sentences
 
 onnxruntime = pytest.importorskip("onnxruntime")

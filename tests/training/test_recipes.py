@@ -633,7 +633,7 @@ PLAIN = {"d_model", "n_layers", "n_heads", "d_ff", "dropout", "patch_size", "max
 
 @pytest.mark.parametrize("name", list(CASES))
 def test_a_recipe_file_explains_itself(name):
-    text = (resources.files("clearhead") / "recipes" / f"{name}.toml").read_text()
+    text = (resources.files("clearhead.learn") / "recipes" / f"{name}.toml").read_text()
     assert text.startswith("# ") and recipe_names()[name].endswith(".")
     recipe = ch.read_recipe(name)
     commented = set(re.findall(r"^(\w+) = .*#", text, flags=re.MULTILINE))

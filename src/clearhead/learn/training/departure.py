@@ -25,6 +25,7 @@ SECTIONS = ("data", "tokens", "train", "generate", "parallel")
 PICTURE = "example.png"  # written beside a model that reads pictures
 LETTERS = {"generate": 16, "fill": 60}  # of the example, at most; a prompt is to be continued
 USUAL = 200
+SHORT = 100  # positions of a model that writes few tokens
 _PLACE = re.compile("TEXT|IMAGE|QUESTION CONTEXT")
 
 
@@ -120,6 +121,8 @@ def command_to_try(task: Task, example: Any, model: Model, folder: Path) -> str:
     if not all(texts):
         return command
     arguments = (" " if asked else " --pair ").join(map(quote, texts))
+    if verb == "generate" and model.max_length < SHORT:  # the usual number of new tokens does not fit
+        arguments += f" --max-new-tokens {model.max_length // 3}"
     return _PLACE.sub(lambda found: arguments, command)
 
 
